@@ -1,0 +1,229 @@
+"""Rank-aware data: every world size reads the same samples in the same order.
+
+The order of the samples is a pure function of (seed, epoch), computed index by index: a keyed
+permutation instead of a shuffled list, so that 10^12 samples cost no start-up time and no memory.
+Step s consumes the samples [s*G, (s+1)*G) of that order, G the global batch, and each data-parallel
+rank takes its share of them. The state of the data is therefore the step number and nothing else.
+
+``BatchSampler`` fits ``torch.utils.data.DataLoader`` with any map-style dataset of yours.
+"""
+
+import os
+import pathlib
+import sysconfig
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from common.errors import SettingError
+
+STANDARD_LIBRARY = "stdlib"
+# Not part of the library proper, or not installed everywhere.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+
+
+def permute(indices, size, key):
+    """Where each of ``indices`` goes in the permutation of range(``size``) that ``key`` selects.
+
+    ``indices`` is an array of any shape, ``key`` a sequence of integers >= 0. A Feistel network
+    permutes the smallest power of two that holds ``size``; an index that lands outside goes round
+    again until it lands inside, which keeps it a permutation (cycle walking: Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). No index needs to know about another.
+    """
+    bits = (size - 1).bit_length()
+    low = np.uint64(bits // 2)  # the halves are low and bits - low wide
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
+
+    def scramble(x):
+        left, right = x >> low, x & low_mask
+        for even, odd in round_keys.reshape(4, 2):
+            left = left ^ (_mix(right ^ even) & high_mask)
+            right = right ^ (_mix(left ^ odd) & low_mask)
+        return (left << low) | right
+
+    out = scramble(np.atleast_1d(np.asarray(indices, np.uint64)))
+    while (outside := out >= size).any():
+        out[outside] = scramble(out[outside])
+    return out.astype(np.int64).reshape(np.shape(indices))
+
+
+def _mix(x):
+    """Every bit of x into every bit of the result (the finaliser of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class BatchSampler(Sampler):
+    """Yields the sample indices of one micro-batch after another, for this rank.
+
+    Args:
+        size: samples in the dataset.
+        batch_size: samples of the *global* batch G, over all ranks and accumulation steps.
+        grad_accum: micro-batches that each rank makes of its share of a global batch.
+        seed: of the order.
+        start, stop: optimizer steps, from ``start`` up to and without ``stop`` (None: forever).
+        rank, world_size: this process, and how many there are.
+        replication: k consecutive ranks get the same samples (tensor, context, pipeline ranks).
+        mesh: instead of the three above: the data-parallel dimension of a ``DeviceMesh``.
+
+    Data-parallel rank r of n takes the rows [r*G/n, (r+1)*G/n) of the global batch, so the shares
+    of all ranks, put together in the order of the ranks, are the batch in order. An epoch that ends
+    inside a batch is followed at once by the next: nothing is padded, repeated or dropped.
+
+    Raises:
+        SettingError: the ranks and micro-batches cannot share a batch evenly.
+    """
+
+    def __init__(self, size, batch_size, grad_accum=1, *, seed=0, start=0, stop=None,
+                 rank=0, world_size=1, replication=1, mesh=None):
+        if mesh is not None:
+            rank, world_size, replication = mesh.get_local_rank(), mesh.size(), 1
+        if world_size % replication:
+            raise SettingError(
+                f"a replication of {replication} does not divide the world size {world_size}"
+            )
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.grad_accum, self.start, self.stop = grad_accum, start, stop
+        self.rank, self.ranks = rank // replication, world_size // replication
+        parts = self.ranks * grad_accum
+        if batch_size % parts:
+            below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
+            raise SettingError(
+                f"--batch-size {batch_size} cannot be shared evenly by {self.ranks} data-parallel "
+                f"ranks x {grad_accum} accumulation steps: use a multiple of {parts}, such as "
+                f"{f'{below} or {above}' if below else above}"
+            )
+
+    def __len__(self):
+        """Micro-batches that are left (an endless sampler has no length)."""
+        if self.stop is None:
+            raise TypeError("a sampler without `stop` is endless")
+        return max(0, self.stop - self.start) * self.grad_accum
+
+    def __iter__(self):
+        share = self.batch_size // self.ranks
+        step = self.start
+        while self.stop is None or step < self.stop:
+            first = step * self.batch_size + self.rank * share
+            for rows in np.split(self.samples(first, first + share), self.grad_accum):
+                yield rows.tolist()
+            step += 1
+
+    def samples(self, first, last):
+        """The samples at the places [first, last) of the endless order, as an array."""
+        places = range(first, last)
+        epochs = range(first // self.size, (last - 1) // self.size + 1)
+        return np.concatenate([
+            permute(
+                np.arange(max(first, epoch * self.size), min(last, (epoch + 1) * self.size))
+                - epoch * self.size,
+                self.size,
+                (self.seed, epoch),
+            )
+            for epoch in epochs
+        ]) if places else np.empty(0, np.int64)
+
+
+class TokenDataset(Dataset):
+    """Sample i is the tokens [i*T, (i+1)*T] of the data: T inputs and, one further, T targets.
+
+    Args:
+        data: a ``.bin`` file of raw token ids (the nanoGPT convention, no header), or a folder of
+            such files; any other file, or folder of files, is read as text, a token per byte;
+            ``stdlib`` is the source text of Python's standard library. Files of a folder follow one
+            another in the order of their paths.
+        seq_len: T.
+        token_dtype: of a ``.bin`` file, "uint16" or "uint32".
+
+    Nothing is read before it is asked for. Item: two int64 tensors (T,).
+
+    Raises:
+        SettingError: no such file, or too little in it for one sample.
+    """
+
+    def __init__(self, data, seq_len, token_dtype="uint16"):
+        self.files = _find_files(data)
+        binary = [path.suffix == ".bin" for path in self.files]
+        if any(binary) and not all(binary):
+            raise SettingError(
+                f"--data {data} mixes .bin files (token ids) with others (text): keep one kind"
+            )
+        self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
+        sizes = np.array([path.stat().st_size for path in self.files], np.int64)
+        for path, size in zip(self.files, sizes):
+            if size % self.dtype.itemsize:
+                raise SettingError(
+                    f"{path} has {size} bytes: not a whole number of {self.dtype} tokens; "
+                    f"see --token-dtype"
+                )
+        # file i holds the tokens [ends[i-1], ends[i])
+        self.ends = np.cumsum(sizes // self.dtype.itemsize)
+        self.tokens = int(self.ends[-1]) if self.files else 0
+        self.seq_len = seq_len
+        if len(self) < 1:
+            raise SettingError(
+                f"--data {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} "
+                f"takes {seq_len + 1}; give more data or a smaller --seq-len"
+            )
+
+    def __len__(self):
+        return max(0, self.tokens - 1) // self.seq_len
+
+    def __getitem__(self, index):
+        first = index * self.seq_len
+        tokens = torch.from_numpy(self._read(first, first + self.seq_len + 1).astype(np.int64))
+        return tokens[:-1], tokens[1:]
+
+    def _read(self, first, last):
+        pieces = []
+        file = int(np.searchsorted(self.ends, first, side="right"))
+        while first < last:
+            start = int(self.ends[file - 1]) if file else 0
+            count = min(last, int(self.ends[file])) - first
+            if count:  # an empty file cannot be mapped
+                offset = (first - start) * self.dtype.itemsize
+                pieces.append(np.memmap(self.files[file], self.dtype, "r", offset, (count,)))
+            first += count
+            file += 1
+        return np.concatenate(pieces)
+
+
+def _find_files(data):
+    standard = data == STANDARD_LIBRARY
+    path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
+    if not path.exists():
+        raise SettingError(
+            f"--data {data}: no such file or folder (give one, or '{STANDARD_LIBRARY}' for the "
+            f"source of Python's standard library)"
+        )
+    if not path.is_dir():
+        return [path]
+    found = []
+    for folder, subfolders, files in os.walk(path):
+        skipped = SKIPPED_FOLDERS if standard else ()
+        subfolders[:] = [s for s in subfolders if s not in skipped and not s.startswith(".")]
+        found += [pathlib.Path(folder, file) for file in files if not file.startswith(".")]
+    return sorted(file for file in found if file.suffix == ".py" or not standard)
+
+
+def load_batches(dataset, sampler, vocab_size, device, workers=0):
+    """Yields the micro-batches of this rank on ``device``: inputs and targets, (B, T) each.
+
+    Raises:
+        SettingError: a token is not in the vocabulary.
+    """
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
+    )
+    for batch in loader:
+        # Here, where it can be said in words: on a GPU it would be an assertion of a kernel.
+        if (largest := max(tensor.max().item() for tensor in batch)) >= vocab_size:
+            raise SettingError(
+                f"the data holds token {largest}, beyond a vocabulary of {vocab_size}: raise "
+                f"--vocab-size, or see --token-dtype"
+            )
+        yield [tensor.to(device, non_blocking=True) for tensor in batch]

@@ -1,0 +1,226 @@
+"""A small Llama: the model that every script trains, and that knows nothing of how.
+
+RMSNorm before each sub-layer (arXiv:1910.07467), rotary position embeddings (arXiv:2104.09864),
+SwiGLU (arXiv:2002.05202) and grouped-query attention (arXiv:2305.13245); no biases, no dropout, an
+untied output head. Parameter names and shapes are those of Hugging Face's ``LlamaForCausalLM``.
+
+In the shapes below B is the batch, T the sequence, D ``hidden_size``, H and KV the numbers of query
+and key/value heads, K ``head_dim``, V ``vocab_size``. All are local: what this process was given.
+"""
+
+import dataclasses
+import functools
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import SettingError
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """The dimensions of the model, under the names of Hugging Face's ``LlamaConfig``."""
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise SettingError(f"{field.name} is {value}: it must be greater than 0")
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise SettingError(
+                    f"num_attention_heads {self.num_attention_heads} does not divide hidden_size "
+                    f"{self.hidden_size}: change one of them, or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.head_dim % 2:
+            raise SettingError(
+                f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, so change "
+                f"hidden_size or num_attention_heads until hidden_size / num_attention_heads is even"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise SettingError(
+                f"num_key_value_heads {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}: each key/value head serves "
+                f"equally many query heads"
+            )
+
+
+def _llama3(hidden, intermediate, layers, heads):
+    return ModelConfig(128256, hidden, intermediate, layers, heads, 8, None, 1e-5, 500000.0)
+
+
+PRESETS = {
+    "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
+    "small": ModelConfig(256, 384, 1024, 6, 6, 2),  # 9.6 M
+    "medium": ModelConfig(50304, 768, 2048, 12, 12, 4),  # 152 M, GPT-2's vocabulary
+    "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, its head untied
+    "llama3-8b": _llama3(4096, 14336, 32, 32),  # 8.0 B
+    "llama3-70b": _llama3(8192, 28672, 80, 64),  # 70.6 B
+    "llama3-405b": _llama3(16384, 53248, 126, 128),  # 405.9 B
+}
+
+
+def rotary_table(positions, head_dim, theta, dtype):
+    """Cosines and sines of the rotary angles, (..., T, K/2) each, for positions (..., T)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).to(dtype) / head_dim
+    angles = positions.to(dtype)[..., None] / theta**exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn each pair (x[i], x[i + K/2]) of x (B, H, T, K) by its position's angle."""
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # the same for every head
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+def causal_attention(q, k, v):
+    """Plain attention: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; ``attention`` may be replaced from outside."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        self.attention = causal_attention
+
+    def forward(self, x, cos, sin):
+        # The number of heads is read off the projections' outputs: it may be a rank's share.
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, K)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, K)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    """Tokens (B, T) in, logits (B, T, V) out.
+
+    ``layers`` is a ModuleDict, so that dropping some leaves the names of the others as they are.
+    Embedding, final norm and head may be replaced by ``nn.Identity``: the model then takes, or
+    returns, hidden states (B, T, D).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleDict({str(i): Layer(config) for i in range(config.num_hidden_layers)}),
+            "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+        })
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens, positions=None):
+        """``positions`` (T,) or (B, T): places in the whole sequence, when this is a shard of it."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.model.embed_tokens(tokens)  # (B, T, D)
+        # The angles need float32 at least: bfloat16 cannot tell position 256 from 257.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        for layer in self.model.layers.values():
+            x = layer(x, cos, sin)
+        return self.lm_head(self.model.norm(x))
+
+
+def next_token_loss(logits, targets):
+    """Mean cross-entropy in nats, in float32 at least: logits (B, T, V), targets (B, T)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def draw_parameter(name, shape, config, seed):
+    """The initial value of one parameter, whole, in float32 on the CPU.
+
+    Its generator is seeded by (seed, name) alone, so the value depends on nothing else: not on
+    which other parameters are drawn, nor on the device or the number of ranks. Normal with
+    ``initializer_range``; the two projections into the residual stream of each layer are scaled
+    down by sqrt(2 x layers) (GPT-2); norms are ones.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape, device="cpu")
+    std = config.initializer_range
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= (2 * config.num_hidden_layers) ** 0.5
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std
+
+
+@torch.no_grad()
+def init_weights(model, seed, shard=None):
+    """Fill the parameters of a materialised model, one at a time.
+
+    ``shard(parameter, whole)`` returns the part of a whole tensor that belongs into a parameter
+    that is itself only a part; without it the parameters are whole.
+    """
+    for name, parameter in model.named_parameters():
+        whole = draw_parameter(name, parameter.shape, model.config, seed).to(parameter.dtype)
+        parameter.copy_(shard(parameter, whole) if shard else whole)
+
+
+def checkpoint_activations(model):
+    """Keep only each layer's input for the backward pass and run the layer again there
+    (arXiv:1604.06174). Set on the bound method, so that no parameter changes its name."""
+    for layer in model.model.layers.values():
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def compile_layers(model):
+    """``torch.compile`` per layer: all layers share one compilation; names stay as they are. Before
+    ``checkpoint_activations``: inside of a compiled function that would be what is not compiled."""
+    for layer in model.model.layers.values():
+        layer.forward = torch.compile(layer.forward)
