@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# Start a script, or the tests:
+#
+#   bash run.sh ddp.py --steps 50     one process per GPU; on a machine without GPUs, 2 processes
+#   NPROC=4 bash run.sh ddp.py        4 processes on each machine
+#   bash run.sh test                  the tests; arguments go to pytest
+#
+# On several machines, in one of three ways:
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     the same on each machine, with its
+#                                     own NODE_RANK; MASTER_ADDR is where all others reach the first
+#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one place; all stop
+#                                     when one fails, or when this one is stopped; SSH="ssh -p 2222"
+#   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
+#
+# Every machine needs this folder and the working folder at the same path, and --out on a file system
+# that all share. Ports: MASTER_PORT (29500; under Slurm one for each job), and free ones.
+#
+# MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died; they go on from the last
+# checkpoint. It is 0 by default, since what fails by a wrong setting fails again.
+#
+# Uses the Python that is active if it has what requirements.txt names. Otherwise makes a virtual
+# environment, .venv beside this file, and installs that there, once. PYTHON names another Python.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# sbatch runs a copy of this file, elsewhere.
+[ -f "$here/requirements.txt" ] || here=${SLURM_SUBMIT_DIR:-$here}
+
+fail() { echo "run.sh: error: $*" >&2; exit 1; }
+
+[ -f "$here/requirements.txt" ] || fail "$here is not the folder of run.sh: start sbatch in that folder"
+
+# Does this Python have what requirements.txt pins? Only the tests need pytest.
+has_requirements() {
+  "$1" - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
+import sys
+from importlib.metadata import version
+for line in open(sys.argv[1]):
+    name, pinned = line.strip().split("==")
+    if name != "pytest" or sys.argv[2] == "test":
+        assert version(name).partition("+")[0] == pinned  # 2.13.0+cpu is 2.13.0
+PYTHON
+}
+
+check_settings() {
+  local name least
+  while read -r name least; do
+    [[ ! -v $name || (${!name} =~ ^(0|[1-9][0-9]{0,8})$ && ${!name} -ge $least) ]] ||
+      fail "$name is '${!name}': it must be a whole number, at least $least"
+  done <<<$'NPROC 1\nNNODES 1\nNODE_RANK 0\nMAX_RESTARTS 0\nMASTER_PORT 1'
+  [ "${MASTER_PORT:-1}" -le 65535 ] || fail "MASTER_PORT is $MASTER_PORT: the highest port is 65535"
+  if [[ -v HOSTS ]]; then
+    [[ $HOSTS =~ [^[:space:]] ]] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
+    [[ ! " $HOSTS" =~ [[:space:]]- ]] || fail "HOSTS is '$HOSTS': no host begins with a dash; ssh's options go into SSH"
+    [[ ! -v NNODES && ! -v NODE_RANK ]] || fail "HOSTS says how many machines there are: unset NNODES and NODE_RANK"
+  elif [[ -v NNODES || -v NODE_RANK ]]; then
+    [[ -v NNODES ]] || fail "NODE_RANK is $NODE_RANK but NNODES is not set: say how many machines there are"
+    local last=$((NNODES - 1))
+    [[ -v NODE_RANK || $NNODES -eq 1 ]] || fail "NNODES is $NNODES but NODE_RANK is not set: this machine is one of 0 to $last"
+    [ "${NODE_RANK:-0}" -le "$last" ] || fail "NODE_RANK is $NODE_RANK: of $NNODES machines the last is $last"
+    [[ -n ${MASTER_ADDR:-} || $NNODES -eq 1 ]] || fail "MASTER_ADDR is not set: give the address of the machine 0"
+  fi
+}
+
+find_python() {
+  python=${PYTHON:-python3}
+  ! has_requirements "$python" || return 0
+  python=$here/.venv/bin/python
+  ! has_requirements "$python" || return 0
+  "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "Python 3.11 or newer is needed; name one by PYTHON=..."
+  echo "run.sh: installing requirements.txt into $here/.venv" >&2
+  "${PYTHON:-python3}" -m venv "$here/.venv"
+  "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt"
+}
+
+# Run a command that may begin with variables, and show it so that it can be typed again.
+show_and_run() {
+  local word line="+"
+  for word in "$@"; do
+    [[ $word =~ ^[[:alnum:]./:=,@%+~_-]+$ ]] || word=$(printf %q "$word")
+    line+=" $word"
+  done
+  echo "$line" >&2
+  exec env "$@"
+}
+
+# The processes of this machine, by torchrun, which watches over them.
+run_here() {
+  local processes nodes=${NNODES:-1} threads rendezvous variables=()
+  processes=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+  # Without this torchrun gives each process one thread, and says so at length.
+  threads=$(($(nproc) / processes))
+  variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
+  if [ "$nodes" -eq 1 ]; then
+    rendezvous=(--standalone --local-addr=localhost)  # a free port of the loopback interface
+  else
+    "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
+      fail "MASTER_ADDR is $MASTER_ADDR: this machine knows no other of that name"
+    # c10d: when one machine starts its processes again, so do all. It numbers the machines in the order
+    # of their --local-addr, and the processes find each other at the first one's. ~ sorts last.
+    rendezvous=(
+      "--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
+      "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
+      "--local-addr=$([ "$NODE_RANK" -eq 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
+    )
+    # A store of its own for each start, not the rendezvous', which still has the dead processes' addresses.
+    variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+  fi
+  show_and_run "${variables[@]}" "$python" -m torch.distributed.run "${rendezvous[@]}" \
+    "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
+}
+
+# In a Slurm job, outside of its steps: start this file again, once on each of its machines.
+run_as_slurm_step() {
+  command -v srun >/dev/null ||
+    fail "this is Slurm job $SLURM_JOB_ID without srun: unset SLURM_JOB_ID to run on this machine alone"
+  show_and_run srun --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" --cpu-bind=none --kill-on-bad-exit=1 \
+    bash "$here/run.sh" "$script" "$@"
+}
+
+# In a step of a Slurm job: which of its machines is this?
+read_slurm_step() {
+  [ "$SLURM_STEP_NUM_TASKS" -eq "$SLURM_STEP_NUM_NODES" ] ||
+    fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines: start it once on each," \
+      "with --ntasks-per-node=1, or start the script itself: srun python $command"
+  NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
+  local names
+  names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one in a line
+  MASTER_ADDR=${MASTER_ADDR:-${names%%$'\n'*}}
+  MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}  # jobs that share a machine do not collide
+}
+
+command=${1:-}
+[ -n "$command" ] || fail "say what to run: bash run.sh ddp.py --steps 50, or bash run.sh test"
+shift
+if [ "$command" = test ]; then
+  find_python
+  cd "$here"
+  exec "$python" -m pytest "$@"
+fi
+script=$command
+[ -f "$script" ] || script=$here/$command
+[ -f "$script" ] || fail "$command: no such script; there are $(cd "$here" && echo *.py)"
+check_settings
+find_python
+
+if [ "$(basename "$script")" = single.py ]; then
+  exec "$python" "$script" "$@"
+elif [[ -v HOSTS ]]; then
+  # shellcheck source=common/hosts.sh
+  source "$here/common/hosts.sh"
+  run_on_hosts "$@"
+elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
+  run_here "$@"
+elif [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
+  # The shell of sbatch or salloc has no such number, or one above 4294967000.
+  run_as_slurm_step "$@"
+else
+  read_slurm_step
+  run_here "$@"
+fi
