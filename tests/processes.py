@@ -1,0 +1,159 @@
+"""Whole scripts as real processes, without paying for ``import torch`` each time.
+
+A server process imports torch once and forks the ranks of each run off itself. A rank then is an
+ordinary process: it runs the script as ``__main__``, with the variables that a launcher sets, and
+goes through the end of the interpreter.
+"""
+
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Result:
+    """How a run ended: ``status`` of each rank, its terminal ``output``, and its run folder."""
+
+    def __init__(self, statuses, output, out):
+        self.statuses, self.output, self.out = statuses, output, out
+        self.ok = not any(statuses)
+
+    @property
+    def lines(self):
+        """The lines of the output, each state of a progress bar one of them, without empty ones."""
+        return [line for line in self.output.splitlines() if line.strip()]
+
+    @property
+    def history(self):
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def summary(self):
+        return json.loads((self.out / "summary.json").read_text())
+
+    def curve(self, *names):
+        return [[record[name] for name in names or ("loss", "grad_norm")] for record in self.history]
+
+
+class ProcessServer:
+    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``"""
+
+    def __enter__(self):
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait()
+
+    def run(self, script, world_size, options="", *, folder, out="out", timeout=150, env=None, expect_ok=True,
+            pass_out=True):
+        """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in ``world_size``
+        processes, 0 for plain python.
+
+        ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it unset.
+        ``out`` is the run folder, below ``folder``. A run that is not over after ``timeout`` seconds
+        is killed; its ranks then have the status -9.
+        """
+        script, *first = script.split()
+        options = options.split() if isinstance(options, str) else [str(option) for option in options]
+        options = first + options
+        out = pathlib.Path(folder, out)
+        job = {
+            "script": str(ROOT / script), "argv": [*options, *(["--out", str(out)] if pass_out else [])], "cwd": str(folder),
+            "world_size": world_size, "timeout": timeout, "env": env or {},
+        }
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        if not select.select([self.process.stdout], [], [], timeout + 30)[0]:
+            self.process.kill()
+            raise TimeoutError("the process server does not answer")
+        answer = json.loads(self.process.stdout.readline())
+        result = Result(answer["statuses"], answer["output"], out)
+        assert result.ok or not expect_ok, f"{script} {' '.join(options)}: {result.statuses}\n{result.output}"
+        return result
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve():
+    import runpy
+    import tempfile
+
+    # All that a script imports sooner or later, torch._dynamo by its first optimizer.
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
+    import torch.distributed.pipelining  # noqa: F401
+    import torch.distributed.tensor.parallel  # noqa: F401
+    import torch.utils.data  # noqa: F401
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
+
+    from common import arguments, checkpoint, data, metrics, optimizer  # noqa: F401
+
+    def start_rank(job, rank, port, output):
+        pid = os.fork()
+        if pid:
+            return pid
+        os.setsid()  # so that a kill reaches the data workers too
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(job["cwd"])
+        if job["world_size"]:  # 0: as plain python
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
+                "LOCAL_WORLD_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        for name, value in job["env"].items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value.replace("{rank}", str(rank))
+        sys.stdin.close()
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", closefd=False, buffering=1)
+        sys.argv = [job["script"], *job["argv"]]
+        runpy.run_path(job["script"], run_name="__main__")
+        sys.exit()  # through the whole end of the interpreter
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        with tempfile.TemporaryFile() as output:
+            port = free_port()
+            running = {start_rank(job, rank, port, output.fileno()): rank
+                       for rank in range(max(1, job["world_size"]))}
+            statuses = [-signal.SIGKILL] * len(running)
+            deadline = time.monotonic() + job["timeout"]
+            while running:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid in running:
+                    statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    for pid in running:
+                        os.killpg(pid, signal.SIGKILL)
+                    deadline = float("inf")
+                else:
+                    time.sleep(0.005)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        print(json.dumps({"statuses": statuses, "output": text}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,112 @@
+"""Promise 5: bytes held and sent per rank, counted from the run, are those of the theory."""
+
+import json
+
+import pytest
+
+from common.model import ModelConfig, Transformer
+
+# Sizes that 4 ranks divide: nothing is padded.
+MODEL = "--vocab-size 256 --hidden-size 64 --intermediate-size 128 --num-hidden-layers 3 --num-attention-heads 4"
+OPTIONS = f"{MODEL} --num-key-value-heads 2 --seq-len 16 --batch-size 8 --steps 4 --save-every 0"
+CONFIG = ModelConfig(256, 64, 128, 3, 4, 2)
+
+
+def bytes_of(module):
+    return sum(p.nbytes for p in module.parameters())
+
+
+MODULE = Transformer(CONFIG)
+P, LAYER = bytes_of(MODULE), bytes_of(MODULE.model.layers["0"])
+EMBEDDING = HEAD = bytes_of(MODULE.lm_head)
+NORM = bytes_of(MODULE.model.norm)
+TENSORS = len(list(MODULE.parameters()))
+LARGEST = max(p.nbytes for p in MODULE.parameters())
+
+
+@pytest.fixture
+def summary(run, corpus):
+    def summary(command, world, options="", out="out"):
+        result = run(command, world, f"{OPTIONS} --data {corpus} {options}", out=out)
+        return json.loads((result.out / "summary.json").read_text())
+
+    return summary
+
+
+def sent(summary, *collectives):
+    return sum(c["bytes"] for c in summary["collectives"] if c["collective"] in collectives)
+
+
+def calls(summary, collective):
+    return sum(c["calls"] for c in summary["collectives"] if c["collective"] == collective)
+
+
+def check_states(summary, share):
+    """AdamW's two states per parameter, and a count of the steps per tensor."""
+    assert summary["held"]["optimizer states"] == 2 * P / share + 4 * TENSORS
+
+
+@pytest.mark.parametrize("world", [0, 2, 4])
+def test_whole_models(summary, world):
+    found = summary("ddp.py" if world else "single.py", world)
+    assert found["held"]["parameters"] == found["peak"]["parameters"] == P
+    assert found["held"]["gradients"] == P
+    # DDP's bucket, and the last gradient on its way into it
+    assert found["peak"]["gradients"] == P + (EMBEDDING if world else 0)
+    check_states(found, 1)
+    assert found["sent"] == (2 * P * (world - 1) / world if world else 0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero(summary, stage, world):
+    found = summary(f"zero.py --stage {stage}", world)
+    assert found["held"]["parameters"] == P
+    # Peaks: on top is what is in flight, one bucket; of the one before a thread of gloo may not have let go.
+    assert P + LAYER <= found["peak"]["parameters"] <= P + 2 * LAYER
+    if stage == 1:
+        assert found["held"]["gradients"] == P
+        assert P <= found["peak"]["gradients"] <= P + 2 * max(LAYER, EMBEDDING)
+    else:
+        assert found["held"]["gradients"] == P / world
+        assert P / world < found["peak"]["gradients"] <= P / world + 2 * LAYER
+        assert found["peak"]["gradients"] < P  # never a full set
+    check_states(found, world)
+    assert sent(found, "reduce-scatter") == sent(found, "all-gather") == P * (world - 1) / world
+    norms = 2 * 4 * TENSORS * (world - 1) / world  # for clipping: a number per tensor, all-reduced
+    assert sent(found, "all-reduce") == norms and found["sent"] == sent(found, "all-gather") * 2 + norms
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world, replicas", [(2, 1), (4, 1), (4, 2)])
+def test_fsdp(summary, world, replicas, reshard):
+    shards = world // replicas
+    flag = "" if reshard else "--no-reshard-after-forward"
+    found = summary(f"fsdp.py --replicate {replicas} {flag}", world)
+    assert found["held"]["parameters"] == P / shards
+    assert found["held"]["gradients"] == P / shards
+    check_states(found, shards)
+    # Peaks: the root (embedding, norm, head) and either two layers, one of them ahead of its use, or all.
+    root = EMBEDDING + NORM + HEAD
+    gathered = root + 2 * LAYER if reshard else P + LAYER
+    assert found["peak"]["parameters"] == pytest.approx(P / shards + gathered, rel=0.01)
+    assert P / shards < found["peak"]["gradients"] <= P / shards + root + 2 * LAYER
+    ring = (shards - 1) / shards
+    assert sent(found, "all-gather") == (2 if reshard else 1) * P * ring
+    assert sent(found, "reduce-scatter") == P * ring
+    norms = 2 * 4 * TENSORS * ring
+    replication = 2 * P / shards * (replicas - 1) / replicas
+    assert sent(found, "all-reduce") == replication + norms
+    assert found["theory"]["sent"]["bytes"] + norms == found["sent"]
+
+
+def test_accumulation(summary):
+    """What a further micro-batch adds: to stage 2 a reduction, to FSDP two gathers, to the others nothing."""
+    ring, norms = 1 / 2, 4 * TENSORS
+    for command, expected in (
+        ("ddp.py", 2 * P * ring), ("zero.py --stage 1", 2 * P * ring + norms), ("zero.py --stage 2", 3 * P * ring + norms),
+        ("fsdp.py", 5 * P * ring + norms), ("fsdp.py --no-reshard-after-forward", 2 * P * ring + norms),
+    ):
+        found = summary(command, 2, "--grad-accum 2", command)
+        assert found["sent"] == expected, command
+        assert found["held"]["gradients"] == (P if command in ("ddp.py", "zero.py --stage 1") else P / 2)

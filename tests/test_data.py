@@ -1,0 +1,169 @@
+"""The data: one order for every number of ranks, whose only state is the step."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from common.data import BatchSampler, TokenDataset, load_batches, permute
+from common.errors import SettingError
+
+SIZE, BATCH = 101, 48  # an epoch ends inside a batch
+
+
+def order(dp=1, grad_accum=1, start=0, stop=15, size=SIZE, **options):
+    """The global batches of the steps, put together from all ranks: a list of lists."""
+    ranks = [
+        list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, rank=r, world_size=dp, **options))
+        for r in range(dp)
+    ]
+    return [
+        [i for rank in ranks for micro in rank[step * grad_accum : (step + 1) * grad_accum] for i in micro]
+        for step in range(stop - start)
+    ]
+
+
+def test_permutation_for_every_size():
+    for size in [*range(1, 1000), *range(1000, 10_001, 3)]:
+        places = permute(np.arange(size), size, (0, size))
+        assert (np.bincount(places, minlength=size) == 1).all(), size
+
+
+def test_permutation_is_a_function_of_each_index():
+    whole = permute(np.arange(1000), 1000, (7, 1))
+    assert [int(permute(i, 1000, (7, 1))) for i in range(1000)] == whole.tolist()
+
+
+def test_permutation_looks_random():
+    """Every one of the 24 orders of 4 comes about equally often; long ones have no drift."""
+    orders = [tuple(permute(np.arange(4), 4, (0, epoch)).tolist()) for epoch in range(2400)]
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == 24 and ((counts - 100) ** 2 / 100).sum() < 60  # chi-square, 23 degrees
+    x = permute(np.arange(100_000), 100_000, (0, 0))
+    assert abs(np.corrcoef(x, np.arange(100_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_global_batches_are_equal_in_order(dp, grad_accum):
+    assert order(dp, grad_accum) == order()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 6, 11])  # step 2 holds the end of the first epoch
+@pytest.mark.parametrize("dp", [1, 4, 8])
+def test_resuming_gives_the_tail(dp, start):
+    assert order(dp, start=start) == order()[start:]
+
+
+@pytest.mark.parametrize("size", [101, 7, 1, 96])
+def test_epochs(size):
+    """Every sample once an epoch, whatever the batch; another order each time, the same by seed."""
+    flat = [i for batch in order(size=size, stop=15) for i in batch]
+    epochs = [flat[i : i + size] for i in range(0, len(flat) - size + 1, size)]
+    assert len(epochs) >= 3
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if size > 1:
+        assert len({tuple(epoch) for epoch in epochs}) > len(epochs) // 2
+        assert order(size=size, seed=1) != order(size=size)
+    assert order(size=size, seed=1) == order(size=size, seed=1)
+
+
+def test_replicas_are_equal():
+    def rows(rank, **options):
+        return list(BatchSampler(SIZE, BATCH, stop=5, rank=rank, **options))
+
+    for rank in range(8):
+        assert rows(rank, world_size=8, replication=2) == rows(rank // 2, world_size=4)
+
+
+def test_a_mesh_says_the_rank():
+    class Mesh:  # the data-parallel dimension of a DeviceMesh
+        def get_local_rank(self):
+            return 2
+
+        def size(self):
+            return 4
+
+    assert list(BatchSampler(SIZE, BATCH, stop=5, mesh=Mesh())) == list(
+        BatchSampler(SIZE, BATCH, stop=5, rank=2, world_size=4)
+    )
+
+
+def test_large_data_costs_what_small_data_costs():
+    """10^12 samples: no list of them, and no walk to the middle."""
+    def seconds(size, start):  # the least of several, so that what else the machine does is left out
+        least = float("inf")
+        for _ in range(30):
+            began = time.perf_counter()
+            next(iter(BatchSampler(size, BATCH, start=start)))
+            least = min(least, time.perf_counter() - began)
+        return least
+
+    assert seconds(10**12, 10**10) < 20 * seconds(10**3, 10)  # the ratio is about 1; a list's is 10^9
+    batch = next(iter(BatchSampler(10**12, BATCH, start=10**10)))
+    assert len(set(batch)) == BATCH and max(batch) > 10**11
+
+
+def test_opening_a_large_file_reads_nothing(tmp_path):
+    with open(tmp_path / "sparse.bin", "wb") as file:
+        file.truncate(2 * 10**12)
+    dataset = TokenDataset(tmp_path / "sparse.bin", 1024)
+    assert len(dataset) == (10**12 - 1) // 1024
+    assert dataset[len(dataset) - 1][0].shape == (1024,)
+
+
+def test_samples_are_windows_with_shifted_targets(tmp_path):
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "tokens.bin")
+    dataset = TokenDataset(tmp_path / "tokens.bin", 16)
+    assert len(dataset) == 62
+    inputs, targets = dataset[3]
+    assert inputs.tolist() == list(range(48, 64)) and targets.tolist() == list(range(49, 65))
+    assert dataset[61][1][-1] == 992
+    tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
+    assert torch.equal(TokenDataset(tmp_path / "wide.bin", 16, "uint32")[3][0], inputs)
+
+
+def test_a_folder_is_its_files_one_after_another(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, text in {"a.txt": "hello ", "b/c.txt": "", "b/d.txt": "brave new ", "e.txt": "world"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".hidden").write_text("not this")
+    dataset = TokenDataset(tmp_path, 4)
+    assert bytes(t for i in range(len(dataset)) for t in dataset[i][0].tolist()) == b"hello brave new worl"
+    assert bytes(dataset[4][1].tolist()) == b"orld"
+
+
+def test_the_default_is_real_text():
+    dataset = TokenDataset("stdlib", 128)
+    assert dataset.tokens > 5_000_000
+    text = bytes(t for i in range(1000) for t in dataset[i][0].tolist())
+    assert text.count(b"import ") > 10 and text.count(b"def ") > 10
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_change_nothing(tmp_path, workers):
+    np.arange(SIZE * 8 + 1, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    dataset = TokenDataset(tmp_path / "tokens.bin", 8)
+    sampler = BatchSampler(len(dataset), BATCH, 2, start=1, stop=9)
+    loaded = list(load_batches(dataset, sampler, 2**16, torch.device("cpu"), workers))
+    assert len(loaded) == len(sampler) == 16
+    assert [[row[0].item() // 8 for row in inputs] for inputs, _ in loaded] == list(sampler)
+
+
+def test_it_serves_a_users_own_dataset():
+    squares = [i * i for i in range(SIZE)]
+    loader = DataLoader(squares, batch_sampler=BatchSampler(SIZE, BATCH, stop=15))
+    assert [[int(x**0.5) for x in batch] for batch in loader] == order()
+
+
+def test_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(SettingError, match="--batch-size 10 .* 4 data-parallel ranks.*: .* 8 or 12"):
+        BatchSampler(SIZE, 10, rank=0, world_size=4)
+    with pytest.raises(SettingError, match="2 data-parallel ranks x 3 accumulation steps: .* such as 6"):
+        BatchSampler(SIZE, 4, 3, rank=0, world_size=2)
+    with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
+        BatchSampler(SIZE, 12, rank=0, world_size=4, replication=3)

@@ -1,0 +1,139 @@
+"""Bad input ends with a non-zero status and one line, from one rank, that says what to change."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.processes import ROOT
+
+CASES = {
+    "no such data file": ("--data nowhere.bin", "--data nowhere.bin: no such file"),
+    "an empty file": ("--data empty.txt", "--data empty.txt holds 0 tokens"),
+    "an empty folder": ("--data folder", "--data folder holds 0 tokens"),
+    "shorter than a sequence": ("--data short.txt", "one sample of --seq-len 128 takes 129"),
+    "half a token": ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
+    "token beyond the vocabulary": ("--data big.bin", "token 300, beyond a vocabulary of 256: raise --vocab-size"),
+    "unknown preset": ("--model huge", "--model huge: no such preset, choose from tiny, small"),
+    "heads do not divide the width": ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
+    "key/value heads": ("--num-key-value-heads 3", "3 does not divide num_attention_heads 8"),
+    "zero size": ("--hidden-size 0", "--hidden-size: 0 is not allowed: it must be greater than 0"),
+    "negative size": ("--num-hidden-layers -2", "--num-hidden-layers: -2 is not allowed"),
+    "zero steps": ("--steps 0", "--steps: 0 is not allowed: it must be at least 1"),
+    "not a number": ("--lr fast", "--lr: invalid number value: 'fast'"),
+    "infinite": ("--lr inf", "--lr: inf is not allowed"),
+    "wrong dtype": ("--dtype float16", "--dtype: invalid choice: 'float16' (choose from"),
+    "unknown option": ("--learning-rate 1", "unrecognized arguments: --learning-rate"),
+    "no GPU": ("--device cuda", "--device cuda: torch finds no GPU here"),
+    "unwritable folder": ("--out empty.txt/run", "empty.txt/run cannot be written (Not a directory)"),
+    "diverges": ("--lr 1e30 --grad-clip 0 --warmup-steps 0", "training diverged; lower --lr 1e+30"),
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "short.txt").write_text("a" * 128)
+    (tmp_path / "odd.bin").write_bytes(bytes(301))
+    np.full(5000, 300, np.uint16).tofile(tmp_path / "big.bin")
+
+
+def error_lines(output):
+    """The output without the start lines and the progress bar."""
+    return [line for line in output.splitlines() if "error" in line or "Traceback" in line]
+
+
+@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(run, files, case, script, world):
+    options, message = CASES[case]
+    options = f"--steps 30 --log-every 1 --out out {options}"
+    result = run(script, world, options, expect_ok=False, pass_out=False)
+    assert all(result.statuses), result.output
+    (line,) = error_lines(result.output)
+    assert line.startswith(f"{script}: error: ") and message in line
+    if case not in ("token beyond the vocabulary", "diverges"):  # those are found while it runs
+        assert len(result.lines) == 1
+
+
+@pytest.mark.parametrize("command, world, message", [
+    ("zero.py --stage 3", 2, "--stage 3: zero.py has 1 and 2; stage 3 is fsdp.py"),
+    ("fsdp.py --replicate 2", 3, "--replicate 2 does not divide the world size 3: use 1 or 3"),
+    ("fsdp.py --replicate 4", 2, "--replicate 4 does not divide the world size 2: use 1 or 2"),
+    ("fsdp.py --cpu-offload", 2, "--cpu-offload means nothing on the CPU"),
+])
+def test_bad_strategy(run, command, world, message):
+    (line,) = run(command, world, expect_ok=False).lines
+    assert message in line
+
+
+def test_a_batch_that_the_ranks_cannot_share(run):
+    result = run("ddp.py", 3, "--batch-size 16", expect_ok=False)
+    (line,) = result.lines
+    assert "--batch-size 16 cannot be shared evenly by 3 data-parallel ranks" in line and "15 or 18" in line
+
+
+@pytest.mark.parametrize("change, message", [
+    ("--hidden-size 64", "was saved with --hidden-size 32, this run has 64"),
+    ("--batch-size 4", "was saved with --batch-size 8, this run has 4"),
+    ("--seed 1", "was saved with --seed 0, this run has 1"),
+    ("--seq-len 16", "was saved with --seq-len 32, this run has 16"),
+    ("", "has finished step 2, and --steps is 2: raise --steps"),
+])
+def test_a_checkpoint_of_another_run(run, corpus, change, message):
+    options = f"--hidden-size 32 --batch-size 8 --seq-len 32 --steps 2 --data {corpus}"
+    run("single.py", 0, options)
+    steps = " --steps 4" if change else ""
+    for script, world in (("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2)):
+        result = run(script, world, f"{options} {change}{steps}", expect_ok=False)
+        (line,) = result.lines
+        assert message in line and all(result.statuses)
+
+
+def test_a_broken_checkpoint(run, corpus):
+    options = f"--hidden-size 32 --seq-len 32 --steps 2 --data {corpus}"
+    folder = run("single.py", 0, options).out / "step-00000002"
+    for name in (".metadata", "run.json"):
+        content = (folder / name).read_bytes()
+        for broken in (b"", content[: len(content) // 2], b"junk"):
+            (folder / name).write_bytes(broken)
+            result = run("single.py", 0, f"{options} --steps 4", expect_ok=False)
+            (line,) = result.lines
+            assert "is not a checkpoint of these scripts" in line
+        (folder / name).write_bytes(content)
+    saved = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(saved | {"--hidden-size": 64, "--head-dim": 8}))
+    result = run("single.py", 0, f"{options} --steps 4 --hidden-size 64", expect_ok=False)
+    (line,) = result.lines
+    assert "is of another model: model.embed_tokens.weight has shape (256, 64) here and (256, 32) there" in line
+
+
+def test_a_launcher_that_sets_half_of_the_variables(run):
+    for world, env, message in [
+        (0, {"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None"),
+        (0, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2 must be at least 0 and less than WORLD_SIZE 2"),
+        (0, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK 'x' and WORLD_SIZE '2' must be whole numbers"),
+        (0, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but not MASTER_ADDR and MASTER_PORT"),
+    ]:
+        result = run("ddp.py", world, env=env, expect_ok=False)
+        (line,) = result.lines
+        assert message in line and result.statuses == [1]
+    result = run("single.py", 2, expect_ok=False)
+    (line,) = result.lines
+    assert "single.py is one process and was started as 2" in line
+
+
+def test_under_torchrun_one_line_stands_above_its_report(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         ROOT / "ddp.py", "--data", "nowhere"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )
+    assert result.returncode != 0 and result.stdout == ""
+    ours = [line for line in result.stderr.splitlines() if line.startswith("ddp.py: error")]
+    assert len(ours) == 1
+    above = result.stderr[: result.stderr.index(ours[0])]
+    assert "Traceback" not in above

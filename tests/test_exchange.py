@@ -1,0 +1,97 @@
+"""Promise 3: what any script saved at any world size, any other resumes at any other."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from common import checkpoint
+from tests.processes import Result
+
+OPTIONS = (
+    "--hidden-size 24 --intermediate-size 40 --num-hidden-layers 2 --num-attention-heads 4 --num-key-value-heads 4 "
+    "--seq-len 24 --batch-size 12 --steps 20 --log-every 1 --warmup-steps 3 --save-every 10 --dtype float64"
+)
+# Each saves in the middle of its run, and resumes what each has saved. World size 0 is plain python.
+RUNS = [
+    ("single.py", 0),
+    *[("ddp.py", world) for world in (1, 2, 3, 4)],
+    *[("zero.py --stage 1", world) for world in (1, 2, 3, 4)],
+    *[("zero.py --stage 2", world) for world in (1, 2, 3, 4)],
+    *[("fsdp.py", world) for world in (1, 2, 3, 4)],
+    ("fsdp.py --replicate 2", 2), ("fsdp.py --replicate 3", 3), ("fsdp.py --replicate 2", 4),
+    ("tp.py", 2), ("tp.py --no-sequence-parallel", 4),
+    ("cp.py", 3), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 4),
+    ("pp.py --microbatches 2", 2), ("pp.py --microbatches 4 --schedule zbv", 2),
+    ("hybrid_3d.py --tp 2 --pp 2", 4), ("hybrid_3d.py --cp 2 --replicate 2", 4),
+]
+
+
+def others(run):
+    """One run of each command: another world size for each run, so that all of them have their turn."""
+    commands = {}
+    for other in RUNS:
+        commands.setdefault(other[0], []).append(other)
+    return [worlds[RUNS.index(run) % len(worlds)] for worlds in commands.values()]
+
+
+def name_of(run):
+    return run[0].replace(" --", "-").replace(" ", "") + f"-on-{run[1]}"
+
+
+@pytest.fixture(scope="module")
+def whole(server, corpus, tmp_path_factory):
+    """The run folders of the uninterrupted runs."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {
+        run: server.run(*run, f"{OPTIONS} --data {corpus}", folder=folder, out=name_of(run)) for run in RUNS
+    }
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name_of)
+def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, pytestconfig, run):
+    """From its own checkpoint to the end, bit for bit. From one of each other script for 3 steps, whose losses and
+    norms show weights and optimizer states; or, with --whole-matrix, from all and to the end, every tensor."""
+    all_pairs = pytestconfig.getoption("whole_matrix")
+    to_the_end, from_all = (RUNS, RUNS) if all_pairs else ([run], {run, *others(run)})
+    folders = {}
+    for saved_by in from_all:
+        folders[saved_by] = tmp_path / name_of(saved_by)
+        source = whole[saved_by].out / "step-00000010"
+        shutil.copytree(source, folders[saved_by] / source.name, copy_function=os.link)
+    command, world = run
+    for steps, sources in ((10, to_the_end), (3, [r for r in from_all if r not in to_the_end])):
+        if sources:
+            arguments = [*OPTIONS.split(), "--data", corpus, "--for", steps, "--from", *(folders[r] for r in sources)]
+            server.run(
+                f"tests/resume.py {command}", world, arguments, folder=tmp_path, pass_out=False, timeout=400
+            )
+    curve = whole["single.py", 0].curve()
+    for saved_by, folder in folders.items():
+        lines = Result([0], "", folder).curve()
+        assert len(lines) == (10 if saved_by in to_the_end else 3)
+        for line, expected in zip(lines, curve[10:]):
+            assert max(abs(a - b) for a, b in zip(line, expected)) < 1e-10, saved_by
+    weights = checkpoint.read(whole["single.py", 0].out / "step-00000020", prefix="")
+    for saved_by in to_the_end:
+        found = checkpoint.read(folders[saved_by] / "step-00000020", prefix="")
+        assert found.keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=f"{saved_by} {name}")
+    own = checkpoint.read(whole[run].out / "step-00000020", prefix="")
+    for name, tensor in checkpoint.read(folders[run] / "step-00000020", prefix="").items():
+        assert torch.equal(tensor, own[name]), name
+
+
+@pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)])
+def test_saving_while_training_goes_on(server, whole, corpus, tmp_path, command, world):
+    """Every few steps, so that one save still goes on when the next is due."""
+    options = f"{OPTIONS} --data {corpus} --async-save --save-every 2 --keep 20"
+    result = server.run(command, world, options, folder=tmp_path)
+    found = checkpoint.list_checkpoints(result.out)
+    assert [checkpoint.step_of(path) for path in found] == list(range(2, 21, 2))
+    for step in (10, 20):  # as it was at its step, not as training has made it since
+        expected = checkpoint.read(whole["single.py", 0].out / f"step-{step:08d}", prefix="")
+        for name, tensor in checkpoint.read(result.out / f"step-{step:08d}", prefix="").items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)

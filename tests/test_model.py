@@ -1,0 +1,145 @@
+"""The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
+
+import pytest
+import torch
+
+from common.errors import SettingError
+from common.model import PRESETS, ModelConfig, Transformer, draw_parameter, init_weights, next_token_loss
+
+CONFIG = ModelConfig(
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2,
+)
+
+
+@pytest.fixture
+def model():
+    model = Transformer(CONFIG).double()
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough that nothing is nearly linear
+            parameter.mul_(5)
+    return model
+
+
+def test_names_and_shapes_are_hugging_faces():
+    layer = {
+        "input_layernorm.weight": (48,), "post_attention_layernorm.weight": (48,),
+        "self_attn.q_proj.weight": (48, 48), "self_attn.k_proj.weight": (16, 48),
+        "self_attn.v_proj.weight": (16, 48), "self_attn.o_proj.weight": (48, 48),
+        "mlp.gate_proj.weight": (80, 48), "mlp.up_proj.weight": (80, 48), "mlp.down_proj.weight": (48, 80),
+    }
+    expected = {"model.embed_tokens.weight": (96, 48), "model.norm.weight": (48,), "lm_head.weight": (96, 48)}
+    expected |= {f"model.layers.{i}.{name}": shape for i in (0, 1) for name, shape in layer.items()}
+    with torch.device("meta"):
+        found = {name: tuple(tensor.shape) for name, tensor in Transformer(CONFIG).state_dict().items()}
+    assert found == expected
+
+
+def test_arithmetic_is_llamas(model):
+    """Against the formulas, written out: complex rotations, repeated heads, an explicit mask."""
+    w = dict(model.named_parameters())
+    tokens = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(1))
+
+    def norm(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * weight
+
+    def heads(x, weight, rotated):
+        x = (x @ weight.T).view(2, 11, -1, 8).transpose(1, 2)
+        if rotated:
+            frequencies = CONFIG.rope_theta ** (-torch.arange(4, dtype=torch.float64) / 4)
+            turn = torch.exp(1j * torch.arange(11, dtype=torch.float64)[:, None] * frequencies)
+            turned = torch.complex(x[..., :4], x[..., 4:]) * turn
+            x = torch.cat((turned.real, turned.imag), -1)
+        return x.repeat_interleave(6 // x.shape[1], 1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in (0, 1):
+        p = f"model.layers.{i}."
+        h = norm(x, w[p + "input_layernorm.weight"])
+        q, k, v = (heads(h, w[p + f"self_attn.{n}_proj.weight"], n != "v") for n in "qkv")
+        scores = q @ k.transpose(-1, -2) / 8**0.5
+        scores = scores.masked_fill(torch.ones(11, 11, dtype=bool).triu(1), float("-inf"))
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 11, 48)
+        x = x + out @ w[p + "self_attn.o_proj.weight"].T
+        h = norm(x, w[p + "post_attention_layernorm.weight"])
+        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
+    expected = norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
+
+
+def test_causal(model):
+    tokens = torch.arange(20)[None] % 96
+    changed = tokens.clone()
+    changed[0, 12] = 50
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert (before[:, 12:] != after[:, 12:]).any(-1).all()
+
+
+def test_positions_place_a_shard_in_the_sequence(model):
+    del model.model.layers["1"]
+    for layer in model.model.layers.values():  # each token sees itself only: a shard is then exact
+        layer.self_attn.attention = lambda q, k, v: v.repeat_interleave(3, 1) + q
+    tokens = torch.arange(16)[None] % 96
+    whole = model(tokens)
+    for positions in (torch.arange(8, 16), torch.arange(8, 16)[None]):
+        assert torch.equal(model(tokens[:, 8:], positions), whole[:, 8:])
+    assert not torch.equal(model(tokens[:, 8:]), whole[:, 8:])
+
+
+def test_parts_can_be_taken_out(model):
+    """A pipeline stage drops what it does not own: the names of the rest stay, the parts compose."""
+    tokens = torch.arange(16)[None] % 96
+    whole, names = model(tokens), dict(model.named_parameters())
+    second = Transformer(CONFIG).double()
+    second.load_state_dict(model.state_dict())
+    model.model.norm = model.lm_head = torch.nn.Identity()
+    del model.model.layers["1"]
+    second.model.embed_tokens = torch.nn.Identity()
+    del second.model.layers["0"]
+    assert torch.equal(second(model(tokens)), whole)
+    first_names, second_names = (set(dict(m.named_parameters())) for m in (model, second))
+    assert first_names | second_names == set(names) and not first_names & second_names
+
+
+def test_init_does_not_depend_on_what_else_is_drawn():
+    whole, some = Transformer(CONFIG), Transformer(CONFIG).double()
+    init_weights(whole, seed=3)
+    del some.model.layers["0"], some.model["embed_tokens"]
+    init_weights(some, seed=3)
+    expected = dict(whole.named_parameters())
+    assert len(list(some.parameters())) > 5
+    for name, parameter in some.named_parameters():
+        assert torch.equal(parameter, expected[name].double())
+    a, b = (draw_parameter("lm_head.weight", (96, 48), CONFIG, seed) for seed in (3, 4))
+    assert torch.equal(a, expected["lm_head.weight"]) and not torch.equal(a, b)
+    assert 0.018 < a.std() < 0.022
+    assert not torch.equal(a, draw_parameter("other.weight", (96, 48), CONFIG, 3))
+
+
+def test_loss_of_untrained_model_is_that_of_guessing():
+    model = Transformer(CONFIG)
+    init_weights(model, seed=0)
+    tokens = torch.randint(0, 96, (4, 64), generator=torch.Generator().manual_seed(1))
+    assert abs(next_token_loss(model(tokens), tokens.roll(-1, 1)).item() - torch.tensor(96.0).log()) < 0.1
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size 48"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide num_attention_heads 6"),
+    ({"hidden_size": 18}, "head_dim 3 is odd"),
+    ({"vocab_size": 0}, "vocab_size is 0"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+])
+def test_bad_dimensions(change, named):
+    with pytest.raises(SettingError, match=named):
+        ModelConfig(**{**dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2), **change})
+
+
+@pytest.mark.parametrize("preset, billions", [("llama3-8b", 8.0), ("llama3-70b", 70.6), ("llama3-405b", 405.9)])
+def test_large_presets_have_their_size(preset, billions):
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
+    assert round(parameters / 1e9, 1) == billions

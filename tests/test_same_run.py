@@ -1,0 +1,68 @@
+"""Promise 1: every script at every world size follows the curve of single.py."""
+
+import pytest
+
+MODEL = "--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 --num-key-value-heads 2"
+BASE = f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 --save-every 0"
+EXACT = f"{BASE} --dtype float64"
+
+SHARDED = ["zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "fsdp.py --no-reshard-after-forward"]
+# Each way to start a script (world size 0: as plain python)
+STARTS = [
+    *[("ddp.py", world) for world in (0, 1, 2, 3, 4)],
+    *[(command, world) for command in SHARDED for world in (1, 2, 3, 4)],
+    ("fsdp.py --replicate 2", 2), ("fsdp.py --replicate 3", 3), ("fsdp.py --replicate 2", 4),
+]
+# One start of each script
+SCRIPTS = [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), 
+    ("tp.py", 2), ("tp.py --no-sequence-parallel", 2), ("hybrid_3d.py --tp 2", 4)]
+
+
+def furthest(curve, other):
+    assert len(curve) == len(other) == 20
+    return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("command, world_size", STARTS)
+def test_equals_single(run, single, corpus, command, world_size, grad_accum):
+    result = run(command, world_size, f"{EXACT} --data {corpus} --grad-accum {grad_accum}")
+    assert furthest(result.curve(), single(EXACT)) < 1e-10
+
+
+def test_single_accumulates(run, single, corpus):
+    result = run("single.py", 0, f"{EXACT} --data {corpus} --grad-accum 4")
+    assert furthest(result.curve(), single(EXACT)) < 1e-10
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("command", ["ddp.py", "zero.py", "fsdp.py"])
+def test_float32_follows_within_rounding(run, single, corpus, command, world_size):
+    result = run(command, world_size, f"{BASE} --data {corpus} --grad-accum 2")
+    assert furthest(result.curve(), single(BASE)) < 5e-4
+
+
+@pytest.mark.parametrize("script, world_size", SCRIPTS)
+def test_bfloat16_learns(run, corpus, script, world_size):
+    options = f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01"
+    losses = [loss for (loss,) in run(script, world_size, options).curve("loss")]
+    assert losses[0] > 5.4 and losses[-1] < 3.2
+
+
+@pytest.mark.parametrize("script, world_size", SCRIPTS)
+def test_activation_checkpointing_changes_nothing(run, single, corpus, script, world_size):
+    options = f"{EXACT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
+    assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
+
+
+@pytest.mark.parametrize("script, world_size", SCRIPTS[1:])
+def test_compiled_layers_follow(run, single, corpus, script, world_size):
+    options = f"{EXACT} --data {corpus} --compile --activation-checkpointing"
+    assert furthest(run(script, world_size, options, timeout=300).curve(), single(EXACT)) < 1e-10
+
+
+def test_compiling_compiles(run, corpus):
+    """Also beside activation checkpointing: one graph, for all layers."""
+    for options in ("", "--activation-checkpointing"):
+        options = f"{EXACT} --data {corpus} --steps 2 --compile {options} --no-resume"
+        assert "1 graphs" in run("tests/compiled_graphs.py", 0, options, timeout=150).output

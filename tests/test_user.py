@@ -1,0 +1,132 @@
+"""What a user sees: the terminal, the run folder, the launcher, and how a run ends."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common import checkpoint
+from tests.processes import ROOT
+from tests.test_same_run import EXACT
+
+SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
+
+
+@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2)])
+def test_the_terminal(run, corpus, script, world):
+    options = f"{SMALL} --steps 4 --log-every 2 --grad-accum 2 --data {corpus}"
+    result = run(script, world, options)
+    bars = [line for line in result.lines if "|" in line and "/4 [" in line]
+    start, model, batch, final, *table = [line for line in result.lines if line not in bars]
+    ranks = world or 1
+    grid = " (gloo), rank grid dp 2" if world else ""
+    assert start == f"{script}: {'2 processes' if world else '1 process'} on cpu{grid}"
+    assert re.fullmatch(r"model tiny: [\d,]+ parameters, 4 layers, hidden size 32, float32", model)
+    share = f"{8 // ranks // 2} sequences x 2 accumulation steps x {ranks} data-parallel rank"
+    assert batch.startswith(f"batch 8 = {share}") and "256 tokens of" in batch
+    assert "4/4" in bars[-1] and "loss" in bars[-1] and "grad norm" in bars[-1] and "tokens/s" in bars[-1]
+    assert final.startswith("final loss ") and "tokens/s" in final
+    assert table[0].split("  ")[0] == "bytes on rank 0" and table[0].endswith("theory")
+    rows = [re.split(r"  +", line) for line in table[1:]]
+    assert [row[0] for row in rows] == [
+        "parameters", "gradients", "optimizer states", "activations", "in all", "sent in a step"
+    ]
+    assert rows[0][1] == rows[0][2] == rows[0][3].removeprefix("P = ")
+
+
+def test_metrics_lines(run, corpus):
+    result = run("ddp.py", 2, f"{SMALL} --steps 7 --log-every 3 --save-every 5 --data {corpus}")
+    assert [record["step"] for record in result.history] == [1, 3, 5, 6, 7]
+    for record in result.history:
+        assert record.keys() == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+        assert record["tokens"] == record["step"] * 8 * 32
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(result.out)] == [5, 7]
+
+
+def test_profile_writes_a_trace_per_rank(run, corpus):
+    result = run("ddp.py", 2, f"{SMALL} --steps 6 --profile --data {corpus}")
+    assert "error" not in result.output.lower() and "warn" not in result.output.lower()
+    for rank in (0, 1):
+        events = json.loads((result.out / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        names = " ".join(event.get("name", "") for event in events)
+        assert "allreduce" in names and "ProfilerStep#2" in names
+
+
+def test_help_once(run):
+    result = run("ddp.py", 2, "--help", pass_out=False)
+    assert result.output.count("usage:") == 1
+    for words in ("all-reduce of the gradients", "--num-key-value-heads N", "optimizer steps in all", "run folder:"):
+        assert words in result.output
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "zero.py", "fsdp.py"])
+def test_30_good_runs_end_with_status_0(run, corpus, script):
+    """gloo can abort or hang while the interpreter is taken down, so it must not be: see ``launch``."""
+    for i in range(30):
+        options = f"{ROOT}/{script} {SMALL} --steps 2 --num-hidden-layers 2 --data {corpus}"
+        result = run("tests/with_exit_handler.py", 2, options, out=f"out-{i}")
+        assert result.statuses == [0, 0] and "final loss" in result.output
+        assert "the interpreter is taken down" not in result.output
+
+
+@pytest.fixture
+def bash(tmp_path):
+    def bash(arguments, **environment):
+        environment = {**os.environ, "PYTHON": sys.executable, **environment}
+        return subprocess.run(
+            ["bash", str(ROOT / "run.sh"), *arguments.split()],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        )
+
+    return bash
+
+
+def test_run_sh(bash, tmp_path, corpus):
+    result = bash(f"ddp.py --steps 3 {SMALL} --data {corpus}")
+    assert result.returncode == 0, result.stderr
+    assert "2 processes on cpu (gloo), rank grid dp 2" in result.stdout
+    assert "W1" not in result.stderr and "warn" not in result.stderr.lower()  # the bar, and no more
+    assert len((tmp_path / "runs" / "ddp" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not (ROOT / ".venv").exists() or ".venv" in sys.executable  # it installed nothing
+
+
+def test_run_sh_refuses_in_words(bash):
+    for arguments, message in (("", "say what to run"), ("dpp.py", "dpp.py: no such script; there are cp.py ddp.py")):
+        result = bash(arguments)
+        assert result.returncode == 1 and message in result.stderr
+        assert len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_restarted_by_torchrun_after_a_kill(run, corpus, tmp_path):
+    """A worker is killed in mid-run: torchrun starts both again, and the weights end the same."""
+    options = f"{EXACT} --steps 60 --save-every 10 --data {corpus}"
+    expected = run("ddp.py", 2, options, out="whole")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
+         "--nproc-per-node=2", "--max-restarts=1", ROOT / "ddp.py", *options.split(), "--out", "killed"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not checkpoint.list_checkpoints(tmp_path / "killed"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert "going on after step" in output
+    last = "step-00000060"
+    found = checkpoint.read(tmp_path / "killed" / last, prefix="")
+    for name, tensor in checkpoint.read(expected.out / last, prefix="").items():
+        assert torch.equal(found[name], tensor), name
