@@ -11,10 +11,6 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import ProcessServer  # noqa: E402
 
 
-def pytest_addoption(parser):
-    parser.addoption("--whole-matrix", action="store_true", help="resume every checkpoint in every script to the end")
-
-
 @pytest.fixture(scope="session")
 def server():
     with ProcessServer() as server:

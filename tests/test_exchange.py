@@ -28,14 +28,6 @@ RUNS = [
 ]
 
 
-def others(run):
-    """One run of each command: another world size for each run, so that all of them have their turn."""
-    commands = {}
-    for other in RUNS:
-        commands.setdefault(other[0], []).append(other)
-    return [worlds[RUNS.index(run) % len(worlds)] for worlds in commands.values()]
-
-
 def name_of(run):
     return run[0].replace(" --", "-").replace(" ", "") + f"-on-{run[1]}"
 
@@ -50,38 +42,30 @@ def whole(server, corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, pytestconfig, run):
-    """From its own checkpoint to the end, bit for bit. From one of each other script for 3 steps, whose losses and
-    norms show weights and optimizer states; or, with --whole-matrix, from all and to the end, every tensor."""
-    all_pairs = pytestconfig.getoption("whole_matrix")
-    to_the_end, from_all = (RUNS, RUNS) if all_pairs else ([run], {run, *others(run)})
-    folders = {}
-    for saved_by in from_all:
-        folders[saved_by] = tmp_path / name_of(saved_by)
-        source = whole[saved_by].out / "step-00000010"
-        shutil.copytree(source, folders[saved_by] / source.name, copy_function=os.link)
+def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, run):
+    """Every ordered pair: the second half of the run is that of the uninterrupted single.py; of its own run, bit for
+    bit, in every weight and optimizer state."""
     command, world = run
-    for steps, sources in ((10, to_the_end), (3, [r for r in from_all if r not in to_the_end])):
-        if sources:
-            arguments = [*OPTIONS.split(), "--data", corpus, "--for", steps, "--from", *(folders[r] for r in sources)]
-            server.run(
-                f"tests/resume.py {command}", world, arguments, folder=tmp_path, pass_out=False, timeout=400
-            )
-    curve = whole["single.py", 0].curve()
-    for saved_by, folder in folders.items():
-        lines = Result([0], "", folder).curve()
-        assert len(lines) == (10 if saved_by in to_the_end else 3)
-        for line, expected in zip(lines, curve[10:]):
-            assert max(abs(a - b) for a, b in zip(line, expected)) < 1e-10, saved_by
-    weights = checkpoint.read(whole["single.py", 0].out / "step-00000020", prefix="")
-    for saved_by in to_the_end:
-        found = checkpoint.read(folders[saved_by] / "step-00000020", prefix="")
-        assert found.keys() == weights.keys()
-        for name, tensor in weights.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=f"{saved_by} {name}")
-    own = checkpoint.read(whole[run].out / "step-00000020", prefix="")
-    for name, tensor in checkpoint.read(folders[run] / "step-00000020", prefix="").items():
-        assert torch.equal(tensor, own[name]), name
+    options = [*OPTIONS.split(), "--data", corpus]
+    for saved_by in RUNS:
+        folder, saved = tmp_path / name_of(saved_by), whole[saved_by].out / "step-00000010"
+        shutil.copytree(saved, folder / saved.name, copy_function=os.link)
+        options += ["--each", "--out", folder, *([] if saved_by == run else ["--save-every", "0"])]
+    server.run(f"tests/several_runs.py {command}", world, options, folder=tmp_path, pass_out=False)
+
+    expected = whole["single.py", 0].curve()[10:]
+    for saved_by in RUNS:
+        found = Result([0], "", tmp_path / name_of(saved_by)).curve()
+        assert len(found) == len(expected) == 10
+        assert max(abs(a - b) for row, reference in zip(found, expected) for a, b in zip(row, reference)) < 1e-10, saved_by
+    last, own, weights = (
+        checkpoint.read(out / "step-00000020", prefix="")
+        for out in (tmp_path / name_of(run), whole[run].out, whole["single.py", 0].out)
+    )
+    assert last.keys() == own.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(last[name], own[name]), name
+        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)])
