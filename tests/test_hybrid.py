@@ -51,9 +51,9 @@ def test_options(run, single, corpus, world, options):
 def test_all_four_on_16_ranks(run, single, corpus):
     """The grid from the environment, with hybrid sharding."""
     grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
-    result = run("hybrid_3d.py", 16, f"{OPTIONS} --data {corpus} --replicate 2", env=grid, timeout=300)
+    result = run("hybrid_3d.py", 16, f"{BASE} --dtype float64 --data {corpus} --replicate 2", env=grid, timeout=300)
     assert "rank grid pp 2 x replicate 2 x shard 2 x tp 2" in result.output
-    check(result, single(OPTIONS))
+    check(result, single(f"{BASE} --dtype float64"))
 
 
 def test_every_rank_has_its_place(run, corpus):
