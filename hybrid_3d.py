@@ -28,7 +28,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_single
@@ -47,7 +46,9 @@ from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
-from common.model import Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+from common.model import (
+    Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights, next_token_loss
+)
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
 
@@ -303,7 +304,7 @@ def zigzag_positions(T, n):
 def allgather_attention(q, k, v, mask, group):
     """Llama 3's: q (B, H, T/cp, K) of this rank, keys and values of all, ``mask`` (T/cp, T). cp.py has the ring."""
     k, v = all_gather_single(torch.stack((k, v)), 3, group)  # (2, B, KV, T, K); backward: a reduce-scatter
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return causal_attention(q, k, v, mask)
 
 
 def local(loss):

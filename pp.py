@@ -245,13 +245,14 @@ def watch(schedule, stages, device):
     What is queued on the device is waited for each time, so this is for one step only.
     """
     computing, in_all = [], []
+    wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else lambda: None
 
     def timed(function, seconds):
         def call(*args, **kwargs):
+            wait()  # for the input that is still on its way, too: that is not computing
             began = time.perf_counter()
             result = function(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait()
             seconds.append(time.perf_counter() - began)
             return result
 

@@ -93,7 +93,7 @@ def argument_parser(doc):
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                        help="auto: CUDA if there is a GPU")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",
-                       help="bfloat16: matrix products in it, weights and optimizer in float32; "
+                       help="float32: without TF32; bfloat16: matrix products in it, weights and optimizer in float32; "
                        "float64: for proofs")
     group.add_argument("--compile", action="store_true", help="torch.compile, per layer")
     group.add_argument("--activation-checkpointing", action="store_true",
@@ -139,7 +139,7 @@ def parse_arguments(parser, argv=None):
         if getattr(args, name) >= 1:
             _refuse(f"--{name} {getattr(args, name)} is not allowed: it must be less than 1")
     if args.profile and args.steps < 4:
-        _refuse(f"--profile with --steps {args.steps}: it traces the third step on, use at least 4")
+        _refuse(f"--profile with --steps {args.steps}: it traces the fourth step on, use at least 4")
     args.grad_clip = args.grad_clip or math.inf
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
     args.script = parser.prog

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -63,14 +64,25 @@ def _store():
 def start_process_group(args):
     """Start-up of one process of many: NCCL for tensors on GPUs, gloo for those on CPUs. Returns the
     device of this process."""
-    device = pick_device(args)
     rank, world_size = rank_and_world_size()
+    store = _store()  # first: where only some ranks fail, one of these can say why
+    device = pick_device(args)
     if not dist.is_initialized():
+        if rank == 0:
+            store.set("device", device.type)
+        elif (first := store.get("device").decode()) != device.type:  # they would wait for each other
+            raise SettingError(
+                f"rank {rank} is on {device.type} and rank 0 on {first}: mend the machine whose GPUs torch does not "
+                f"find, or use --device cpu"
+            )
         pick_gloo_interface()
         on_gpu = device.type == "cuda"
+        if on_gpu:  # no user can act on these: a mesh splits gloo like NCCL, and pipelines send one by one
+            warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo")
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=_store(),
+            store=store,
             rank=rank,
             world_size=world_size,
             device_id=device if on_gpu else None,
@@ -117,10 +129,10 @@ def _report(failure):
     rank, world_size, failed = 0, 1, 0
     try:
         rank, world_size = rank_and_world_size()
-        if dist.is_initialized():
+        if _store.cache_info().currsize:
             failed = _store().add("failed", 1)
             first = failed == 1
-        else:  # before they are connected all find the same fault
+        else:  # before they know of each other all find the same fault
             first = rank == 0
     except SettingError:  # no rank is known
         first = True

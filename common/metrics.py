@@ -27,7 +27,7 @@ class Metrics:
     """
 
     def __init__(self, args, device, model, sampler, optimizer, mesh=None, picture=()):
-        self.args, self.start = args, sampler.start
+        self.args, self.device, self.start = args, device, sampler.start
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
         self.counted_step = min(self.start + 2, args.steps - 1)
         self.counter, self.held = None, {}
@@ -107,6 +107,8 @@ class Metrics:
         if step == self.counted_step:
             self.counter.__exit__(None, None, None)
         if step <= self.counted_step:  # compiles, allocates, or counts
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # it may be steps behind
             self.warm = step + 1, time.perf_counter()
         self.bar.update()
         if self.profiler:
@@ -178,7 +180,7 @@ class Metrics:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+            schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),  # after the step that is counted
             on_trace_ready=lambda p: p.export_chrome_trace(
                 str(self.args.out / f"trace-rank{self.rank}.json")
             ),

@@ -91,9 +91,14 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
-def causal_attention(q, k, v):
-    """Plain attention: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K)."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def causal_attention(q, k, v, mask=None):
+    """Plain attention: q (B, H, T, K), k and v (B, KV, S, K) -> (B, H, T, K). ``mask`` (T, S) is true where a
+    query sees a key; without it T is S."""
+    if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # Of CUDA's kernels only flash attention lets heads share k and v, and it takes neither a mask nor float32:
+        # without this all T x S scores would be kept.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 
 class Attention(nn.Module):
@@ -195,7 +200,7 @@ def draw_parameter(name, shape, config, seed):
         std /= (2 * config.num_hidden_layers) ** 0.5
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
 
 
 @torch.no_grad()

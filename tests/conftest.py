@@ -1,5 +1,6 @@
 """Fixtures: a server of ready-made processes, on which the tests run whole scripts."""
 
+import os
 import pathlib
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # float64 curves and exact bytes, on as many ranks as a test asks for
 
 from tests.processes import ProcessServer  # noqa: E402
 

@@ -1,6 +1,7 @@
 """Bad input ends with a non-zero status and one line, from one rank, that says what to change."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -126,14 +127,18 @@ def test_a_launcher_that_sets_half_of_the_variables(run):
     assert "single.py is one process and was started as 2" in line
 
 
-def test_under_torchrun_one_line_stands_above_its_report(tmp_path):
+@pytest.mark.parametrize("script, message", [
+    ("ddp.py", "--data nowhere: no such file"),
+    ("tests/different_devices.py", "rank 1 is on cuda and rank 0 on cpu"),  # found by one rank, while others connect
+])
+def test_under_torchrun_one_line_stands_above_its_report(tmp_path, script, message):
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         ROOT / "ddp.py", "--data", "nowhere"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+         ROOT / script, "--data", "nowhere"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode != 0 and result.stdout == ""
-    ours = [line for line in result.stderr.splitlines() if line.startswith("ddp.py: error")]
-    assert len(ours) == 1
+    ours = [line for line in result.stderr.splitlines() if ".py: error: " in line]
+    assert len(ours) == 1 and message in ours[0]
     above = result.stderr[: result.stderr.index(ours[0])]
     assert "Traceback" not in above

@@ -56,7 +56,7 @@ def test_profile_writes_a_trace_per_rank(run, corpus):
     for rank in (0, 1):
         events = json.loads((result.out / f"trace-rank{rank}.json").read_text())["traceEvents"]
         names = " ".join(event.get("name", "") for event in events)
-        assert "allreduce" in names and "ProfilerStep#2" in names
+        assert "allreduce" in names and "ProfilerStep#3" in names
 
 
 def test_help_once(run):
