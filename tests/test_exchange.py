@@ -22,7 +22,7 @@ DATA_PARALLEL = [
     *[("fsdp.py", world) for world in (1, 2, 3, 4)],
     ("fsdp.py --replicate 2", 2), ("fsdp.py --replicate 3", 3), ("fsdp.py --replicate 2", 4),
 ]
-SPLIT_MODELS = [
+SPLIT_MODELS = [  # or sequences
     ("tp.py", 2), ("tp.py --no-sequence-parallel", 4),
     ("cp.py", 3), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 4),
     ("pp.py --microbatches 2", 2), ("pp.py --microbatches 4 --schedule zbv", 2),
@@ -32,14 +32,17 @@ RUNS = DATA_PARALLEL + SPLIT_MODELS
 
 
 def resumed_by(run):
-    """Whose checkpoints a run resumes: all, but where steps take long one of each data-parallel command, at
-    another world size for each run."""
-    if run in DATA_PARALLEL:
-        return RUNS
-    commands = {}
-    for other in DATA_PARALLEL:
-        commands.setdefault(other[0], []).append(other)
-    return [worlds[RUNS.index(run) % len(worlds)] for worlds in commands.values()] + SPLIT_MODELS
+    """Whose checkpoints a run resumes."""
+    return [other for other in RUNS if meet(run, other)]
+
+
+def meet(run, other):
+    """All of one kind do. Of two kinds each pair of commands does, at one of the first one's world sizes."""
+    if (run in SPLIT_MODELS) == (other in SPLIT_MODELS):
+        return True
+    parallel, split = sorted((run, other), key=RUNS.index)
+    worlds = [run for run in DATA_PARALLEL if run[0] == parallel[0]]
+    return parallel == worlds[SPLIT_MODELS.index(split) % len(worlds)]
 
 
 def name_of(run):
