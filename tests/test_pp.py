@@ -44,27 +44,12 @@ RUNS = [
 SENDS = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}  # of rank 0, in hidden states of a batch
 
 
-@pytest.fixture(scope="module")
-def single(server, corpus, tmp_path_factory):
-    """The curves of single.py, by batch size."""
-    curves = {}
-
-    def curve(batch_size):
-        if batch_size not in curves:
-            folder = tmp_path_factory.mktemp("single")
-            options = f"{EXACT} --batch-size {batch_size} --data {corpus}"
-            curves[batch_size] = server.run("single.py", 0, options, folder=folder).curve()
-        return curves[batch_size]
-
-    return curve
-
-
 @pytest.mark.parametrize("world_size, schedule, options", RUNS)
 def test_equals_single(run, single, corpus, world_size, schedule, options):
     """Loss and norm of each step; what is held and sent is what theory says, to the byte."""
     result = run("pp.py", world_size, f"{EXACT} --data {corpus} --schedule {schedule} {options}")
     batch_size = 16 if "--batch-size 16" in options else 12
-    assert furthest(result.curve(), single(batch_size)) < 1e-10
+    assert furthest(result.curve(), single(f"{EXACT} --batch-size {batch_size}")) < 1e-10
 
     summary, theory = result.summary, result.summary["theory"]
     sent = {entry["collective"]: entry["bytes"] for entry in summary["collectives"]}
