@@ -165,7 +165,7 @@ def check_divisible(args, n):
         heads = getattr(args.config, name)
         if args.attention == "ulysses" and heads % n:
             raise SettingError(
-                f"{name} {heads} cannot be shared evenly by {n} ranks, as --attention ulysses does: start "
+                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, as --attention ulysses does: start "
                 f"a number of processes that divides it, or use --attention ring"
             )
 

@@ -9,12 +9,12 @@ one device beside its gradients and optimizer states. (ZeRO, arXiv:1910.02054; F
     torchrun --nproc_per_node=8 fsdp.py --replicate 2       # hybrid: 2 replicas, each sharded over 4 ranks
 
 Sent in a step: per layer an all-gather of the parameters before the forward pass and another before the
-backward pass, and a reduce-scatter of the gradients after it: 3 P (n-1)/n from each of n ranks, P the bytes
-of the parameters. With --no-reshard-after-forward the layers stay gathered until the backward pass: 2 P
-(n-1)/n, for P bytes of memory. Each further micro-batch gathers again, but gradients add up, whole, on
-each rank and are reduced once. With --replicate R a rank of the n/R that share a replica sends 3 P
-(n/R-1)/(n/R), and reduces its share of the gradients over the replicas: 2 P R/n (R-1)/R. Give R the number
-of machines, and all but the last stays within one.
+backward pass, and a reduce-scatter of the gradients after it: (2 G + P)(n-1)/n from each of n ranks, P the
+bytes of the parameters, G of what is gathered: P, or with bfloat16 P/2. With --no-reshard-after-forward the
+layers stay gathered until the backward pass: (G + P)(n-1)/n, for G bytes of memory. Each further micro-batch
+gathers again, but gradients add up, whole, on each rank and are reduced once. With --replicate R a rank of the
+s = n/R that share a replica sends (2 G + P)(s-1)/s, and reduces its share of the gradients over the replicas:
+2 P/s (R-1)/R. Give R the number of machines, and all but the last stays within one.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def main(argv=None):
     return metrics.close(
         parameters=("P/s", P / s), gradients=("P/s", P / s), optimizer_states=("2P/s", 2 * P / s),
         sent=(
-            f"({gathers}G + P)(s-1)/s + 2P/s (R-1)/R",
+            f"({gathers}G + P)(s-1)/s" + " + 2P/s (R-1)/R" * (R > 1),
             (gathers * G + P) * (s - 1) / s + 2 * P / s * (R - 1) / R,
         ),
     )

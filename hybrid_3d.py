@@ -15,7 +15,7 @@ in every layer, so that they share a machine's fast links; then cp, which talks 
 gathers run ahead of their use; pp outermost, which sends hidden states of one stage to the next only.
 
 Sent: per layer, what tp.py's and cp.py's docstrings say, of this rank's share of the batch; fsdp.py's of the
-rank's part of the parameters; and between stages the hidden states forward and their gradients backward.
+rank's part U of the parameters; and between stages the hidden states forward and their gradients backward.
 
 The order of composition: tensor parallel first, as it changes what a layer computes; then the attention of context
 parallel; then FSDP, which shards what the rank now holds; then the pipeline around it all.

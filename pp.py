@@ -173,8 +173,8 @@ def main(argv=None):
     waiting = torch.tensor(1 - sum(computing) / sum(in_all), device=device)
     dist.all_reduce(waiting, dist.ReduceOp.AVG)
     history = metrics.close(
-        parameters=("P of its stages", P), gradients=("P", P), optimizer_states=("2P", 2 * P),
-        sent=(f"{sends}A", sends * A),
+        parameters=("P, of its stages", P), gradients=("P", P), optimizer_states=("2P", 2 * P),
+        sent=(f"{sends} A", sends * A),
     )
     metrics.say(f"bubble: {float(waiting):.1%} of the last step, mean over ranks; theory {bubble(args, p)}")
     return history

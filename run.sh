@@ -146,6 +146,8 @@ check_settings
 find_python
 
 if [ "$(basename "$script")" = single.py ]; then
+  [[ ${NPROC:-1} -eq 1 && ${NNODES:-1} -eq 1 && ! -v HOSTS ]] ||
+    fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares the work, such as ddp.py"
   exec "$python" "$script" "$@"
 elif [[ -v HOSTS ]]; then
   # shellcheck source=common/hosts.sh

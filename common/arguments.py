@@ -46,7 +46,7 @@ def argument_parser(doc):
         parser.print_help = lambda: None  # once is enough
 
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=at_least(1), default=200, metavar="N", help="optimizer steps in all")
+    group.add_argument("--steps", type=at_least(1), default=200, metavar="N", help="optimizer steps in all; the cosine decay ends there")
     group.add_argument("--batch-size", type=at_least(1), default=16, metavar="G",
                        help="sequences in the global batch, over all ranks and micro-batches")
     group.add_argument("--grad-accum", type=at_least(1), default=1, metavar="N",

@@ -2,7 +2,7 @@
 
 A run folder holds ``step-00000100/`` for each of the newest checkpoints: the shards that
 ``torch.distributed.checkpoint`` (DCP) wrote, every rank its own part in parallel, and ``run.json``,
-what was trained on what. Tensors are named after the model's parameters: ``model.NAME`` is the
+what must stay the same when the run goes on. Tensors are named after the model's parameters: ``model.NAME`` is the
 weight, ``optimizer.NAME.exp_avg`` a state of its optimizer. How they were sharded when they were
 saved does not matter when they are loaded.
 
@@ -58,7 +58,7 @@ class Checkpoints:
             if _rank() == 0:
                 for cut_short in [*args.out.glob("step-*.tmp"), *args.out.glob("step-*.old")]:
                     shutil.rmtree(cut_short)
-                if not args.resume:
+                if not args.resume or not list_checkpoints(args.out):
                     _move_aside(args.out)
         except OSError as error:
             raise SettingError(

@@ -142,6 +142,8 @@ class Metrics:
                 ],
             }
             (self.args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        if self.profiler:
+            self.say(f"traces of a few steps: {self.args.out}/trace-rank*.json")
         self.say(f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} tokens/s | {self.args.out}")
         self.say(f"{'bytes on rank 0':18}{'after backward':>18}{'at the peak':>18}   theory")
         for name in HELD:

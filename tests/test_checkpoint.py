@@ -91,6 +91,14 @@ def test_a_new_run_moves_the_old_one_aside(run, corpus):
     assert_bit_equal(tensors(again.out, 2), tensors(again.out / "previous-1", 2))
 
 
+def test_the_log_of_a_run_without_checkpoints_is_moved_aside(run, corpus):
+    options = f"{EXACT} --data {corpus} --save-every 0"
+    log = run("single.py", 0, f"{options} --steps 2").out / "metrics.jsonl"
+    first = log.read_text()
+    run("ddp.py", 2, f"{options} --steps 1")
+    assert (log.parent / "previous-1" / log.name).read_text() == first and len(log.read_text().splitlines()) == 1
+
+
 def test_read_gives_the_models_state_dict(uninterrupted):
     from common.model import ModelConfig, Transformer
 

@@ -139,8 +139,8 @@ def test_activations_fall_with_the_ranks(run, corpus):
     (4, "--seq-len 6", "such as 8"),
     (2, "--seq-len 6 --attention allgather", "cannot be cut into 4 equal chunks, 2 for each of 2 ranks"),
     (2, "--seq-len 7 --attention ulysses", "cannot be cut into 2 equal chunks, 1 for each of 2 ranks"),
-    (4, "--attention ulysses", "num_key_value_heads 2 cannot be shared evenly by 4 ranks"),
-    (3, "--attention ulysses --seq-len 36", "num_attention_heads 4 cannot be shared evenly by 3 ranks"),
+    (4, "--attention ulysses", "--num-key-value-heads 2 cannot be shared evenly by 4 ranks"),
+    (3, "--attention ulysses --seq-len 36", "--num-attention-heads 4 cannot be shared evenly by 3 ranks"),
     (2, "--attention flash", "--attention: invalid choice: 'flash' (choose from"),
 ])
 def test_bad_input(run, world_size, options, message):

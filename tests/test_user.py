@@ -98,8 +98,11 @@ def test_run_sh(bash, tmp_path, corpus):
 
 
 def test_run_sh_refuses_in_words(bash):
-    for arguments, message in (("", "say what to run"), ("dpp.py", "dpp.py: no such script; there are cp.py ddp.py")):
-        result = bash(arguments)
+    for arguments, message in (
+        ("", "say what to run"), ("dpp.py", "dpp.py: no such script; there are cp.py ddp.py"),
+        ("single.py", "single.py is one process: unset NPROC"),
+    ):
+        result = bash(arguments, NPROC="2")
         assert result.returncode == 1 and message in result.stderr
         assert len(result.stderr.splitlines()) == 1 and not result.stdout
 
