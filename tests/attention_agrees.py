@@ -19,17 +19,20 @@ def main():
         for heads, kv_heads in [(2 * n, 2 * n), (3 * n, n)] + [(3, 1)] * (name != "ulysses"):
             for dtype in BOUND:
                 torch.manual_seed(heads)
-                whole = [torch.randn(B, h, T, K, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)]
+                whole = [torch.randn(B, h, T, K, dtype=dtype)
+                         for h in (heads, kv_heads, kv_heads, heads)]
                 shards = cp.shard_positions(T, n, zigzag=name != "ulysses")
                 mine = [x[:, :, shards[rank]] for x in whole]
                 attention = getattr(cp, f"{name}_attention")
-                extra = {"mask": shards[rank][:, None] >= shards.flatten()} if name == "allgather" else {}
+                extra = ({"mask": shards[rank][:, None] >= shards.flatten()}
+                         if name == "allgather" else {})
                 # In float64, to measure the error of one of the two only
                 expected = results(causal_attention, *(x.double() for x in whole))
                 got = results(attention, *mine, group=group, **extra)
                 for x, y in zip(got, expected):
                     assert x.dtype == dtype
-                    error = ((x - y[:, :, shards[rank]]).abs() / (1 + y[:, :, shards[rank]].abs())).max().item()
+                    error = ((x - y[:, :, shards[rank]]).abs()
+                             / (1 + y[:, :, shards[rank]].abs())).max().item()
                     assert error < BOUND[dtype], (name, heads, kv_heads, dtype, error)
     print("all agree" if rank == 0 else "", flush=True)
 

@@ -16,7 +16,8 @@ B, H, KV, T, K = 1, 6, 2, 88, 10
 class Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out)
+                         if isinstance(leaf, torch.Tensor))
         return out
 
 
@@ -36,7 +37,9 @@ def main():
     assert (B, KV, H // KV, T // n, T // n) in ring, "the scores of the own block should be seen"
     for shape in ring:
         assert all(size < T for size in shape), f"{shape} has a whole sequence"
-        assert torch.Size(shape).numel() <= B * H * (T // n) ** 2, f"{shape} is larger than a block of scores"
+        assert torch.Size(shape).numel() <= B * H * (T // n) ** 2, (
+            f"{shape} is larger than a block of scores"
+        )
     # The same eyes see whole sequences where there are some.
     mask = torch.ones(T // n, T, dtype=torch.bool)
     assert any(T in shape for shape in shapes(cp.allgather_attention, n, mask=mask, group=group))

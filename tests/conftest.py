@@ -8,7 +8,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # float64 curves and exact bytes, on as many ranks as a test asks for
+# On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from tests.processes import ProcessServer  # noqa: E402
 
@@ -50,7 +51,8 @@ def single(server, corpus, tmp_path_factory):
     def curve(options):
         if options not in curves:
             folder = tmp_path_factory.mktemp("single")
-            curves[options] = server.run("single.py", 0, f"{options} --data {corpus}", folder=folder).curve()
+            curves[options] = server.run("single.py", 0, f"{options} --data {corpus}",
+                                         folder=folder).curve()
         return curves[options]
 
     return curve

@@ -1,5 +1,5 @@
-"""Runs the script that comes first among the arguments, and saves the gradients of its first step, whole and
-before they are clipped, by parameter name to gradients.pt in the run folder."""
+"""Runs the script that comes first among the arguments, and saves the gradients of its first step,
+whole and before they are clipped, by parameter name to gradients.pt in the run folder."""
 
 import pathlib
 import runpy

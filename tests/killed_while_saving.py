@@ -1,4 +1,4 @@
-"""single.py or ddp.py, killed by SIGKILL while it saves step 15: --when writing, renaming, removing."""
+"""single.py or ddp.py, killed while it saves step 15: --when writing, renaming, removing."""
 
 import os
 import pathlib

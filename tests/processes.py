@@ -41,7 +41,8 @@ class Result:
         return json.loads((self.out / "summary.json").read_text())
 
     def curve(self, *names):
-        return [[record[name] for name in names or ("loss", "grad_norm")] for record in self.history]
+        return [[record[name] for name in names or ("loss", "grad_norm")]
+                for record in self.history]
 
 
 class ProcessServer:
@@ -49,7 +50,8 @@ class ProcessServer:
 
     def __enter__(self):
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                        "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             [sys.executable, __file__], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -60,22 +62,24 @@ class ProcessServer:
         self.process.stdin.close()
         self.process.wait()
 
-    def run(self, script, world_size, options="", *, folder, out="out", timeout=150, env=None, expect_ok=True,
-            pass_out=True):
-        """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in ``world_size``
-        processes, 0 for plain python.
+    def run(self, script, world_size, options="", *, folder, out="out", timeout=150, env=None,
+            expect_ok=True, pass_out=True):
+        """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in
+        ``world_size`` processes, 0 for plain python.
 
-        ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it unset.
-        ``out`` is the run folder, below ``folder``. A run that is not over after ``timeout`` seconds
-        is killed; its ranks then have the status -9.
+        ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it
+        unset. ``out`` is the run folder, below ``folder``. A run that is not over after ``timeout``
+        seconds is killed; its ranks then have the status -9.
         """
         script, *first = script.split()
-        options = options.split() if isinstance(options, str) else [str(option) for option in options]
+        options = (options.split() if isinstance(options, str)
+                   else [str(option) for option in options])
         options = first + options
         out = pathlib.Path(folder, out)
         job = {
-            "script": str(ROOT / script), "argv": [*options, *(["--out", str(out)] if pass_out else [])], "cwd": str(folder),
-            "world_size": world_size, "timeout": timeout, "env": env or {},
+            "script": str(ROOT / script),
+            "argv": [*options, *(["--out", str(out)] if pass_out else [])],
+            "cwd": str(folder), "world_size": world_size, "timeout": timeout, "env": env or {},
         }
         print(json.dumps(job), file=self.process.stdin, flush=True)
         if not select.select([self.process.stdout], [], [], timeout + 30)[0]:
@@ -83,7 +87,9 @@ class ProcessServer:
             raise TimeoutError("the process server does not answer")
         answer = json.loads(self.process.stdout.readline())
         result = Result(answer["statuses"], answer["output"], out)
-        assert result.ok or not expect_ok, f"{script} {' '.join(options)}: {result.statuses}\n{result.output}"
+        assert result.ok or not expect_ok, (
+            f"{script} {' '.join(options)}: {result.statuses}\n{result.output}"
+        )
         return result
 
 
@@ -110,7 +116,7 @@ def serve():
 
     gc.collect()
     gc.freeze()  # what is imported stays: collections in the ranks neither visit nor so copy it
-    # More ranks than cores: a rank that wakes does not interrupt another. A fifth faster than without.
+    # More ranks than cores: a rank that wakes does not interrupt another. That is a fifth faster.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
     def start_rank(job, rank, port, output):

@@ -1,4 +1,5 @@
-"""Runs a script several times in one launch: SCRIPT OPTIONS... --each OPTIONS... --each OPTIONS..."""
+"""Runs a script several times in one launch:
+SCRIPT OPTIONS... --each OPTIONS... --each OPTIONS..."""
 
 import importlib
 import itertools
@@ -11,7 +12,8 @@ def main():
     script, *words = sys.argv[1:]
     module = importlib.import_module(script.removesuffix(".py"))
     options, *several = [
-        list(group) for is_mark, group in itertools.groupby(words, lambda word: word == "--each") if not is_mark
+        list(group) for is_mark, group in itertools.groupby(words, lambda word: word == "--each")
+        if not is_mark
     ]
     for more in several:
         module.main(options + more)

@@ -7,7 +7,8 @@ import pytest
 from common.model import ModelConfig, Transformer
 
 # Sizes that 4 ranks divide: nothing is padded.
-MODEL = "--vocab-size 256 --hidden-size 64 --intermediate-size 128 --num-hidden-layers 3 --num-attention-heads 4"
+MODEL = ("--vocab-size 256 --hidden-size 64 --intermediate-size 128 --num-hidden-layers 3 "
+         "--num-attention-heads 4")
 OPTIONS = f"{MODEL} --num-key-value-heads 2 --seq-len 16 --batch-size 8 --steps 4 --save-every 0"
 CONFIG = ModelConfig(256, 64, 128, 3, 4, 2)
 
@@ -62,7 +63,7 @@ def test_whole_models(summary, world):
 def test_zero(summary, stage, world):
     found = summary(f"zero.py --stage {stage}", world)
     assert found["held"]["parameters"] == P
-    # Peaks: on top is what is in flight, one bucket; of the one before a thread of gloo may not have let go.
+    # Peaks: on top is one bucket in flight; a thread of gloo may still hold the one before it.
     assert P + LAYER <= found["peak"]["parameters"] <= P + 2 * LAYER
     if stage == 1:
         assert found["held"]["gradients"] == P
@@ -74,7 +75,8 @@ def test_zero(summary, stage, world):
     check_states(found, world)
     assert sent(found, "reduce-scatter") == sent(found, "all-gather") == P * (world - 1) / world
     norms = 2 * 4 * TENSORS * (world - 1) / world  # for clipping: a number per tensor, all-reduced
-    assert sent(found, "all-reduce") == norms and found["sent"] == sent(found, "all-gather") * 2 + norms
+    assert (sent(found, "all-reduce") == norms
+            and found["sent"] == sent(found, "all-gather") * 2 + norms)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -86,7 +88,7 @@ def test_fsdp(summary, world, replicas, reshard):
     assert found["held"]["parameters"] == P / shards
     assert found["held"]["gradients"] == P / shards
     check_states(found, shards)
-    # Peaks: the root (embedding, norm, head) and either two layers, one of them ahead of its use, or all.
+    # Peaks: the root (embedding, norm, head) and either two layers, one ahead of its use, or all.
     root = EMBEDDING + NORM + HEAD
     gathered = root + 2 * LAYER if reshard else P + LAYER
     assert found["peak"]["parameters"] == pytest.approx(P / shards + gathered, rel=0.01)
@@ -101,12 +103,14 @@ def test_fsdp(summary, world, replicas, reshard):
 
 
 def test_accumulation(summary):
-    """What a further micro-batch adds: to stage 2 a reduction, to FSDP two gathers, to the others nothing."""
+    """A further micro-batch adds a reduction to stage 2, two gathers to FSDP, nothing to others."""
     ring, norms = 1 / 2, 4 * TENSORS
     for command, expected in (
-        ("ddp.py", 2 * P * ring), ("zero.py --stage 1", 2 * P * ring + norms), ("zero.py --stage 2", 3 * P * ring + norms),
-        ("fsdp.py", 5 * P * ring + norms), ("fsdp.py --no-reshard-after-forward", 2 * P * ring + norms),
+        ("ddp.py", 2 * P * ring), ("zero.py --stage 1", 2 * P * ring + norms),
+        ("zero.py --stage 2", 3 * P * ring + norms), ("fsdp.py", 5 * P * ring + norms),
+        ("fsdp.py --no-reshard-after-forward", 2 * P * ring + norms),
     ):
         found = summary(command, 2, "--grad-accum 2", command)
         assert found["sent"] == expected, command
-        assert found["held"]["gradients"] == (P if command in ("ddp.py", "zero.py --stage 1") else P / 2)
+        assert found["held"]["gradients"] == (P if command in ("ddp.py", "zero.py --stage 1")
+                                              else P / 2)

@@ -30,7 +30,8 @@ def uninterrupted(server, corpus, tmp_path_factory):
     """The run folders of whole runs: single.py, ddp.py on 2."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return {
-        world: server.run(script, world, f"{OPTIONS} --data {corpus}", folder=folder, out=script).out
+        world: server.run(script, world, f"{OPTIONS} --data {corpus}", folder=folder,
+                          out=script).out
         for script, world in (("single.py", 0), ("ddp.py", 2))
     }
 
@@ -54,8 +55,11 @@ def test_resuming_is_bit_equal(run, corpus, uninterrupted, tmp_path, script, wor
     assert [record["step"] for record in result.history] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("saved_by, script, world", [(2, "single.py", 0), (0, "ddp.py", 2), (2, "ddp.py", 4)])
-def test_checkpoints_move_between_scripts(run, corpus, uninterrupted, tmp_path, saved_by, script, world):
+@pytest.mark.parametrize("saved_by, script, world", [
+    (2, "single.py", 0), (0, "ddp.py", 2), (2, "ddp.py", 4),
+])
+def test_checkpoints_move_between_scripts(run, corpus, uninterrupted, tmp_path,
+                                          saved_by, script, world):
     interrupted(uninterrupted, saved_by, tmp_path)
     result = run(script, world, f"{OPTIONS} --data {corpus}")
     expected = tensors(uninterrupted[0])
@@ -96,7 +100,8 @@ def test_the_log_of_a_run_without_checkpoints_is_moved_aside(run, corpus):
     log = run("single.py", 0, f"{options} --steps 2").out / "metrics.jsonl"
     first = log.read_text()
     run("ddp.py", 2, f"{options} --steps 1")
-    assert (log.parent / "previous-1" / log.name).read_text() == first and len(log.read_text().splitlines()) == 1
+    assert ((log.parent / "previous-1" / log.name).read_text() == first
+            and len(log.read_text().splitlines()) == 1)
 
 
 def test_read_gives_the_models_state_dict(uninterrupted):
@@ -128,7 +133,8 @@ def test_loading_runs_no_code(run, corpus, uninterrupted, tmp_path, where, monke
             torch.distributed.checkpoint.save({"x": _Evil()}, checkpoint_id=folder, no_dist=True)
     result = run("single.py", 0, f"{OPTIONS} --data {corpus}", expect_ok=False)
     assert result.statuses == [1] and len(result.lines) == 1
-    assert "is not a checkpoint of these scripts" in result.output or "not to be trusted" in result.output
+    assert ("is not a checkpoint of these scripts" in result.output
+            or "not to be trusted" in result.output)
     assert not list(tmp_path.rglob("ran"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError):

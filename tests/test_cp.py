@@ -1,4 +1,4 @@
-"""cp.py: each attention is exact, sends what its docstring says, and the ring never sees a whole sequence."""
+"""cp.py: each attention is exact, sends what it says, and the ring never sees a whole sequence."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ def option(options, name, otherwise):
 
 def expected_traffic(attention, n, options, size, gradient_size):
     """By (collective, group): how many there are in a step, and what one rank sends in them. In
-    bytes, of ``size`` per element of K and V, and ``gradient_size`` per element of their gradients."""
+    bytes, of ``size`` per element of K and V, ``gradient_size`` per element of their gradients."""
     accum, T = option(options, "--grad-accum", 1), option(options, "--seq-len", 32)
     kv_heads = option(options, "--num-key-value-heads", KV_HEADS)
     times = LAYERS * accum
@@ -49,7 +49,8 @@ def expected_traffic(attention, n, options, size, gradient_size):
         return {("send", "cp"): (times * (forward + 2) * (n - 1), times * sum(transfers) * (n - 1))}
     if attention == "ulysses":
         calls = times * (forward + 1) * 4
-        return {("all-to-all", "cp"): (calls, times * (forward + 1) * (kv + 2 * q) * size * (n - 1) // n)}
+        return {("all-to-all", "cp"): (calls,
+                                       times * (forward + 1) * (kv + 2 * q) * size * (n - 1) // n)}
     return {
         ("all-gather", "cp"): (times * forward, times * forward * kv * size * (n - 1)),
         ("reduce-scatter", "cp"): (times, times * kv * size * (n - 1)),
@@ -58,14 +59,17 @@ def expected_traffic(attention, n, options, size, gradient_size):
 
 def check_traffic(out, attention, n, options, size, gradient_size):
     summary = json.loads((out / "summary.json").read_text())
-    counted = {(c["collective"], c["group"]): (c["calls"], c["bytes"]) for c in summary["collectives"]}
+    counted = {(c["collective"], c["group"]): (c["calls"], c["bytes"])
+               for c in summary["collectives"]}
     counted.pop(("all-reduce", "cp"), None)  # the logged loss
     gradients = counted.pop(("all-reduce", "world"))
     P = summary["theory"]["parameters"]["bytes"]
     assert gradients[1] == pytest.approx(2 * P * (n - 1) / n)
     expected = expected_traffic(attention, n, options, size, gradient_size)
     assert counted == {key: (calls, pytest.approx(size)) for key, (calls, size) in expected.items()}
-    assert summary["theory"]["sent"]["bytes"] == pytest.approx(gradients[1] + sum(b for _, b in counted.values()))
+    assert summary["theory"]["sent"]["bytes"] == pytest.approx(
+        gradients[1] + sum(b for _, b in counted.values())
+    )
 
 
 @pytest.mark.parametrize("attention, world_size, options", RUNS)
@@ -81,13 +85,16 @@ def first_gradients(server, corpus, tmp_path_factory):
     def load(command, world_size, options=""):
         folder = tmp_path_factory.mktemp("gradients")
         options = f"{EXACT} --data {corpus} --steps 1 {options}"
-        result = server.run(f"tests/first_gradients.py {command}", world_size, options, folder=folder)
+        result = server.run(f"tests/first_gradients.py {command}", world_size, options,
+                            folder=folder)
         return torch.load(result.out / "gradients.pt")
 
     return functools.cache(load)
 
 
-@pytest.mark.parametrize("attention, world_size", [("ring", 2), ("ring", 4), ("ulysses", 2), ("allgather", 4)])
+@pytest.mark.parametrize("attention, world_size", [
+    ("ring", 2), ("ring", 4), ("ulysses", 2), ("allgather", 4),
+])
 def test_first_gradients_equal_those_of_single(first_gradients, attention, world_size):
     expected = first_gradients("single.py", 0)
     gradients = first_gradients("cp.py", world_size, f"--grad-accum 2 --attention {attention}")
@@ -99,7 +106,8 @@ def test_first_gradients_equal_those_of_single(first_gradients, attention, world
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_bfloat16_learns_and_sends_half(run, corpus, attention):
-    options = f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01 --attention {attention}"
+    options = (f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01 "
+               f"--attention {attention}")
     result = run("cp.py", 2, options)
     losses = [loss for (loss,) in result.curve("loss")]
     assert losses[0] > 5.4 and losses[-1] < 3.2
@@ -129,18 +137,21 @@ def test_activations_fall_with_the_ranks(run, corpus):
     for world_size in (1, 2, 4):
         out = run("cp.py", world_size, options, out=f"cp{world_size}").out
         peaks.append(json.loads((out / "summary.json").read_text())["peak"]["activations"])
-    # One rank has no ring but a fused kernel, which keeps no scores. Twice the ranks: half of everything, and a
-    # quarter of the scores of the own block.
+    # One rank has no ring but a fused kernel, which keeps no scores. Twice the ranks: half of
+    # everything, and a quarter of the scores of the own block.
     assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.52 * peaks[1], peaks
 
 
 @pytest.mark.parametrize("world_size, options, message", [
     (4, "--seq-len 36", "--seq-len 36 cannot be cut into 8 equal chunks, 2 for each of 4 ranks"),
     (4, "--seq-len 6", "such as 8"),
-    (2, "--seq-len 6 --attention allgather", "cannot be cut into 4 equal chunks, 2 for each of 2 ranks"),
-    (2, "--seq-len 7 --attention ulysses", "cannot be cut into 2 equal chunks, 1 for each of 2 ranks"),
+    (2, "--seq-len 6 --attention allgather",
+     "cannot be cut into 4 equal chunks, 2 for each of 2 ranks"),
+    (2, "--seq-len 7 --attention ulysses",
+     "cannot be cut into 2 equal chunks, 1 for each of 2 ranks"),
     (4, "--attention ulysses", "--num-key-value-heads 2 cannot be shared evenly by 4 ranks"),
-    (3, "--attention ulysses --seq-len 36", "--num-attention-heads 4 cannot be shared evenly by 3 ranks"),
+    (3, "--attention ulysses --seq-len 36",
+     "--num-attention-heads 4 cannot be shared evenly by 3 ranks"),
     (2, "--attention flash", "--attention: invalid choice: 'flash' (choose from"),
 ])
 def test_bad_input(run, world_size, options, message):

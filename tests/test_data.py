@@ -16,11 +16,13 @@ SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 def order(dp=1, grad_accum=1, start=0, stop=15, size=SIZE, **options):
     """The global batches of the steps, put together from all ranks: a list of lists."""
     ranks = [
-        list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, rank=r, world_size=dp, **options))
+        list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, rank=r, world_size=dp,
+                          **options))
         for r in range(dp)
     ]
     return [
-        [i for rank in ranks for micro in rank[step * grad_accum : (step + 1) * grad_accum] for i in micro]
+        [i for rank in ranks for micro in rank[step * grad_accum : (step + 1) * grad_accum]
+         for i in micro]
         for step in range(stop - start)
     ]
 
@@ -94,7 +96,7 @@ def test_a_mesh_says_the_rank():
 
 def test_large_data_costs_what_small_data_costs():
     """10^12 samples: no list of them, and no walk to the middle."""
-    def seconds(size, start):  # the least of several, so that what else the machine does is left out
+    def seconds(size, start):  # the least of several, to leave out what else the machine does
         least = float("inf")
         for _ in range(30):
             began = time.perf_counter()
@@ -102,7 +104,7 @@ def test_large_data_costs_what_small_data_costs():
             least = min(least, time.perf_counter() - began)
         return least
 
-    assert seconds(10**12, 10**10) < 20 * seconds(10**3, 10)  # the ratio is about 1; a list's is 10^9
+    assert seconds(10**12, 10**10) < 20 * seconds(10**3, 10)  # the ratio is about 1, a list's 10^9
     batch = next(iter(BatchSampler(10**12, BATCH, start=10**10)))
     assert len(set(batch)) == BATCH and max(batch) > 10**11
 
@@ -129,11 +131,14 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
 
 def test_a_folder_is_its_files_one_after_another(tmp_path):
     (tmp_path / "b").mkdir()
-    for name, text in {"a.txt": "hello ", "b/c.txt": "", "b/d.txt": "brave new ", "e.txt": "world"}.items():
+    for name, text in {
+        "a.txt": "hello ", "b/c.txt": "", "b/d.txt": "brave new ", "e.txt": "world"
+    }.items():
         (tmp_path / name).write_text(text)
     (tmp_path / ".hidden").write_text("not this")
     dataset = TokenDataset(tmp_path, 4)
-    assert bytes(t for i in range(len(dataset)) for t in dataset[i][0].tolist()) == b"hello brave new worl"
+    assert (bytes(t for i in range(len(dataset)) for t in dataset[i][0].tolist())
+            == b"hello brave new worl")
     assert bytes(dataset[4][1].tolist()) == b"orld"
 
 
@@ -161,9 +166,11 @@ def test_it_serves_a_users_own_dataset():
 
 
 def test_a_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(SettingError, match="--batch-size 10 .* 4 data-parallel ranks.*: .* 8 or 12"):
+    with pytest.raises(SettingError,
+                       match="--batch-size 10 .* 4 data-parallel ranks.*: .* 8 or 12"):
         BatchSampler(SIZE, 10, rank=0, world_size=4)
-    with pytest.raises(SettingError, match="2 data-parallel ranks x 3 accumulation steps: .* such as 6"):
+    with pytest.raises(SettingError,
+                       match="2 data-parallel ranks x 3 accumulation steps: .* such as 6"):
         BatchSampler(SIZE, 4, 3, rank=0, world_size=2)
     with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
         BatchSampler(SIZE, 12, rank=0, world_size=4, replication=3)

@@ -15,10 +15,13 @@ CASES = {
     "an empty file": ("--data empty.txt", "--data empty.txt holds 0 tokens"),
     "an empty folder": ("--data folder", "--data folder holds 0 tokens"),
     "shorter than a sequence": ("--data short.txt", "one sample of --seq-len 128 takes 129"),
-    "half a token": ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
-    "token beyond the vocabulary": ("--data big.bin", "token 300, beyond a vocabulary of 256: raise --vocab-size"),
+    "half a token": ("--data odd.bin",
+                     "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
+    "token beyond the vocabulary": ("--data big.bin",
+                                    "token 300, beyond a vocabulary of 256: raise --vocab-size"),
     "unknown preset": ("--model huge", "--model huge: no such preset, choose from tiny, small"),
-    "heads do not divide the width": ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
+    "heads do not divide the width": ("--num-attention-heads 7",
+                                      "7 does not divide hidden_size 128"),
     "key/value heads": ("--num-key-value-heads 3", "3 does not divide num_attention_heads 8"),
     "zero size": ("--hidden-size 0", "--hidden-size: 0 is not allowed: it must be greater than 0"),
     "negative size": ("--num-hidden-layers -2", "--num-hidden-layers: -2 is not allowed"),
@@ -28,7 +31,8 @@ CASES = {
     "wrong dtype": ("--dtype float16", "--dtype: invalid choice: 'float16' (choose from"),
     "unknown option": ("--learning-rate 1", "unrecognized arguments: --learning-rate"),
     "no GPU": ("--device cuda", "--device cuda: torch finds no GPU here"),
-    "unwritable folder": ("--out empty.txt/run", "empty.txt/run cannot be written (Not a directory)"),
+    "unwritable folder": ("--out empty.txt/run",
+                          "empty.txt/run cannot be written (Not a directory)"),
     "diverges": ("--lr 1e30 --grad-clip 0 --warmup-steps 0", "training diverged; lower --lr 1e+30"),
 }
 
@@ -74,7 +78,8 @@ def test_bad_strategy(run, command, world, message):
 def test_a_batch_that_the_ranks_cannot_share(run):
     result = run("ddp.py", 3, "--batch-size 16", expect_ok=False)
     (line,) = result.lines
-    assert "--batch-size 16 cannot be shared evenly by 3 data-parallel ranks" in line and "15 or 18" in line
+    assert ("--batch-size 16 cannot be shared evenly by 3 data-parallel ranks" in line
+            and "15 or 18" in line)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -109,13 +114,15 @@ def test_a_broken_checkpoint(run, corpus):
     (folder / "run.json").write_text(json.dumps(saved | {"--hidden-size": 64, "--head-dim": 8}))
     result = run("single.py", 0, f"{options} --steps 4 --hidden-size 64", expect_ok=False)
     (line,) = result.lines
-    assert "is of another model: model.embed_tokens.weight has shape (256, 64) here and (256, 32) there" in line
+    assert ("is of another model: model.embed_tokens.weight has shape (256, 64) here "
+            "and (256, 32) there") in line
 
 
 def test_a_launcher_that_sets_half_of_the_variables(run):
     for world, env, message in [
         (0, {"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None"),
-        (0, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2 must be at least 0 and less than WORLD_SIZE 2"),
+        (0, {"RANK": "2", "WORLD_SIZE": "2"},
+         "RANK 2 must be at least 0 and less than WORLD_SIZE 2"),
         (0, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK 'x' and WORLD_SIZE '2' must be whole numbers"),
         (0, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but not MASTER_ADDR and MASTER_PORT"),
     ]:
@@ -129,13 +136,15 @@ def test_a_launcher_that_sets_half_of_the_variables(run):
 
 @pytest.mark.parametrize("script, message", [
     ("ddp.py", "--data nowhere: no such file"),
-    ("tests/different_devices.py", "rank 1 is on cuda and rank 0 on cpu"),  # found by one rank, while others connect
+    # Found by one rank, while others connect
+    ("tests/different_devices.py", "rank 1 is on cuda and rank 0 on cpu"),
 ])
 def test_under_torchrun_one_line_stands_above_its_report(tmp_path, script, message):
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          ROOT / script, "--data", "nowhere"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode != 0 and result.stdout == ""
     ours = [line for line in result.stderr.splitlines() if ".py: error: " in line]

@@ -10,8 +10,9 @@ from common import checkpoint
 from tests.processes import Result
 
 OPTIONS = (
-    "--hidden-size 24 --intermediate-size 40 --num-hidden-layers 2 --num-attention-heads 4 --num-key-value-heads 4 "
-    "--seq-len 24 --batch-size 12 --steps 20 --log-every 1 --warmup-steps 3 --save-every 10 --dtype float64"
+    "--hidden-size 24 --intermediate-size 40 --num-hidden-layers 2 --num-attention-heads 4 "
+    "--num-key-value-heads 4 --seq-len 24 --batch-size 12 --steps 20 --log-every 1 "
+    "--warmup-steps 3 --save-every 10 --dtype float64"
 )
 # Each saves in the middle of its run. World size 0 is plain python.
 DATA_PARALLEL = [
@@ -37,7 +38,7 @@ def resumed_by(run):
 
 
 def meet(run, other):
-    """All of one kind do. Of two kinds each pair of commands does, at one of the first one's world sizes."""
+    """All of one kind do. Of two, each pair of commands does, at one world size of the first."""
     if (run in SPLIT_MODELS) == (other in SPLIT_MODELS):
         return True
     parallel, split = sorted((run, other), key=RUNS.index)
@@ -54,14 +55,15 @@ def whole(server, corpus, tmp_path_factory):
     """The run folders of the uninterrupted runs."""
     folder = tmp_path_factory.mktemp("whole")
     return {
-        run: server.run(*run, f"{OPTIONS} --data {corpus}", folder=folder, out=name_of(run)) for run in RUNS
+        run: server.run(*run, f"{OPTIONS} --data {corpus}", folder=folder, out=name_of(run))
+        for run in RUNS
     }
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, run):
-    """The second half of the run is that of the uninterrupted single.py; from its own checkpoint bit for bit that of
-    its own, in every weight and optimizer state."""
+    """The second half of the run is that of the uninterrupted single.py; from its own checkpoint
+    bit for bit that of its own, in every weight and optimizer state."""
     command, world = run
     options = [*OPTIONS.split(), "--data", corpus]
     for saved_by in resumed_by(run):
@@ -74,7 +76,8 @@ def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, run):
     for saved_by in resumed_by(run):
         found = Result([0], "", tmp_path / name_of(saved_by)).curve()
         assert len(found) == len(expected) == 10
-        assert max(abs(a - b) for row, reference in zip(found, expected) for a, b in zip(row, reference)) < 1e-10, saved_by
+        assert max(abs(a - b) for row, reference in zip(found, expected)
+                   for a, b in zip(row, reference)) < 1e-10, saved_by
     last, own, weights = (
         checkpoint.read(out / "step-00000020", prefix="")
         for out in (tmp_path / name_of(run), whole[run].out, whole["single.py", 0].out)
@@ -85,7 +88,9 @@ def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, run):
         torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)])
+@pytest.mark.parametrize("command, world", [
+    ("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2),
+])
 def test_saving_while_training_goes_on(server, whole, corpus, tmp_path, command, world):
     """Every few steps, so that one save still goes on when the next is due."""
     options = f"{OPTIONS} --data {corpus} --async-save --save-every 2 --keep 20"

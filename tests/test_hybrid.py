@@ -1,4 +1,4 @@
-"""hybrid_3d.py: every grid follows single.py, sends what its parts say, and each rank has its place."""
+"""hybrid_3d.py: every grid follows single.py, sends what it says, and each rank has its place."""
 
 import itertools
 import json
@@ -10,7 +10,8 @@ from tests.test_same_run import BASE, furthest
 # Sizes for tp 2, cp 2, pp 2 and a batch for dp 2 x 2 micro-batches
 OPTIONS = f"{BASE} --dtype float64 --num-hidden-layers 3"
 GRIDS = [
-    {name: 2 for name in names} for length in (2, 3) for names in itertools.combinations(("dp", "cp", "tp", "pp"), length)
+    {name: 2 for name in names} for length in (2, 3)
+    for names in itertools.combinations(("dp", "cp", "tp", "pp"), length)
 ]
 
 
@@ -28,15 +29,19 @@ def world_of(grid):
 def check(result, curve):
     assert furthest(result.curve(), curve) < 1e-10
     summary = result.summary
-    # More than in theory are the loss, and for clipping 30 tensors' norms over each of the dimensions of a mesh.
+    # Beyond theory: the loss, and for clipping 30 tensors' norms over each dimension of a mesh.
     assert 0 <= summary["sent"] - summary["theory"]["sent"]["bytes"] < 3 * (2 * 30 * 8 / 2) + 40
-    assert summary["held"]["parameters"] == pytest.approx(summary["theory"]["parameters"]["bytes"], rel=0.01)
-    assert summary["held"]["gradients"] == pytest.approx(summary["theory"]["gradients"]["bytes"], rel=0.01)
+    assert summary["held"]["parameters"] == pytest.approx(summary["theory"]["parameters"]["bytes"],
+                                                          rel=0.01)
+    assert summary["held"]["gradients"] == pytest.approx(summary["theory"]["gradients"]["bytes"],
+                                                         rel=0.01)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(grid))
 def test_equals_single(run, single, corpus, grid):
-    check(run("hybrid_3d.py", world_of(grid), f"{OPTIONS} --data {corpus} {flags(grid)}", timeout=200), single(OPTIONS))
+    check(run("hybrid_3d.py", world_of(grid), f"{OPTIONS} --data {corpus} {flags(grid)}",
+              timeout=200),
+          single(OPTIONS))
 
 
 @pytest.mark.parametrize("world, options", [
@@ -45,13 +50,15 @@ def test_equals_single(run, single, corpus, grid):
     (1, "--grad-accum 3"),
 ])
 def test_options(run, single, corpus, world, options):
-    check(run("hybrid_3d.py", world, f"{OPTIONS} --data {corpus} {options}", timeout=200), single(OPTIONS))
+    check(run("hybrid_3d.py", world, f"{OPTIONS} --data {corpus} {options}", timeout=200),
+          single(OPTIONS))
 
 
 def test_all_four_on_16_ranks(run, single, corpus):
     """The grid from the environment, with hybrid sharding."""
     grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
-    result = run("hybrid_3d.py", 16, f"{BASE} --dtype float64 --data {corpus} --replicate 2", env=grid, timeout=300)
+    result = run("hybrid_3d.py", 16, f"{BASE} --dtype float64 --data {corpus} --replicate 2",
+                 env=grid, timeout=300)
     assert "rank grid pp 2 x replicate 2 x shard 2 x tp 2" in result.output
     check(result, single(f"{BASE} --dtype float64"))
 
@@ -63,7 +70,7 @@ def test_every_rank_has_its_place(run, corpus):
     place = {}
     for rank in range(8):
         place[rank] = json.loads((result.out / f"rank-{rank}.json").read_text())
-    batch = place[0]["inputs"] + place[4]["inputs"]  # dp 0 and dp 1: together the global batch, in order
+    batch = place[0]["inputs"] + place[4]["inputs"]  # dp 0 and dp 1: the global batch, in order
     assert place[0]["batch"] == batch and len(batch) == 24
     T = 32
     early, late = list(range(T // 4)), list(range(3 * T // 4, T))
@@ -76,9 +83,11 @@ def test_every_rank_has_its_place(run, corpus):
 
 
 def test_the_picture(run, corpus):
-    result = run("hybrid_3d.py", 8, f"{OPTIONS} --data {corpus} --steps 1 --tp 2 --cp 2 --pp 2", timeout=100)
+    result = run("hybrid_3d.py", 8, f"{OPTIONS} --data {corpus} --steps 1 --tp 2 --cp 2 --pp 2",
+                 timeout=100)
     lines = [line for line in result.lines if line.startswith("pp ")]
-    assert lines == ["pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-1", "pp 1 dp 0 | cp 0: 4 5   cp 1: 6 7 | layers 2-2"]
+    assert lines == ["pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-1",
+                     "pp 1 dp 0 | cp 0: 4 5   cp 1: 6 7 | layers 2-2"]
     assert "warn" not in result.output.lower() and "W1" not in result.output
 
 
@@ -87,10 +96,13 @@ def test_the_picture(run, corpus):
     (3, "--tp 2", "World size (3) must equal dp (1) x tp (2) x cp (1) x pp (1) = 2"),
     (4, "--tp 8", "World size (4) must equal dp (1) x tp (8) x cp (1) x pp (1) = 8"),
     (2, "--dp 0", "--dp: 0 is not allowed"),
-    (4, "--tp 4 --num-key-value-heads 2", "--num-key-value-heads 2 cannot be cut into 4 equal parts (--tp)"),
+    (4, "--tp 4 --num-key-value-heads 2",
+     "--num-key-value-heads 2 cannot be cut into 4 equal parts (--tp)"),
     (4, "--cp 4 --seq-len 36", "--seq-len 36 cannot be cut into 8 equal parts (2 x --cp)"),
-    (8, "--cp 2 --tp 4 --seq-len 20", "over --cp 2 is 10 positions, which cannot be cut into --tp 4 equal parts"),
-    (2, "--pp 2 --microbatches 1", "--microbatches 1 leaves stages without work: use at least --pp 2"),
+    (8, "--cp 2 --tp 4 --seq-len 20",
+     "over --cp 2 is 10 positions, which cannot be cut into --tp 4 equal parts"),
+    (2, "--pp 2 --microbatches 1",
+     "--microbatches 1 leaves stages without work: use at least --pp 2"),
     (2, "--pp 2 --microbatches 3", "--batch-size 16 cannot be cut into 3 equal parts"),
     (2, "--pp 2 --num-hidden-layers 1", "--pp 2 stages are more than the 1 layers"),
     (4, "--replicate 3", "--replicate 3 does not divide dp (4) x cp (1)"),

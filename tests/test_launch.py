@@ -1,8 +1,9 @@
 """Several machines: run.sh by hand, over ssh and as a Slurm job, and scripts under other launchers.
 
-The machines are two network namespaces with an sshd in each, and Slurm is the real one with two nodes, where
-this machine lets the tests have them: as root, with iproute2, openssh-server and slurmd installed. Otherwise
-stand-ins take their place, on the loopback interface, and a warning says so.
+The machines are two network namespaces with an sshd in each, and Slurm is the real one with two
+nodes, where this machine lets the tests have them: as root, with iproute2, openssh-server and
+slurmd installed. Otherwise stand-ins take their place, on the loopback interface, and a warning
+says so.
 """
 
 import json
@@ -33,7 +34,8 @@ ENVIRONMENT = {
 def start(command, cwd, **environment):
     return subprocess.Popen(
         [str(word) for word in command], cwd=cwd, env={**ENVIRONMENT, **environment}, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
@@ -84,8 +86,8 @@ def expected(server, corpus, tmp_path_factory):
 def two_machines(tmp_path, options, **environment):
     port = str(free_port())
     return [
-        start([*RUN, "ddp.py", *options.split()], tmp_path, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-              MASTER_PORT=port, **environment)
+        start([*RUN, "ddp.py", *options.split()], tmp_path, NNODES="2", NODE_RANK=str(rank),
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **environment)
         for rank in (0, 1)
     ]
 
@@ -100,35 +102,42 @@ def test_two_agents_on_one_machine(tmp_path, corpus, expected):
         assert shown.startswith("+ OMP_NUM_THREADS=1 ")
         assert f" {sys.executable} -m torch.distributed.run --nnodes=2 " in shown
         assert f"is_host={1 - rank}" in shown and shlex.split(shown)[-2:] == ["--data", corpus]
-    assert "final loss" in outputs[0] and "final loss" not in outputs[1]  # the machines keep their order
+    # The machines keep their order.
+    assert "final loss" in outputs[0] and "final loss" not in outputs[1]
 
 
 def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
-    """A process of the second machine is killed: both go on from the checkpoint, and end as undisturbed."""
+    """A process of the second machine is killed: both resume, and end as if undisturbed."""
     processes = two_machines(tmp_path, f"{EXACT} --data {corpus} --save-every 2", MAX_RESTARTS="1")
     out = tmp_path / "runs" / "ddp"
     wait_until(lambda: any(path.name[5:].isdigit() for path in out.glob("step-*")))
-    children = pathlib.Path(f"/proc/{processes[1].pid}/task/{processes[1].pid}/children").read_text().split()
+    children = pathlib.Path(
+        f"/proc/{processes[1].pid}/task/{processes[1].pid}/children"
+    ).read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     outputs = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "going on after step" in outputs[0]
     found = curve(out)
     assert [row[0] for row in found] == list(range(1, 21))
-    assert max(abs(a - b) for row, other in zip(found, expected) for a, b in zip(row, other)) < 1e-10
+    assert max(abs(a - b) for row, other in zip(found, expected)
+               for a, b in zip(row, other)) < 1e-10
 
 
 def test_one_machine_stays_on_loopback(tmp_path):
     """Its processes meet at localhost, and the command that is shown runs as it stands."""
     script = tmp_path / "show.py"
     script.write_text(
-        "import os, sys\nwords = os.environ['MASTER_ADDR'], os.environ['WORLD_SIZE'], *sys.argv[1:]\n"
+        "import os, sys\n"
+        "words = os.environ['MASTER_ADDR'], os.environ['WORLD_SIZE'], *sys.argv[1:]\n"
         "os.write(1, f'{words}\\n'.encode())\n"
     )
-    output = finish(start([*RUN, "show.py", "two words", "$HOME", "--max-restarts=9"], tmp_path, NPROC="2"))
+    output = finish(start([*RUN, "show.py", "two words", "$HOME", "--max-restarts=9"], tmp_path,
+                          NPROC="2"))
     shown, *lines = output.splitlines()
     assert lines == ["('localhost', '2', 'two words', '$HOME', '--max-restarts=9')"] * 2
-    again = subprocess.run(shown[1:], shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(shown[1:], shell=True, cwd=tmp_path, capture_output=True, text=True,
+                           timeout=60)
     assert again.stdout.splitlines() == lines
 
 
@@ -143,7 +152,8 @@ def test_one_machine_stays_on_loopback(tmp_path):
     ({"NPROC": ""}, "NPROC is ''"),
     ({"MASTER_PORT": "70000"}, "the highest port is 65535"),
     ({"MAX_RESTARTS": "some"}, "MAX_RESTARTS is 'some'"),
-    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no..host"}, "this machine knows no other of that name"),
+    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no..host"},
+     "this machine knows no other of that name"),
     ({"HOSTS": "a b", "NODE_RANK": "0"}, "unset NNODES and NODE_RANK"),
     ({"HOSTS": " "}, "HOSTS is empty"),
     ({"HOSTS": "a -b"}, "no host begins with a dash"),
@@ -167,7 +177,8 @@ UsePAM no
 
 
 def sh(line, **options):
-    return subprocess.run(line, shell=True, check=True, capture_output=True, text=True, timeout=30, **options)
+    return subprocess.run(line, shell=True, check=True, capture_output=True, text=True, timeout=30,
+                          **options)
 
 
 def can_make_namespaces():
@@ -175,7 +186,8 @@ def can_make_namespaces():
         return False
     name = f"probe{os.getpid()}"
     try:
-        sh(f"ip netns add {name} && ip -n {name} link add va type veth peer name vb; ip netns del {name}")
+        sh(f"ip netns add {name} && ip -n {name} link add va type veth peer name vb; "
+           f"ip netns del {name}")
     except subprocess.SubprocessError:
         return False
     return True
@@ -183,11 +195,12 @@ def can_make_namespaces():
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Two machines: their ``hosts``, the ``ssh`` that leads there, and the ``prefix`` for a command that is
-    to run on the first."""
+    """Two machines: their ``hosts``, the ``ssh`` that leads there, and the ``prefix`` for a command
+    that is to run on the first."""
     folder = tmp_path_factory.mktemp("machines")
     if not can_make_namespaces():
-        warnings.warn("run.sh over ssh is tested by a stand-in for ssh on loopback: not root, or no network namespaces")
+        warnings.warn("run.sh over ssh is tested by a stand-in for ssh on loopback: "
+                      "not root, or no network namespaces")
         ssh = stand_in(folder, 'case $host in 127.0.0.[12]) exec "$@";; esac')
         yield types.SimpleNamespace(hosts=["127.0.0.1", "127.0.0.2"], prefix=[], ssh=ssh)
         return
@@ -204,18 +217,21 @@ def machines(tmp_path_factory):
             sh(f"ssh-keygen -q -t ed25519 -N '' -f {folder}/key && mkdir -p /run/sshd")
             (folder / "sshd_config").write_text(SSHD.format(folder))
             for name in names:
-                daemons.append(subprocess.Popen(
-                    ["ip", "netns", "exec", name, sshd, "-D", "-f", folder / "sshd_config", "-E", folder / f"{name}.log"]
-                ))
+                daemons.append(subprocess.Popen([
+                    "ip", "netns", "exec", name, sshd, "-D", "-f", folder / "sshd_config",
+                    "-E", folder / f"{name}.log",
+                ]))
             key = (folder / "key.pub").read_text()
             (folder / "known").write_text("".join(f"{host} {key}" for host in hosts))
             ssh = f"ssh -F none -i {folder}/key -o UserKnownHostsFile={folder}/known"
             wait_until(lambda: not subprocess.call(
-                ["ip", "netns", "exec", names[0], *ssh.split(), hosts[1], "true"], stderr=subprocess.DEVNULL
+                ["ip", "netns", "exec", names[0], *ssh.split(), hosts[1], "true"],
+                stderr=subprocess.DEVNULL,
             ), timeout=10)
         else:
             warnings.warn("run.sh over ssh is tested by a stand-in for ssh: no sshd is installed")
-            cases = " ".join(f'{host}) exec ip netns exec {name} "$@";;' for host, name in zip(hosts, names))
+            cases = " ".join(f'{host}) exec ip netns exec {name} "$@";;'
+                             for host, name in zip(hosts, names))
             ssh = stand_in(folder, f"case $host in {cases} esac")
         yield types.SimpleNamespace(hosts=hosts, prefix=["ip", "netns", "exec", names[0]], ssh=ssh)
     finally:
@@ -223,7 +239,9 @@ def machines(tmp_path_factory):
             daemon.kill()
             daemon.wait()
         for name in names:
-            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.call(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
@@ -232,7 +250,8 @@ def stand_in(folder, body):
     """A program with ssh's command line."""
     path = folder / "ssh"
     path.write_text(
-        '#!/bin/bash\nwhile [[ $1 == -* ]]; do [ "$1" != -o ] || shift; shift; done\nhost=$1; shift\n'
+        "#!/bin/bash\n"
+        'while [[ $1 == -* ]]; do [ "$1" != -o ] || shift; shift; done\nhost=$1; shift\n'
         f'{body}\necho "no route to $host" >&2; exit 255\n'
     )
     path.chmod(0o755)
@@ -241,16 +260,18 @@ def stand_in(folder, body):
 
 def on_hosts(machines, tmp_path, script, *options, hosts=None, **environment):
     """Both find their folder: namespaces share the file system."""
-    return start([*machines.prefix, *RUN, script, *options], tmp_path, HOSTS=" ".join(hosts or machines.hosts),
-                 SSH=machines.ssh, **environment)
+    return start([*machines.prefix, *RUN, script, *options], tmp_path,
+                 HOSTS=" ".join(hosts or machines.hosts), SSH=machines.ssh, **environment)
 
 
 def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
-    process = on_hosts(machines, tmp_path, "ddp.py", *EXACT.split(), "--data", corpus, "--out", "two hosts")
+    process = on_hosts(machines, tmp_path, "ddp.py", *EXACT.split(), "--data", corpus,
+                       "--out", "two hosts")
     output = finish(process)
     assert process.returncode == 0, output
     assert curve(tmp_path / "two hosts") == expected
-    assert sorted(line[:5] for line in output.splitlines() if "torch.distributed.run" in line) == ["+ OMP", "+ OMP"]
+    assert sorted(line[:5] for line in output.splitlines()
+                  if "torch.distributed.run" in line) == ["+ OMP", "+ OMP"]
     assert not left_over(tmp_path)
 
 
@@ -262,11 +283,13 @@ def test_what_crosses_ssh(machines, tmp_path):
         "os.write(1, (json.dumps(words) + chr(10)).encode())\n"
     )
     odd = ["two  words", "it's", '"$HOME"', "a\nb", "*", "", "~", "é", "--max-restarts=9", "\\"]
-    process = on_hosts(machines, tmp_path, "show.py", *odd, NPROC="2", TP_SIZE="2", NCCL_DEBUG="a b")
+    process = on_hosts(machines, tmp_path, "show.py", *odd, NPROC="2", TP_SIZE="2",
+                       NCCL_DEBUG="a b")
     output = finish(process)
     assert process.returncode == 0, output
     found = sorted(json.loads(line) for line in output.splitlines() if line.startswith('["'))
-    assert found == [[str(rank), "4", machines.hosts[0], "1", "2", "a b", *odd] for rank in range(4)]
+    assert found == [[str(rank), "4", machines.hosts[0], "1", "2", "a b", *odd]
+                     for rank in range(4)]
 
 
 def test_a_host_that_cannot_start(machines, tmp_path, corpus):
@@ -278,29 +301,36 @@ def test_a_host_that_cannot_start(machines, tmp_path, corpus):
     last = finish(process).splitlines()[-1]
     assert last == f"run.sh: error: {lost} cannot be reached by ssh, or was lost; all are stopped"
     assert process.returncode == 1
-    process = on_hosts(machines, tmp_path, "ddp.py", *options, PYTHON=str(starts_only_on_first(tmp_path)))
+    process = on_hosts(machines, tmp_path, "ddp.py", *options,
+                       PYTHON=str(starts_only_on_first(tmp_path)))
     output = finish(process)
     assert process.returncode == 1, output
-    assert output.splitlines()[-1] == f"run.sh: error: {machines.hosts[1]} ended with status 9; all are stopped"
+    assert (output.splitlines()[-1]
+            == f"run.sh: error: {machines.hosts[1]} ended with status 9; all are stopped")
     assert not left_over(tmp_path) and time.monotonic() - began < 60
 
 
 def starts_only_on_first(tmp_path):
     """A Python that has all that is required, but on the second host cannot start torchrun."""
     path = tmp_path / "python"
-    path.write_text(f'#!/bin/bash\n[ "${{NODE_RANK:-0}}" = 0 ] || [ "$1" != -m ] || exit 9\nexec {sys.executable} "$@"\n')
+    path.write_text('#!/bin/bash\n[ "${NODE_RANK:-0}" = 0 ] || [ "$1" != -m ] || exit 9\n'
+                    f'exec {sys.executable} "$@"\n')
     path.chmod(0o755)
     return path
 
 
 def test_stopping_run_sh_stops_all_hosts(machines, tmp_path):
     """By Ctrl-C, by a plain kill, and by one that leaves run.sh no time to do anything."""
-    (tmp_path / "wait.py").write_text("import os, sys, time\nopen(sys.argv[1] + os.environ['RANK'], 'w')\ntime.sleep(600)\n")
+    (tmp_path / "wait.py").write_text(
+        "import os, sys, time\nopen(sys.argv[1] + os.environ['RANK'], 'w')\ntime.sleep(600)\n"
+    )
     ways = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
     processes = [
-        on_hosts(machines, tmp_path, "wait.py", tmp_path / how.name, MASTER_PORT=str(free_port())) for how in ways
+        on_hosts(machines, tmp_path, "wait.py", tmp_path / how.name, MASTER_PORT=str(free_port()))
+        for how in ways
     ]
-    wait_until(lambda: all((tmp_path / f"{how.name}{rank}").exists() for how in ways for rank in (0, 1)))
+    wait_until(lambda: all((tmp_path / f"{how.name}{rank}").exists()
+                           for how in ways for rank in (0, 1)))
     for process, how in zip(processes, ways):
         os.kill(process.pid, how)
     wait_until(lambda: not left_over(tmp_path), timeout=30)
@@ -336,11 +366,13 @@ PartitionName=all Nodes=ALL Default=YES
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """A Slurm of two nodes, both on this machine. Gives the variable by which its commands find it."""
+    """A Slurm of two nodes, both on this machine. Gives the variable by which commands find it."""
     folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname().partition(".")[0]
-    daemons = {name: shutil.which(name, path="/usr/sbin:/usr/bin") for name in ("munged", "slurmctld", "slurmd", "sbatch")}
+    daemons = {name: shutil.which(name, path="/usr/sbin:/usr/bin")
+               for name in ("munged", "slurmctld", "slurmd", "sbatch")}
     if os.getuid() != 0 or not all(daemons.values()):
-        pytest.skip("a real Slurm takes root, and the packages slurmctld, slurmd, slurm-client and munge")
+        pytest.skip("a real Slurm takes root, and the packages slurmctld, slurmd, slurm-client "
+                    "and munge")
     conf, nodes = folder / "slurm.conf", [host, f"{host}-b"]
     conf.write_text(SLURM.format(host=host, folder=folder, ports=[free_port() for _ in range(3)]))
     (folder / "munge.key").write_bytes(os.urandom(1024))
@@ -349,27 +381,31 @@ def slurm(tmp_path_factory):
         (folder / name).mkdir()
     environment = {"SLURM_CONF": str(conf)}
     try:
-        sh(f"{daemons['munged']} --force --key-file={folder}/munge.key --socket={folder}/munge.socket "
-           f"--pid-file={folder}/munged.pid --log-file={folder}/munged.log --seed-file={folder}/seed")
+        sh(f"{daemons['munged']} --force --key-file={folder}/munge.key "
+           f"--socket={folder}/munge.socket --pid-file={folder}/munged.pid "
+           f"--log-file={folder}/munged.log --seed-file={folder}/seed")
         sh(f"{daemons['slurmctld']} -f {conf}")
         for node in nodes:
             sh(f"{daemons['slurmd']} -f {conf} -N {node}")
-        idle = lambda: sh("sinfo --noheader --format=%D --states=idle", env=os.environ | environment).stdout.strip() == "2"
+        idle = lambda: sh("sinfo --noheader --format=%D --states=idle",
+                          env=os.environ | environment).stdout.strip() == "2"
         wait_until(idle, timeout=20)
         yield environment
     finally:
         pids = [int(path.read_text()) for path in folder.glob("*.pid")]
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids), timeout=20)
+        wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids),
+                   timeout=20)
 
 
 def test_a_batch_job(slurm, tmp_path, corpus, expected):
     output = tmp_path / "log"
-    job = start(["sbatch", "--parsable", "--nodes=2", f"--output={output}", "run.sh", "ddp.py", *EXACT.split(),
-                 "--data", corpus, "--out", tmp_path / "out"], ROOT, **slurm)
+    job = start(["sbatch", "--parsable", "--nodes=2", f"--output={output}", "run.sh", "ddp.py",
+                 *EXACT.split(), "--data", corpus, "--out", tmp_path / "out"], ROOT, **slurm)
     number = finish(job).strip()
-    state = lambda: sh(f"scontrol show job {number}", env=os.environ | slurm).stdout.split("JobState=")[1].split()[0]
+    state = lambda: sh(f"scontrol show job {number}",
+                       env=os.environ | slurm).stdout.split("JobState=")[1].split()[0]
     wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
     assert state() == "COMPLETED", output.read_text()
     assert curve(tmp_path / "out") == expected
@@ -385,13 +421,15 @@ def test_srun_starts_a_script(slurm, tmp_path, corpus, expected):
     assert process.returncode == 0, output
     assert curve(tmp_path / "out") == expected
     process = start([*srun, ROOT / "single.py", *options], tmp_path, **slurm)
-    assert "single.py is one process and was started as 2" in finish(process) and process.returncode != 0
+    assert ("single.py is one process and was started as 2" in finish(process)
+            and process.returncode != 0)
 
 
 STAND_IN = """#!/bin/bash
 echo "srun $*"
 while [[ $1 == -* ]]; do shift; done
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=${TASKS:-2} SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost,other
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=${TASKS:-2} SLURM_STEP_NUM_NODES=2 \
+SLURM_STEP_NODELIST=localhost,other
 SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"
 wait $!
 """
@@ -401,23 +439,28 @@ wait $!
 def job(tmp_path):
     """What a batch job of Slurm is to run.sh, with stand-ins for Slurm's commands."""
     (tmp_path / "bin").mkdir()
-    for name, content in (("srun", STAND_IN), ("scontrol", "#!/bin/bash\necho localhost; echo other\n")):
+    for name, content in (("srun", STAND_IN),
+                          ("scontrol", "#!/bin/bash\necho localhost; echo other\n")):
         (tmp_path / "bin" / name).write_text(content)
         (tmp_path / "bin" / name).chmod(0o755)
     shutil.copy(ROOT / "run.sh", tmp_path / "slurm_script")
-    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2",
-            "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_SUBMIT_DIR": str(ROOT)}
+    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
+            "SLURM_SUBMIT_DIR": str(ROOT)}
 
 
 def test_the_commands_of_a_batch_job(job, tmp_path):
     (tmp_path / "show.py").write_text(
-        "import os, sys\nwords = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')] + sys.argv[1:]\n"
+        "import os, sys\n"
+        "words = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')] "
+        "+ sys.argv[1:]\n"
         "os.write(1, f'{words}\\n'.encode())\n"
     )
     process = start(["bash", "slurm_script", "show.py", "two words"], tmp_path, **job)
     lines = finish(process).splitlines()
     assert process.returncode == 0, lines
-    step = f"srun --ntasks-per-node=1 --ntasks=2 --cpu-bind=none --kill-on-bad-exit=1 bash {ROOT}/run.sh show.py"
+    step = ("srun --ntasks-per-node=1 --ntasks=2 --cpu-bind=none --kill-on-bad-exit=1 "
+            f"bash {ROOT}/run.sh show.py")
     assert lines[:2] == [f"+ {step} two\\ words", f"{step} two words"]
     port = 10000 + os.getpid() % 20000
     assert sum(f"--rdzv-endpoint=localhost:{port}" in line for line in lines) == 2
@@ -427,16 +470,19 @@ def test_the_commands_of_a_batch_job(job, tmp_path):
 def test_srun_starts_run_sh_too_often(job, tmp_path):
     process = start(["bin/srun", *RUN, "ddp.py"], tmp_path, TASKS="4", **job)
     output = finish(process)
-    assert process.returncode == 1 and "srun starts this 4 times on 2 machines: start it once on each" in output
+    assert (process.returncode == 1
+            and "srun starts this 4 times on 2 machines: start it once on each" in output)
 
 
 # Other launchers
 
 
 STEP = {
-    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
-    "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_STEP_NODELIST": "localhost,node[03-05,9]",
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                     "MASTER_PORT")),
+    "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}",
+    "SLURM_STEP_NODELIST": "localhost,node[03-05,9]",
 }
 
 
@@ -451,11 +497,13 @@ def test_slurm_variables(run, corpus, expected):
 def test_the_shell_of_a_slurm_job_is_one_process(run, corpus):
     shell = {name: STEP[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")}
     run("single.py", 0, f"{EXACT} --steps 2 --data {corpus}", env=shell)
-    run("single.py", 0, f"{EXACT} --steps 2 --data {corpus}", out="step", env={**STEP, "SLURM_STEP_NUM_TASKS": "1"})
+    run("single.py", 0, f"{EXACT} --steps 2 --data {corpus}", out="step",
+        env={**STEP, "SLURM_STEP_NUM_TASKS": "1"})
 
 
 @pytest.mark.parametrize("nodes, first", [
-    ("node7", "node7"), ("node[03-05,9],other", "node03"), ("a-1.b,c", "a-1.b"), ("r[1-2]n[10,12]", "r1n10"),
+    ("node7", "node7"), ("node[03-05,9],other", "node03"), ("a-1.b,c", "a-1.b"),
+    ("r[1-2]n[10,12]", "r1n10"),
 ])
 def test_the_first_host_of_a_list(monkeypatch, nodes, first):
     from common.environment import rank_and_world_size
@@ -466,8 +514,10 @@ def test_the_first_host_of_a_list(monkeypatch, nodes, first):
 
 
 @pytest.mark.parametrize("environment, message", [
-    ({**STEP, "SLURM_STEP_NODELIST": "node[a"}, "cannot tell the first host of SLURM_STEP_NODELIST 'node[a'"),
-    ({**dict.fromkeys(STEP), "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE are not set"),
+    ({**STEP, "SLURM_STEP_NODELIST": "node[a"},
+     "cannot tell the first host of SLURM_STEP_NODELIST 'node[a'"),
+    ({**dict.fromkeys(STEP), "OMPI_COMM_WORLD_SIZE": "2"},
+     "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE are not set"),
 ])
 def test_launchers_that_do_not_say_enough(run, environment, message):
     for script in ("ddp.py", "single.py"):
@@ -477,5 +527,6 @@ def test_launchers_that_do_not_say_enough(run, environment, message):
 
 def test_the_variables_of_accelerate(run, corpus, expected):
     """It sets those of torchrun; ACCELERATE_* beside them change nothing."""
-    env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true",
+           "ACCELERATE_MIXED_PRECISION": "no"}
     assert curve(run("ddp.py", 2, f"{EXACT} --data {corpus}", env=env).out) == expected

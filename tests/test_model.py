@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from common.errors import SettingError
-from common.model import PRESETS, ModelConfig, Transformer, draw_parameter, init_weights, next_token_loss
+from common.model import (
+    PRESETS, ModelConfig, Transformer, draw_parameter, init_weights, next_token_loss
+)
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -27,12 +29,15 @@ def test_names_and_shapes_are_hugging_faces():
         "input_layernorm.weight": (48,), "post_attention_layernorm.weight": (48,),
         "self_attn.q_proj.weight": (48, 48), "self_attn.k_proj.weight": (16, 48),
         "self_attn.v_proj.weight": (16, 48), "self_attn.o_proj.weight": (48, 48),
-        "mlp.gate_proj.weight": (80, 48), "mlp.up_proj.weight": (80, 48), "mlp.down_proj.weight": (48, 80),
+        "mlp.gate_proj.weight": (80, 48), "mlp.up_proj.weight": (80, 48),
+        "mlp.down_proj.weight": (48, 80),
     }
-    expected = {"model.embed_tokens.weight": (96, 48), "model.norm.weight": (48,), "lm_head.weight": (96, 48)}
+    expected = {"model.embed_tokens.weight": (96, 48), "model.norm.weight": (48,),
+                "lm_head.weight": (96, 48)}
     expected |= {f"model.layers.{i}.{name}": shape for i in (0, 1) for name, shape in layer.items()}
     with torch.device("meta"):
-        found = {name: tuple(tensor.shape) for name, tensor in Transformer(CONFIG).state_dict().items()}
+        found = {name: tuple(tensor.shape)
+                 for name, tensor in Transformer(CONFIG).state_dict().items()}
     assert found == expected
 
 
@@ -90,7 +95,7 @@ def test_positions_place_a_shard_in_the_sequence(model):
 
 
 def test_parts_can_be_taken_out(model):
-    """A pipeline stage drops what it does not own: the names of the rest stay, the parts compose."""
+    """A pipeline stage drops what it does not own: the other names stay, the parts compose."""
     tokens = torch.arange(16)[None] % 96
     whole, names = model(tokens), dict(model.named_parameters())
     second = Transformer(CONFIG).double()
@@ -123,7 +128,8 @@ def test_loss_of_untrained_model_is_that_of_guessing():
     model = Transformer(CONFIG)
     init_weights(model, seed=0)
     tokens = torch.randint(0, 96, (4, 64), generator=torch.Generator().manual_seed(1))
-    assert abs(next_token_loss(model(tokens), tokens.roll(-1, 1)).item() - torch.tensor(96.0).log()) < 0.1
+    assert abs(next_token_loss(model(tokens), tokens.roll(-1, 1)).item()
+               - torch.tensor(96.0).log()) < 0.1
 
 
 @pytest.mark.parametrize("change, named", [
@@ -135,10 +141,13 @@ def test_loss_of_untrained_model_is_that_of_guessing():
 ])
 def test_bad_dimensions(change, named):
     with pytest.raises(SettingError, match=named):
-        ModelConfig(**{**dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2), **change})
+        ModelConfig(**{**dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2),
+                       **change})
 
 
-@pytest.mark.parametrize("preset, billions", [("llama3-8b", 8.0), ("llama3-70b", 70.6), ("llama3-405b", 405.9)])
+@pytest.mark.parametrize("preset, billions", [
+    ("llama3-8b", 8.0), ("llama3-70b", 70.6), ("llama3-405b", 405.9),
+])
 def test_large_presets_have_their_size(preset, billions):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())

@@ -1,4 +1,4 @@
-"""pp.py: every schedule trains as single.py does, sends what it says, and refuses in words what cannot work."""
+"""pp.py: every schedule follows single.py, sends what it says, and refuses what cannot work."""
 
 import argparse
 import itertools
@@ -77,7 +77,8 @@ def test_bfloat16_learns(run, corpus):
 def test_compiled_and_checkpointed_layers_follow(run, corpus):
     options = f"{BASE} --data {corpus} --dtype float64 --activation-checkpointing"
     reference = run("single.py", 0, options, out="single").curve()
-    result = run("pp.py", 2, f"{options} --compile --schedule interleaved1f1b --microbatches 2", timeout=150)
+    result = run("pp.py", 2, f"{options} --compile --schedule interleaved1f1b --microbatches 2",
+                 timeout=150)
     assert furthest(result.curve(), reference) < 1e-10
 
 
@@ -95,14 +96,16 @@ def test_checkpoints_move_between_single_and_pipelines(run, corpus, tmp_path):
         result = run(script, world_size, [*options.split(), *schedule])
         assert f"going on after step {step}" in result.output
         assert furthest(result.curve(), whole.curve()) < 1e-10
-    last, expected = (checkpoint.read(out / "step-00000020", prefix="") for out in (result.out, whole.out))
+    last, expected = (checkpoint.read(out / "step-00000020", prefix="")
+                      for out in (result.out, whole.out))
     assert last.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(last[name], tensor, rtol=0, atol=1e-10)
 
 
 def test_the_picture(run, corpus):
-    result = run("pp.py", 4, f"{MODEL} {DATA} --steps 1 --data {corpus} --schedule zbv --microbatches 6")
+    result = run("pp.py", 4, f"{MODEL} {DATA} --steps 1 --data {corpus} --schedule zbv "
+                             "--microbatches 6")
     assert result.lines[0] == "pp.py: 4 processes on cpu (gloo), rank grid pp 4"
     assert result.lines[1].startswith("model tiny: 70,624 parameters, 7 layers")  # of all stages
     assert result.lines[3:8] == [
@@ -129,25 +132,30 @@ def test_split_layers():
 
 def settings(**changes):
     return argparse.Namespace(**dict(
-        schedule="1f1b", microbatches=4, stages_per_rank=1, grad_accum=1, batch_size=24, compile=False,
-        activation_checkpointing=False, config=ModelConfig(num_hidden_layers=4),
+        schedule="1f1b", microbatches=4, stages_per_rank=1, grad_accum=1, batch_size=24,
+        compile=False, activation_checkpointing=False, config=ModelConfig(num_hidden_layers=4),
     ) | changes)
 
 
 @pytest.mark.parametrize("p, changes, message", [
-    (4, dict(microbatches=3), "--microbatches 3 is too few for --schedule 1f1b on 4 ranks: use at least 4"),
-    (2, dict(schedule="dualpipev", stages_per_rank=2, microbatches=3), "too few for --schedule dualpipev on 2"),
+    (4, dict(microbatches=3),
+     "--microbatches 3 is too few for --schedule 1f1b on 4 ranks: use at least 4"),
+    (2, dict(schedule="dualpipev", stages_per_rank=2, microbatches=3),
+     "too few for --schedule dualpipev on 2"),
     (2, dict(stages_per_rank=2), "--stages-per-rank 2: --schedule 1f1b has 1 on each rank"),
-    (2, dict(schedule="zbv", stages_per_rank=1), "--stages-per-rank 1: --schedule zbv has 2 on each rank"),
-    (7, dict(schedule="gpipe"), "7 ranks x 1 stages are 7, but 4 layers, embedding and head fill 6 at most"),
+    (2, dict(schedule="zbv", stages_per_rank=1),
+     "--stages-per-rank 1: --schedule zbv has 2 on each rank"),
+    (7, dict(schedule="gpipe"),
+     "7 ranks x 1 stages are 7, but 4 layers, embedding and head fill 6 at most"),
     (4, dict(schedule="loopedbfs", stages_per_rank=2), "4 ranks x 2 stages are 8, but 4 layers"),
     (2, dict(schedule="zerobubble", microbatches=5),
      "cannot make 2 even rounds of them on 2 ranks; use a multiple of 2, such as 4 or 6"),
-    (2, dict(microbatches=5), "24 cannot be cut evenly into 1 accumulation steps x 5 micro-batches: use a "
-                              "multiple of 5, such as 20"),
+    (2, dict(microbatches=5), "24 cannot be cut evenly into 1 accumulation steps x 5 "
+                              "micro-batches: use a multiple of 5, such as 20"),
     (2, dict(microbatches=8, grad_accum=4), "use a multiple of 32, such as 32"),
     (2, dict(schedule="zbv", stages_per_rank=2, compile=True), "--compile with --schedule zbv"),
-    (2, dict(schedule="zerobubble", activation_checkpointing=True), "--activation-checkpointing with"),
+    (2, dict(schedule="zerobubble", activation_checkpointing=True),
+     "--activation-checkpointing with"),
 ])
 def test_refuses_in_words(p, changes, message):
     with pytest.raises(SettingError) as error:
@@ -161,13 +169,15 @@ def test_refuses_in_one_line_from_one_rank(run):
     assert line.startswith("pp.py: error: --microbatches 2 is too few") and all(result.statuses)
 
 
-GRIDS = list(itertools.product(pp.SCHEDULES, (1, 2, 3, 4), range(1, 13), (1, 2, 3)))  # schedule, p, M, V
+# Schedule, p, M, V
+GRIDS = list(itertools.product(pp.SCHEDULES, (1, 2, 3, 4), range(1, 13), (1, 2, 3)))
 
 
 def build(name, p, M, V):
     """The engine's schedule of rank 0, on stages without a model."""
     stages = [
-        types.SimpleNamespace(num_stages=p * V, group_size=p, group_rank=0, submod=None) for _ in range(V)
+        types.SimpleNamespace(num_stages=p * V, group_size=p, group_rank=0, submod=None)
+        for _ in range(V)
     ]
     return pp.SCHEDULES[name](stages[0] if name in pp.ONE_STAGE else stages, M, loss_fn=len)
 
@@ -197,9 +207,10 @@ def test_refuses_exactly_what_the_engine_does():
 
 
 def test_the_bubble_is_the_one_of_the_schedule():
-    """The engine's order of work, played through with 1 for forward and for either half of backward."""
+    """The engine's order of work, played through with 1 for forward and either half of backward."""
     for name, p, M, V in GRIDS:
-        # What the engine says of 1f1b is not what it runs; it is interleaved1f1b with one stage on each rank.
+        # What the engine says of 1f1b is not what it runs;
+        # it is interleaved1f1b with one stage on each rank.
         if name == "1f1b" or not allowed(name, p, M, V):
             continue
         formula = pp.bubble(settings(schedule=name, microbatches=M, stages_per_rank=V), p)
@@ -215,7 +226,7 @@ SECONDS = {"F": 1, "I": 1, "W": 1, "B": 2}  # forward; gradients of inputs, of w
 
 
 def play(order, num_stages):
-    """The share of the time in which ranks wait, if each works its actions off as soon as it can."""
+    """The share of time in which ranks wait, if each works its actions off as soon as it can."""
     todo = {rank: actions_of(actions) for rank, actions in order.items()}
     work = sum(SECONDS[kind] for actions in todo.values() for kind, _, _ in actions)
     ready, clock = {}, dict.fromkeys(todo, 0)  # when a result is there; where a rank is in time

@@ -2,11 +2,14 @@
 
 import pytest
 
-MODEL = "--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 --num-key-value-heads 2"
-BASE = f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 --save-every 0"
+MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
+         "--num-key-value-heads 2")
+BASE = (f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 "
+        "--save-every 0")
 EXACT = f"{BASE} --dtype float64"
 
-SHARDED = ["zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "fsdp.py --no-reshard-after-forward"]
+SHARDED = ["zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
+           "fsdp.py --no-reshard-after-forward"]
 # Each way to start a script (world size 0: as plain python)
 STARTS = [
     *[("ddp.py", world) for world in (0, 1, 2, 3, 4)],
@@ -59,12 +62,14 @@ def test_activation_checkpointing_changes_nothing(run, single, corpus, script, w
 def test_compiled_layers_follow(run, single, corpus, script, world_size):
     # Micro-batches of 12 everywhere: scripts that compile the same kernels find them compiled.
     grad_accum = 2 if script.startswith("tp.py") else 1
-    options = f"{EXACT} --data {corpus} --compile --activation-checkpointing --grad-accum {grad_accum}"
+    options = (f"{EXACT} --data {corpus} --compile --activation-checkpointing "
+               f"--grad-accum {grad_accum}")
     assert furthest(run(script, world_size, options, timeout=300).curve(), single(EXACT)) < 1e-10
 
 
 def test_compiling_compiles(run, corpus):
     """Also beside activation checkpointing: one graph, for all layers."""
     for options in ("", "--activation-checkpointing"):
-        options = f"{EXACT} --data {corpus} --steps 2 --compile {options} --grad-accum 2 --no-resume"
+        options = (f"{EXACT} --data {corpus} --steps 2 --compile {options} --grad-accum 2 "
+                   "--no-resume")
         assert "1 graphs" in run("tests/compiled_graphs.py", 0, options, timeout=150).output

@@ -31,7 +31,8 @@ def test_the_terminal(run, corpus, script, world):
     assert re.fullmatch(r"model tiny: [\d,]+ parameters, 4 layers, hidden size 32, float32", model)
     share = f"{8 // ranks // 2} sequences x 2 accumulation steps x {ranks} data-parallel rank"
     assert batch.startswith(f"batch 8 = {share}") and "256 tokens of" in batch
-    assert "4/4" in bars[-1] and "loss" in bars[-1] and "grad norm" in bars[-1] and "tokens/s" in bars[-1]
+    assert ("4/4" in bars[-1] and "loss" in bars[-1] and "grad norm" in bars[-1]
+            and "tokens/s" in bars[-1])
     assert final.startswith("final loss ") and "tokens/s" in final
     assert table[0].split("  ")[0] == "bytes on rank 0" and table[0].endswith("theory")
     rows = [re.split(r"  +", line) for line in table[1:]]
@@ -63,13 +64,14 @@ def test_profile_writes_a_trace_per_rank(run, corpus):
 def test_help_once(run):
     result = run("ddp.py", 2, "--help", pass_out=False)
     assert result.output.count("usage:") == 1
-    for words in ("all-reduce of the gradients", "--num-key-value-heads N", "optimizer steps in all", "run folder:"):
+    for words in ("all-reduce of the gradients", "--num-key-value-heads N",
+                  "optimizer steps in all", "run folder:"):
         assert words in result.output
 
 
 @pytest.mark.parametrize("script", ["ddp.py", "zero.py", "fsdp.py"])
 def test_30_good_runs_end_with_status_0(run, corpus, script):
-    """gloo can abort or hang while the interpreter is taken down, so it must not be: see ``launch``."""
+    """gloo can abort or hang while the interpreter is taken down, so it is not: see ``launch``."""
     for i in range(30):
         options = f"{ROOT}/{script} {SMALL} --steps 2 --num-hidden-layers 2 --data {corpus}"
         result = run("tests/with_exit_handler.py", 2, options, out=f"out-{i}")
@@ -114,7 +116,8 @@ def test_restarted_by_torchrun_after_a_kill(run, corpus, tmp_path):
     expected = run("ddp.py", 2, options, out="whole")
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost",
-         "--nproc-per-node=2", "--max-restarts=1", ROOT / "ddp.py", *options.split(), "--out", "killed"],
+         "--nproc-per-node=2", "--max-restarts=1", ROOT / "ddp.py", *options.split(),
+         "--out", "killed"],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
@@ -123,7 +126,9 @@ def test_restarted_by_torchrun_after_a_kill(run, corpus, tmp_path):
         while not checkpoint.list_checkpoints(tmp_path / "killed"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = pathlib.Path(
+            f"/proc/{process.pid}/task/{process.pid}/children"
+        ).read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
         output, _ = process.communicate(timeout=90)
     finally:

@@ -1,4 +1,4 @@
-"""hybrid_3d.py, each rank writing down the rows it reads and the positions it gives to the model."""
+"""hybrid_3d.py, each rank writing down the rows it reads and the positions it gives the model."""
 
 import json
 import sys
