@@ -1,32 +1,35 @@
 """Context parallel: the sequence is split, so that attention over a long one fits.
 
 Split: every sequence, and with it all activations; a rank computes its positions only. Replicated:
-parameters, gradients, optimizer states, and the rows of the batch: all ranks read the same. Use it when one
-sequence's activations do not fit on one device. Only attention looks across positions, so only there do
-ranks meet:
+parameters, gradients, optimizer states, and the batch: all ranks read the same samples. Use it if
+the activations of one sequence do not fit on one device. Only attention looks across positions, so
+only attention communicates:
 
-- ring (arXiv:2310.01889, arXiv:2105.13120): K and V travel around the ring of ranks, and each rank attends to
-  the block that it has while the next one arrives. Any number of heads; what is sent overlaps.
-- ulysses (arXiv:2309.14509): an all-to-all turns shards of the sequence into shards of the heads, and back
-  after plain attention. More ranks send less each; takes numbers of heads that the ranks divide.
-- allgather (Llama 3, arXiv:2407.21783): K and V are gathered, each rank keeps its queries. The simplest, for
-  any mask; holds K and V of the whole sequence, a layer's at a time.
+- ring (arXiv:2310.01889, arXiv:2105.13120): K and V travel around the ring of ranks. Each rank
+  attends to the block that it has while the next block arrives. Works with any number of heads;
+  communication overlaps with computation.
+- ulysses (arXiv:2309.14509): an all-to-all turns shards of the sequence into shards of the heads;
+  after plain attention another one turns them back. The more ranks, the less each sends. The
+  numbers of heads must be multiples of the number of ranks.
+- allgather (Llama 3, arXiv:2407.21783): every rank gathers K and V of the whole sequence and keeps
+  its own queries. The simplest; works with any mask; stores K and V of the whole sequence.
 
     torchrun --nproc_per_node=2 cp.py
     torchrun --nproc_per_node=4 cp.py --attention ulysses --seq-len 4096 --batch-size 1
     torchrun --nproc_per_node=8 cp.py --model small --dtype bfloat16 --seq-len 32768 --batch-size 1
 
-Sent in a step, from each of n ranks: the gradients, averaged as in ddp.py, 2 P (n-1)/n; and for each layer
-and micro-batch, S being the bytes of one rank's K and V, 2 B KV (T/n) K elements, and G those of their
-gradients (as many elements, in float32 at least):
+Sent in a step by each of n ranks: 2P(n-1)/n for the gradients, as in ddp.py; and for each layer and
+micro-batch, with k the bytes of one rank's K and V, of shape (2, B, KV, T/n, K), and g the bytes of
+their gradients (as many elements, in float32 at least):
 
-    ring       forward n-1 sends of S;               backward n-1 sends of S and n-1 of G
-    ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; all 4 are (1 + H/KV) S (n-1)/n
-    allgather  forward 1 all-gather, S (n-1);        backward 1 reduce-scatter, S (n-1)
+    ring       forward n-1 sends of k;               backward n-1 sends of k and n-1 of g
+    ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; each pass sends (1+H/KV)k(n-1)/n
+    allgather  forward 1 all-gather, k(n-1);         backward 1 reduce-scatter, k(n-1)
 
-Activation checkpointing runs the forward pass, and its transfers, twice. With FSDP: fully_shard over the
-flattened dimensions mesh["dp", "cp"] instead of DDP, since to parameters cp is more data parallelism;
-hybrid_3d.py does it. PyTorch's own context_parallel does not run on the CPU, where it could not be checked.
+Activation checkpointing repeats the forward pass and what it sends. To combine context parallelism
+with FSDP, use fully_shard over the flattened dimensions mesh["dp", "cp"] instead of DDP: for
+parameters, cp is more data parallelism; hybrid_3d.py does this. PyTorch's own context_parallel is
+not used, because it does not run on the CPU and could not be checked here.
 """
 
 import contextlib
@@ -38,7 +41,7 @@ from torch.distributed._functional_collectives import all_gather_single, all_to_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import argument_parser, parse_arguments
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, load_batches
 from common.environment import rank_and_world_size
@@ -46,7 +49,8 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
+    next_token_loss,
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
@@ -58,70 +62,90 @@ def main(argv=None):
                         help="how queries meet the keys and values of other ranks")
     args = parse_arguments(parser, argv)
     _, n = rank_and_world_size()
-    check_divisible(args, n)
+    check(args, n)
 
     # Start-up
-    device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("cp",))
-    group, rank = mesh.get_group("cp"), mesh.get_local_rank("cp")
-    shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)  # (cp, T/cp)
-    positions = shards[rank]
+    device = start_process_group(args.device)
+    mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
+    group = mesh.get_group("cp")
+    shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)
+    positions = shards[mesh.get_local_rank("cp")]  # (T/cp,)
 
-    # Model: built without memory, then materialised, each parameter from a seed of its own
+    # Model: built without memory, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    if args.attention == "ring":
-        attention = functools.partial(ring_attention, group=group)
-    elif args.attention == "ulysses":
-        attention = functools.partial(ulysses_attention, group=group)
-    else:
-        mask = positions[:, None] >= shards.flatten()  # (T/cp, T), the keys in the order of the ranks
-        attention = functools.partial(allgather_attention, mask=mask, group=group)
-    for layer in model.model.layers.values():
-        layer.self_attn.attention = attention
+    layers = model.model.layers.values()
+    attention = {
+        "ring": functools.partial(ring_attention, group=group),
+        "ulysses": functools.partial(ulysses_attention, group=group, attention=causal_attention),
+        "allgather": functools.partial(
+            allgather_attention, group=group, attention=causal_attention,
+            mask=positions[:, None] >= shards.flatten(),  # (T/cp, T): the keys by ranks
+        ),
+    }[args.attention]
+    for layer in layers:
+        if n > 1:  # one rank has the whole sequence
+            layer.self_attn.attention = attention
     if args.compile:
-        compile_layers(model)
+        compile_layers(layers)
     if args.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(layers)
     model.to_empty(device=device)
     init_weights(model, args.seed)
-    parameters = dict(model.named_parameters())
-    # A group of its own: gradients are reduced beside the transfers of attention, not in one queue with them.
-    replica = DistributedDataParallel(model, process_group=dist.new_group(), gradient_as_bucket_view=True)
+    # A group of its own: gradients are reduced while attention communicates.
+    replica = DistributedDataParallel(
+        model, process_group=dist.new_group(), gradient_as_bucket_view=True
+    )
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2), fused=True
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype)
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        rank=rank, world_size=n, replication=n,  # all ranks read the same rows
+        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
     )
-    batches = load_batches(dataset, sampler, args.config.vocab_size, device, args.workers)
+    batches = load_batches(dataset, sampler, device, args.workers)
 
-    # Resume: the step is all of the data's state
-    checkpoints = Checkpoints(args, sampler, parameters, optimizer)
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
     sampler.start = checkpoints.resume()
 
     # Loop
-    metrics = Metrics(args, device, model, sampler, optimizer, mesh)
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    arrange_buckets(replica, args, positions, autocast)
+    zeros = torch.zeros(
+        args.batch_size // args.grad_accum, len(positions), dtype=torch.int64, device=device
+    )
+    with autocast:
+        arrange_buckets(replica, (zeros, positions), zeros, next_token_loss)
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        lr = set_learning_rate(optimizer, learning_rate(step, args))
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share of the batch
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
         for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/accum, T): targets are shifted before the sequence is split
-            inputs, targets = inputs[:, positions], targets[:, positions]  # (B/accum, T/cp)
+            inputs, targets = next(batches)  # (B/accum, T)
+            # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
+            inputs, targets = inputs[:, positions], targets[:, positions]
+            # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
-            # Gradients add up locally; the last backward averages the sums over the ranks.
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:
-                    micro_loss = next_token_loss(replica(inputs, positions), targets) / args.grad_accum
+                    logits = replica(inputs, positions)  # CP: positions in the whole sequence
+                    micro_loss = next_token_loss(logits, targets) / args.grad_accum
                 micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -130,114 +154,95 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
 
-        if metrics.due(step):
-            dist.all_reduce(loss, dist.ReduceOp.AVG)  # of equal shares: the mean over the batch
+        if metrics.due(step) or checkpoints.due(step):
+            # DDP: the mean over the batch is the mean of the ranks' equal shares.
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    return metrics.close(
-        parameters=("P", P), gradients=("P", P), optimizer_states=("2P", 2 * P), sent=bytes_sent(args, P, n)
-    )
+    config = args.config
+    return metrics.close(**theory(
+        sum(p.nbytes for p in model.parameters()), args.batch_size, args.seq_len,
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+        config.num_hidden_layers, n, args.grad_accum, args.compute_dtype.itemsize,
+        args.param_dtype.itemsize, args.attention, args.activation_checkpointing,
+    ))
 
 
-def arrange_buckets(replica, args, positions, autocast):
-    """One backward pass on zeros. By the first one DDP learns in which order the gradients come, and arranges
-    its buckets anew; were that step 1, a resumed run's first sums would be rounded in another order."""
-    tokens = torch.zeros(args.batch_size // args.grad_accum, len(positions), dtype=torch.int64, device=positions.device)
-    with autocast:
-        next_token_loss(replica(tokens, positions), tokens).backward()
+def arrange_buckets(replica, inputs, targets, loss_fn):
+    """Run one forward and backward pass, and drop the gradients.
+
+    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
+    Doing that here, on zeros, keeps step 1 of a fresh run and of a resumed run bitwise equal.
+    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
+    """
+    loss_fn(replica(*inputs), targets).backward()
     replica.zero_grad()
 
 
-def check_divisible(args, n):
-    """Refuse a sequence, or heads, of which n ranks cannot have equal shares."""
-    chunks = n if args.attention == "ulysses" else 2 * n
-    if args.seq_len % chunks:
-        below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
-        raise SettingError(
-            f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for each of "
-            f"{n} ranks: use a multiple of {chunks}, such as {f'{below} or {above}' if below else above}"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(args.config, name)
-        if args.attention == "ulysses" and heads % n:
-            raise SettingError(
-                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, as --attention ulysses does: start "
-                f"a number of processes that divides it, or use --attention ring"
-            )
+def shard_positions(T, n, zigzag=True):
+    """The positions in the sequence that each of n ranks holds, (cp, T/cp).
 
-
-def shard_positions(T, n, zigzag):
-    """The positions in the sequence that each rank holds, (cp, T/cp).
-
-    Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks the same
-    work: the sequence is cut into 2n chunks, of which rank r holds chunks r and 2n-1-r.
+    Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
     """
-    if not zigzag:
+    if n == 1 or not zigzag:
         return torch.arange(T).view(n, -1)
     early, late = torch.arange(T).view(2 * n, -1).chunk(2)
     return torch.cat((early, late.flip(0)), dim=1)
 
 
-def bytes_sent(args, P, n):
-    """What a rank sends in a step of a micro-batches and L layers: the formula, as above, and its value."""
-    config, a, L = args.config, args.grad_accum, args.config.num_hidden_layers
-    H, KV = config.num_attention_heads, config.num_key_value_heads
-    S = 2 * args.batch_size // a * KV * args.seq_len // n * config.head_dim  # elements, so far
-    G = S * args.param_dtype.itemsize
-    S *= 2 if args.dtype == "bfloat16" else args.param_dtype.itemsize
-    passes = 3 if args.activation_checkpointing else 2  # forward, perhaps again, and backward
-    formula, attention = {
-        "ring": (f"aL({passes}S+G)(n-1)", (passes * S + G) * (n - 1)),
-        "ulysses": (f"{passes}aL(1+H/KV)S(n-1)/n", passes * (1 + H // KV) * S * (n - 1) / n),
-        "allgather": (f"{passes}aLS(n-1)", passes * S * (n - 1)),
-    }[args.attention]
-    return f"2P(n-1)/n + {formula}", 2 * P * (n - 1) / n + a * L * attention
+# Each attention takes q (B, H, T/cp, K), k and v (B, KV, T/cp, K) of this rank's positions and
+# returns (B, H, T/cp, K).
 
 
-# Attention, each from q (B, H, T/cp, K), k and v (B, KV, T/cp, K), this rank's positions, to (B, H, T/cp, K)
+def allgather_attention(q, k, v, attention, mask, group):
+    """The attention of Llama 3: queries of this rank, keys and values of all ranks.
+
+    ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
+    this rank attends to a key. The keys are in the order of the ranks.
+    """
+    k, v = all_gather_single(torch.stack((k, v)), 3, group)  # (2, B, KV, T, K)
+    return attention(q, k, v, mask)  # the backward pass of the all-gather is a reduce-scatter
 
 
-def allgather_attention(q, k, v, mask, group):
-    """Llama 3's: the queries of this rank, the keys and values of all. ``mask`` (T/cp, T)."""
-    k, v = all_gather_single(torch.stack((k, v)), 3, group)  # (2, B, KV, T, K); backward: a reduce-scatter
-    return causal_attention(q, k, v, mask)
+def ulysses_attention(q, k, v, attention, group):
+    """DeepSpeed Ulysses: all positions, for 1/cp of the heads.
 
-
-def ulysses_attention(q, k, v, group):
-    """DeepSpeed Ulysses: all positions for a share of the heads. Here a rank's positions are contiguous."""
+    ``attention(q, k, v)`` is plain causal attention. The positions of a rank are contiguous: see
+    ``shard_positions`` with ``zigzag=False``.
+    """
     q, k, v = (all_to_all(x, 1, 2, group) for x in (q, k, v))  # (B, H/cp, T, K), (B, KV/cp, T, K)
-    return all_to_all(causal_attention(q, k, v), 2, 1, group)
+    return all_to_all(attention(q, k, v), 2, 1, group)
 
 
 def all_to_all(x, split_dim, cat_dim, group):
-    """Give each rank its part of ``split_dim``, and put what comes together along ``cat_dim``."""
+    """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``."""
     parts = torch.cat(x.chunk(group.size(), split_dim))  # along the batch: part i is for rank i
     parts = all_to_all_single(parts, None, None, group)  # part i is from rank i
     return torch.cat(parts.chunk(group.size()), cat_dim)
 
 
-@torch.compiler.disable  # sends and receives stay out of graphs: a layer's breaks here, and goes on after
+@torch.compiler.disable  # sends and receives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, group):
-    """Ring attention over zig-zag chunks."""
-    if group.size() == 1:  # there is no ring, and all positions are here in order
-        return causal_attention(q, k, v)
+    """Ring attention: the positions of a rank are zig-zag chunks; see ``shard_positions``."""
     return RingAttention.apply(q, k, v, group)
 
 
 class RingAttention(torch.autograd.Function):
-    """K and V travel; queries stay, and gather their output block by block.
+    """K and V travel around the ring. Queries stay, and accumulate their output block by block.
 
-    No rank ever has more of the sequence than its own shard, one block, and the one that comes next. In the
-    backward pass K and V travel again, and a block's gradients with it, from the first rank it visits to home.
+    No rank ever has more of the sequence than its own shard, one block, and the block that arrives
+    next. In the backward pass K and V travel again. Each block's gradient travels with it and ends
+    at the block's owner.
 
-    Arithmetic is in float32 at least, in plain matrix products that run on every device; the scores of a
-    block, H (T/cp)^2 for the own and half that for the others, are in memory one block at a time: with 32 heads
-    and 16,384 positions on a rank that is 34 GB, so that more ranks, or a kernel, are needed. Where a kernel like
-    FlashAttention returns the log-sum-exp, it can replace ``attend`` and ``attend_backward``.
+    Arithmetic is in float32 at least, in plain matrix products that run on every device. The scores
+    of one block are in memory at a time: H (T/cp)^2 of them for the own block, half as many for the
+    others. With 32 heads and 16,384 positions on a rank that is 34 GB, so that more ranks, or a
+    kernel, are needed. A kernel that returns the log-sum-exp, like FlashAttention, can replace
+    ``attend`` and ``attend_backward``.
     """
 
     @staticmethod
@@ -247,9 +252,10 @@ class RingAttention(torch.autograd.Function):
         for source, block in around_the_ring(torch.stack((k, v)), group):
             queries, keys = in_sight(source, group, q.shape[2])
             block_out, block_lse = attend(
-                wide[..., queries, :], *block[..., keys, :].to(wide.dtype), causal=source == group.rank()
+                wide[..., queries, :], *block[..., keys, :].to(wide.dtype),
+                causal=source == group.rank(),
             )
-            if source == group.rank():  # comes first
+            if source == group.rank():  # the own block comes first
                 out, lse = block_out, block_lse
             else:
                 merge(out[..., queries, :], lse[..., queries, :], block_out, block_lse)
@@ -262,7 +268,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide, out, grad_out = (grouped(x, k) for x in (q, out, grad_out))
-        delta = (grad_out * out).sum(-1, keepdim=True)  # a query's sum of probabilities x their gradients
+        # Of each query, the sum over keys of a probability times its gradient.
+        delta = (grad_out * out).sum(-1, keepdim=True)
         grad_q, arriving = torch.zeros_like(wide), None
         for source, block in around_the_ring(torch.stack((k, v)), group):
             queries, keys = in_sight(source, group, q.shape[2])
@@ -272,23 +279,26 @@ class RingAttention(torch.autograd.Function):
             )
             grad_q[..., queries, :] += block_grad_q
             if source == group.rank():
-                grad_kv = block_grad_kv  # stays here, until the other ranks' part comes home
-            else:  # add to what the ranks that had this block before have found, and pass it on
+                grad_kv = block_grad_kv  # waits here for the part of the other ranks
+            else:  # add to the gradient that travels with this block, and pass it on
                 travelling = arriving() if arriving else torch.zeros_like(grad_kv)
                 travelling[..., keys, :] += block_grad_kv
                 arriving = pass_on(travelling, group)
-        grad_kv += arriving()
+        if arriving:
+            grad_kv += arriving()
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.flatten(1, 2).to(q.dtype), grad_k, grad_v, None
 
 
 def grouped(x, k):
-    """x (B, H, T/cp, K) as (B, KV, H/KV, T/cp, K), in float32 at least: H/KV query heads share a K and V."""
+    """x (B, H, T/cp, K) as (B, KV, H/KV, T/cp, K), in float32 at least: H/KV query heads share one
+    K and V."""
     return x.unflatten(1, (k.shape[1], -1)).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def around_the_ring(block, group):
-    """Yields (rank, its block) for all ranks, the own first: n-1 transfers, while the caller computes."""
+    """Yields (rank, block of this rank) for all ranks, the own block first. While the caller
+    computes, the next block arrives: n-1 transfers."""
     n, rank = group.size(), group.rank()
     for step in range(n):
         arriving = pass_on(block, group) if step < n - 1 else None
@@ -298,8 +308,11 @@ def around_the_ring(block, group):
 
 
 def pass_on(tensor, group):
-    """Start to send ``tensor`` to the next rank and to receive the previous rank's. Returns a function that
-    waits for both and returns what came. Until then it keeps the tensors alive; leave them as they are."""
+    """Start to send ``tensor`` to the next rank, and to receive a tensor from the previous one.
+
+    Returns a function that waits for both and returns what was received. Until then it keeps both
+    tensors alive, and the caller must not change them.
+    """
     n, rank = group.size(), group.rank()
     ops = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
@@ -316,10 +329,10 @@ def pass_on(tensor, group):
 
 
 def in_sight(source, group, T):
-    """Which of this rank's T queries attend to which of the keys of ``source``, as two slices.
+    """Which of this rank's T queries attend to which of the keys of rank ``source``: two slices.
 
-    With chunks r and 2n-1-r on rank r, a block of another rank is never cut by the mask: always a half of it
-    counts, whichever rank it is from.
+    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
+    exactly half of the block is visible, whichever rank it is from.
     """
     if source == group.rank():
         return slice(None), slice(None)  # under the causal mask
@@ -329,7 +342,7 @@ def in_sight(source, group, T):
 
 
 def scores(q, k, causal):
-    """(B, KV, G, Q, S) for queries q (B, KV, G, Q, K) and keys k (B, KV, S, K)."""
+    """Attention scores (B, KV, G, Q, S) of queries q (B, KV, G, Q, K) and keys k (B, KV, S, K)."""
     out = torch.einsum("bhgqd,bhsd->bhgqs", q, k) * q.shape[-1] ** -0.5
     if causal:
         future = torch.ones(out.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -338,33 +351,79 @@ def scores(q, k, causal):
 
 
 def attend(q, k, v, causal):
-    """Attention to one block alone: the output (B, KV, G, Q, K), and the scores' log-sum-exp (..., Q, 1)."""
-    with torch.autocast(q.device.type, enabled=False):  # it would round what is wide
+    """Attention to one block: the output (B, KV, G, Q, K), and the log-sum-exp of the scores,
+    (B, KV, G, Q, 1)."""
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round to bfloat16
         score = scores(q, k, causal)
         lse = score.logsumexp(-1, keepdim=True)
         return torch.einsum("bhgqs,bhsd->bhgqd", (score - lse).exp(), v), lse
 
 
 def merge(out, lse, block_out, block_lse):
-    """Attention to two sets of keys from that to each, in place: weighted by their sums of exponentials."""
+    """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
+    the sums of exponentials."""
     both = torch.logaddexp(lse, block_lse)
     out.mul_((lse - both).exp()).add_(block_out * (block_lse - both).exp())
     lse.copy_(both)
 
 
 def attend_backward(q, lse, delta, grad_out, k, v, causal):
-    """The part of one block in the gradients: of q, and of k and v stacked.
+    """The contribution of one block to the gradients: of q, and of k and v stacked.
 
-    ``lse`` is over all keys, so these are the final probabilities (FlashAttention, arXiv:2205.14135).
+    ``lse`` is over all keys, so the probabilities are the final ones (FlashAttention,
+    arXiv:2205.14135).
     """
     with torch.autocast(q.device.type, enabled=False):
         probabilities = (scores(q, k, causal) - lse).exp()
-        grad_v = torch.einsum("bhgqs,bhgqd->bhsd", probabilities, grad_out)  # over all heads that share it
+        # Summed over g, the query heads that share a K and V.
+        grad_v = torch.einsum("bhgqs,bhgqd->bhsd", probabilities, grad_out)
         grad_scores = probabilities * (torch.einsum("bhgqd,bhsd->bhgqs", grad_out, v) - delta)
         grad_scores *= q.shape[-1] ** -0.5
         grad_q = torch.einsum("bhgqs,bhsd->bhgqd", grad_scores, k)
         grad_k = torch.einsum("bhgqs,bhgqd->bhsd", grad_scores, q)
         return grad_q, torch.stack((grad_k, grad_v))
+
+
+def check(args, n):
+    """Refuse a sequence, or heads, that n ranks cannot share evenly.
+
+    Raises:
+        SettingError: and says what they can share.
+    """
+    chunks = n if args.attention == "ulysses" else 2 * n if n > 1 else 1
+    if args.seq_len % chunks:
+        below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
+        raise SettingError(
+            f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
+            f"each of {n} ranks: use a multiple of {chunks}, such as "
+            f"{f'{below} or {above}' if below else above}"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(args.config, name)
+        if args.attention == "ulysses" and heads % n:
+            raise SettingError(
+                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, as "
+                f"--attention ulysses does: start a number of processes that divides it, or use "
+                f"--attention ring"
+            )
+
+
+def theory(P, B, T, H, KV, K, L, n, a, size, grad_size, attention, activation_checkpointing):
+    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches: P bytes of
+    parameters, L layers, H and KV heads of K numbers, of ``size`` bytes each in attention and of
+    ``grad_size`` bytes in the gradients of the ring. k and g: see the docstring of this file."""
+    elements = 2 * (B // a) * KV * (T // n) * K
+    k, g = elements * size, elements * grad_size
+    passes = 3 if activation_checkpointing else 2  # forward, perhaps again, and backward
+    formula, sent = {
+        "ring": (f"aL({passes}k+g)(n-1)", (passes * k + g) * (n - 1)),
+        "ulysses": (f"{passes}aL(1+H/KV)k(n-1)/n", passes * (1 + H // KV) * k * (n - 1) / n),
+        "allgather": (f"{passes}aLk(n-1)", passes * k * (n - 1)),
+    }[attention]
+    return {
+        "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
+        "sent": (f"2P(n-1)/n + {formula}", 2 * P * (n - 1) / n + a * L * sent),
+    }
 
 
 if __name__ == "__main__":

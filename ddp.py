@@ -1,15 +1,15 @@
 """Data parallel: every rank holds the whole model and trains it on its share of each batch.
 
-Split: the batch. Replicated: parameters, gradients, optimizer states. Use it while all of those fit
-on one device: it is the simplest, and the least is sent. (DDP, arXiv:2006.15704)
+Split: the batch. Replicated: parameters, gradients, optimizer states. Use it if all of these fit on
+one device: it is the simplest strategy and sends the least. (DDP, arXiv:2006.15704)
 
     torchrun --nproc_per_node=2 ddp.py
-    torchrun --nproc_per_node=8 ddp.py --model small --dtype bfloat16 --compile --steps 1000 --lr 1e-3
+    torchrun --nproc_per_node=8 ddp.py --model small --dtype bfloat16 --compile --lr 1e-3
     torchrun --nproc_per_node=8 ddp.py --data my_tokens.bin --vocab-size 50304 --out runs/mine
 
-Sent in a step: one all-reduce of the gradients, in buckets, while the backward pass of the last
-micro-batch is still computing the next ones. A ring sends 2 P (n-1)/n from each of n ranks, P the
-bytes of the gradients, whatever the batch.
+Sent in a step: one all-reduce of the gradients, in buckets. It runs during the backward pass of the
+last micro-batch: a bucket is sent while the gradients of the next one are computed. In a ring, each
+of n ranks sends 2P(n-1)/n, where P is the bytes of the gradients, whatever the batch size.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import argument_parser, parse_arguments
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
-from common.model import Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+from common.model import (
+    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+)
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
 
@@ -33,49 +35,64 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__), argv)
 
     # Start-up
-    device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    device = start_process_group(args.device)
+    n = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
-    # Model: built without memory, then materialised, each parameter from a seed of its own
+    # Model: built without memory, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
     if args.compile:
-        compile_layers(model)
+        compile_layers(layers)
     if args.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(layers)
     model.to_empty(device=device)
     init_weights(model, args.seed)
-    parameters = dict(model.named_parameters())
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2), fused=True
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype)
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
-    batches = load_batches(dataset, sampler, args.config.vocab_size, device, args.workers)
+    batches = load_batches(dataset, sampler, device, args.workers)
 
-    # Resume: the step is all of the data's state
-    checkpoints = Checkpoints(args, sampler, parameters, optimizer)
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
     sampler.start = checkpoints.resume()
 
     # Loop
-    metrics = Metrics(args, device, model, sampler, optimizer, mesh)
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    arrange_buckets(replica, args, device, autocast)
+    zeros = torch.zeros(
+        args.batch_size // (n * args.grad_accum), args.seq_len, dtype=torch.int64, device=device
+    )
+    with autocast:
+        arrange_buckets(replica, (zeros,), zeros, next_token_loss)
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        lr = set_learning_rate(optimizer, learning_rate(step, args))
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share of the batch
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
         for micro_batch in range(args.grad_accum):
             inputs, targets = next(batches)  # (B/dp/accum, T)
+            # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
-            # Gradients add up locally; the last backward averages the sums over the ranks.
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:
                     micro_loss = next_token_loss(replica(inputs), targets) / args.grad_accum
@@ -87,28 +104,34 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
 
-        if metrics.due(step):
-            dist.all_reduce(loss, dist.ReduceOp.AVG)  # of equal shares: the mean over the batch
+        if metrics.due(step) or checkpoints.due(step):
+            # DDP: the mean over the batch is the mean of the ranks' equal shares.
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P, n = sum(p.nbytes for p in model.parameters()), mesh.size()
-    return metrics.close(
-        parameters=("P", P), gradients=("P", P), optimizer_states=("2P", 2 * P),
-        sent=("2P(n-1)/n", 2 * P * (n - 1) / n),
-    )
+    return metrics.close(**theory(sum(p.nbytes for p in model.parameters()), n))
 
 
-def arrange_buckets(replica, args, device, autocast):
-    """One backward pass on zeros. By the first one DDP learns in which order the gradients come, and arranges
-    its buckets anew; were that step 1, a resumed run's first sums would be rounded in another order."""
-    micro_batch = args.batch_size // (dist.get_world_size() * args.grad_accum)
-    tokens = torch.zeros(micro_batch, args.seq_len, dtype=torch.int64, device=device)
-    with autocast:
-        next_token_loss(replica(tokens), tokens).backward()
+def arrange_buckets(replica, inputs, targets, loss_fn):
+    """Run one forward and backward pass, and drop the gradients.
+
+    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
+    Doing that here, on zeros, keeps step 1 of a fresh run and of a resumed run bitwise equal.
+    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
+    """
+    loss_fn(replica(*inputs), targets).backward()
     replica.zero_grad()
+
+
+def theory(P, n):
+    """Bytes that each of n ranks holds, and sends in a step, for P bytes of parameters."""
+    return {
+        "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
+        "sent": ("2P(n-1)/n", 2 * P * (n - 1) / n),
+    }
 
 
 if __name__ == "__main__":

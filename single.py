@@ -1,7 +1,7 @@
 """One process: the baseline that every other script is diffed against.
 
-Split: nothing. Sent: nothing. Use it for what fits on one device, and as the reference: every
-other script follows its loss curve.
+Split: nothing. Sent: nothing. Use it for a model that fits on one device, and as the reference:
+every other script follows its loss curve.
 
     python single.py
     python single.py --model small --dtype bfloat16 --compile --steps 1000 --lr 1e-3
@@ -10,12 +10,14 @@ other script follows its loss curve.
 
 import torch
 
-from common.arguments import argument_parser, parse_arguments
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process
 from common.metrics import Metrics
-from common.model import Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+from common.model import (
+    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+)
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
 
@@ -24,41 +26,51 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__), argv)
 
     # Start-up
-    device = start_process(args)
+    device = start_process(args.device)
 
-    # Model: built without memory, then materialised, each parameter from a seed of its own
+    # Model: built without memory, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
     if args.compile:
-        compile_layers(model)
+        compile_layers(layers)
     if args.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(layers)
     model.to_empty(device=device)
     init_weights(model, args.seed)
-    parameters = dict(model.named_parameters())
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2), fused=True
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype)
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
     )
-    batches = load_batches(dataset, sampler, args.config.vocab_size, device, args.workers)
+    batches = load_batches(dataset, sampler, device, args.workers)
 
-    # Resume: the step is all of the data's state
-    checkpoints = Checkpoints(args, sampler, parameters, optimizer)
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
     sampler.start = checkpoints.resume()
 
     # Loop
-    metrics = Metrics(args, device, model, sampler, optimizer)
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        log_every=args.log_every, profile=args.profile,
+    )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        lr = set_learning_rate(optimizer, learning_rate(step, args))
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
         for micro_batch in range(args.grad_accum):
             inputs, targets = next(batches)  # (B/accum, T)
@@ -72,14 +84,21 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
 
-        if metrics.due(step):
+        if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    return metrics.close(parameters=("P", P), gradients=("P", P), optimizer_states=("2P", 2 * P), sent=("0", 0))
+    return metrics.close(**theory(sum(p.nbytes for p in model.parameters())))
+
+
+def theory(P):
+    """Bytes held, and sent in a step, for P bytes of parameters."""
+    return {
+        "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
+        "sent": ("0", 0),
+    }
 
 
 if __name__ == "__main__":

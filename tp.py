@@ -1,45 +1,54 @@
-"""Tensor parallel: every matrix is split over the ranks, and all ranks work on the same rows.
+"""Tensor parallel: every matrix is split over the ranks, and all ranks work on the same samples.
 
-Split: each layer's heads and MLP columns, the vocabulary of embedding, head and loss, and with sequence
-parallelism (the default) the residual stream and the norms along the sequence. Replicated: the batch, and the
-weights of the norms. Use it when a layer is too large for one device, within one machine: it sends in
-every layer, and waits for it. (Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198)
+Split: each layer's heads and MLP columns; the vocabulary of embedding, head and loss; with sequence
+parallelism (the default) also the residual stream and the norms, along the sequence. Replicated:
+the batch, and the weights of the norms. Use it if a layer is too large for one device, within one
+machine: the ranks communicate in every layer, and wait for it. (Megatron-LM, arXiv:1909.08053;
+sequence parallelism, arXiv:2205.05198)
 
     torchrun --nproc_per_node=2 tp.py
     torchrun --nproc_per_node=4 tp.py --no-sequence-parallel --grad-accum 2
-    torchrun --nproc_per_node=8 tp.py --model llama3-1b --dtype bfloat16 --activation-checkpointing --lr 3e-4
+    torchrun --nproc_per_node=8 tp.py --model llama3-1b --dtype bfloat16 --activation-checkpointing
 
-Sent in a step, X the bytes of its hidden states (B, T, D), x of the same as the matrices take them (half of X
-with bfloat16), L layers, t the bytes of a number per token, N those of the norms, from each of n ranks:
+Sent in a step by each of n ranks. L: number of layers. X: bytes of the hidden states (B, T, D) in
+the residual stream. x: the same in the type of the matrix products (X/2 under bfloat16). t: bytes
+of one number per token. N: bytes of the norms' weights.
 
-    per layer       all-gather of 2 X forward and 2 x backward, reduce-scatter of 2 x and 2 X   4(X+x)(n-1)/n
-      or, without sequence parallelism, all-reduce of 2 x forward and 2 X backward              4(X+x)(n-1)/n
-    embedding, head all-gather and reduce-scatter of X each, or all-reduce of X                   4X(n-1)/n
-    loss            all-reduce of 3 numbers per token, instead of the logits (B, T, V)            6t(n-1)/n
-    norms           with sequence parallelism, all-reduce of their gradients                      2N(n-1)/n
+    each layer       all-gather 2X forward, 2x backward; reduce-scatter 2x, 2X      4(X+x)(n-1)/n
+      or, without sequence parallelism, all-reduce 2x forward, 2X backward          4(X+x)(n-1)/n
+    embedding, head  all-gather and reduce-scatter of X in each, or all-reduce of X   4X(n-1)/n
+    loss             all-reduce of 3 numbers per token, not of the logits (B, T, V)   6t(n-1)/n
+    norms            with sequence parallelism, all-reduce of their gradients         2N(n-1)/n
 
-Activation checkpointing repeats of each layer's forward what its backward needs: 2 X + x, or 2 x.
+Activation checkpointing repeats the forward transfers that the backward pass needs: 2X + x in each
+layer, or 2x without sequence parallelism.
 """
 
 import argparse
+import fnmatch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor, Replicate, Shard, distribute_module, distribute_tensor
+)
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel,
-    parallelize_module,
+    ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel,
+    loss_parallel, parallelize_module,
 )
 
-from common.arguments import argument_parser, parse_arguments
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
-from common.model import Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+from common.model import (
+    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+)
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
 
@@ -47,101 +56,106 @@ def main(argv=None):
     # Arguments
     parser = argument_parser(__doc__)
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-                        help="split norms and residual stream along the sequence")
+                        help="split the norms and the residual stream along the sequence")
     parser.add_argument("--check-replicas", action="store_true",
-                        help="check in every step that all ranks have read the same rows")
+                        help="check in every step that all ranks have read the same samples")
     args = parse_arguments(parser, argv)
+    _, n = rank_and_world_size()
+    check(args, n)
 
     # Start-up
-    n = rank_and_world_size()[1]
-    check_divisible(args, n)
-    device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("tp",))
+    device = start_process_group(args.device)
+    mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
 
-    # Model: built without memory, then materialised, each parameter from a seed of its own
+    # Model: built without memory, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
     if args.compile:
-        compile_layers(model)
+        compile_layers(layers)
     if args.activation_checkpointing:
-        checkpoint_activations(model)
-    parallelize_module(model, mesh, plan(args.sequence_parallel), src_data_rank=None)
-    if args.compile:  # a compiled layer takes no tensor that is still arriving, or loses its gradient: + 0 waits for it
-        model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + 0)
-    model.to_empty(device=device)  # this rank's rows and columns only
+        checkpoint_activations(layers)
+    parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+    if args.compile:
+        wait_for_output(model.model.embed_tokens)
+    model.to_empty(device=device)  # only the rows and columns of this rank
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
         whole, p.device_mesh, p.placements, src_data_rank=None
     ))
-    parameters = dict(model.named_parameters())
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2), fused=True
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype)
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        rank=dist.get_rank(), world_size=n, replication=n,
+        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
     )
-    batches = load_batches(dataset, sampler, args.config.vocab_size, device, args.workers)
+    batches = load_batches(dataset, sampler, device, args.workers)
 
-    # Resume: the step is all of the data's state
-    checkpoints = Checkpoints(args, sampler, parameters, optimizer)
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
     sampler.start = checkpoints.resume()
 
     # Loop
-    metrics = Metrics(args, device, model, sampler, optimizer, mesh)
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        lr = set_learning_rate(optimizer, learning_rate(step, args))
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
         for micro_batch in range(args.grad_accum):
             inputs, targets = next(batches)  # (B/accum, T)
-            if args.check_replicas:
-                check_replicas(inputs, mesh)
-            with loss_parallel():  # logits (B/accum, T, V/tp): each rank has its part of the vocabulary
+            if args.check_replicas:  # TP: nothing else would notice a difference
+                check_replicas(inputs, mesh.get_group("tp"))
+            # TP: the logits are (B/accum, T, V/tp); the loss and its backward pass know this.
+            with loss_parallel():
                 with autocast:
                     micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
                 micro_loss.backward()
-            loss += micro_loss.detach().full_tensor()
+            loss += micro_loss.detach().full_tensor()  # TP: the loss is a DTensor
 
-        for parameter in model.parameters():  # once, where clipping and the optimizer would do it again and again
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        redistribute_gradients(model)  # TP: before clipping and the optimizer use the gradients
         metrics.after_backward(step)
+        # TP: the norm over the shards of all ranks, as a DTensor; full_tensor() adds them up.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
 
-        if metrics.due(step):
+        if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)  # norms
-    # X and x: hidden states of a step, as the residual stream has them and as the matrices do (autocast)
-    X = args.batch_size * args.seq_len * args.config.hidden_size * args.param_dtype.itemsize
-    x = X / 2 if args.dtype == "bfloat16" else X
-    tokens, layers = args.batch_size * args.seq_len * args.param_dtype.itemsize, args.config.num_hidden_layers
-    again = (2 * X + x if args.sequence_parallel else 2 * x) if args.activation_checkpointing else 0
-    sent = layers * (4 * (X + x) + again) + 4 * X + 6 * tokens + (2 * N if args.sequence_parallel else 0)
-    formula = "4L(X+x)" + " + Lr" * args.activation_checkpointing + " + 4X + 6t" + " + 2N" * args.sequence_parallel
-    return metrics.close(
-        parameters=("(P-N)/n + N", (P - N) / n + N), gradients=("(P-N)/n + N", (P - N) / n + N),
-        optimizer_states=("2((P-N)/n + N)", 2 * ((P - N) / n + N)),
-        sent=(f"({formula})(n-1)/n", sent * (n - 1) / n),
-    )
+    return metrics.close(**theory(
+        sum(p.nbytes for p in model.parameters()),
+        sum(p.nbytes for p in model.parameters() if p.ndim == 1),
+        args.batch_size, args.seq_len, args.config.hidden_size, args.config.num_hidden_layers, n,
+        args.param_dtype.itemsize, args.compute_dtype.itemsize,
+        args.sequence_parallel, args.activation_checkpointing,
+    ))
 
 
 def plan(sequence_parallel):
-    """How each module's weights are split, and between which layouts its inputs and outputs change.
+    """How the weights of each module are split, and which layouts its inputs and outputs have.
 
-    Columns of a weight (out, in) are its rows here, since a linear layer multiplies by the transpose: split
-    ``out``, and each rank has some of the heads; split ``in``, and each rank has a part of every sum.
+    A linear layer multiplies by the transpose of its weight (out, in). ColwiseParallel splits
+    ``out``: each rank has some of the heads or columns. RowwiseParallel splits ``in``: each rank
+    has one term of every sum.
     """
     # The residual stream between the layers: (B, T/tp, D) or (B, T, D)
     stream = Shard(1) if sequence_parallel else Replicate()
@@ -155,7 +169,9 @@ def plan(sequence_parallel):
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),
         "model.layers.*.post_attention_layernorm": norm,
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate()
+        ),
         "model.layers.*.mlp.gate_proj": ColwiseParallel(),
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
@@ -165,18 +181,63 @@ def plan(sequence_parallel):
 
 
 class Replicated(ParallelStyle):
-    """Weights that every rank holds, as DTensors like all others: clipping and AdamW take no mixture."""
+    """Replicated weights, but as DTensors: clip_grad_norm_ and fused AdamW refuse a mix of Tensor
+    and DTensor."""
 
     def _apply(self, module, mesh):
         return distribute_module(
             module, mesh,
-            input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),
+            input_fn=lambda _, inputs, mesh: DTensor.from_local(
+                inputs[0], mesh, [Replicate()], run_check=False
+            ),
             output_fn=lambda _, output, mesh: output.to_local(),
         )
 
 
-def check_divisible(args, n):
-    """Refuse sizes that cannot be split over n ranks: in the middle of a run each would fail in its own way."""
+def parallelize(model, mesh, plan):
+    """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
+    pipeline stage may lack modules that the plan names. All ranks have the same weights."""
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
+    own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    parallelize_module(model, mesh, own, src_data_rank=None)
+
+
+def wait_for_output(module):
+    """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
+    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost."""
+    module.register_forward_hook(lambda module, inputs, output: output + 0)
+
+
+def redistribute_gradients(model):
+    """Bring each gradient into the layout of its parameter. Under sequence parallelism the norms'
+    gradients are partial sums: redistribute once here; otherwise clipping and the optimizer would
+    each redistribute."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def check_replicas(tokens, group):
+    """Refuse samples that are not the same on all ranks of ``group``: nothing else would notice.
+
+    Raises:
+        SettingError: they differ.
+    """
+    least, most = tokens.clone(), tokens.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    if not torch.equal(least, most):
+        raise SettingError(
+            "the tensor-parallel ranks have read different samples: give the sampler the "
+            "data-parallel dimensions of the mesh, or replication"
+        )
+
+
+def check(args, n):
+    """Refuse sizes that cannot be split over n ranks: in mid-run each would fail in its own way.
+
+    Raises:
+        SettingError: and says which sizes can be split.
+    """
     sizes = {
         "--num-attention-heads": args.config.num_attention_heads,
         "--num-key-value-heads": args.config.num_key_value_heads,
@@ -188,18 +249,28 @@ def check_divisible(args, n):
     for name, size in sizes.items():
         if size % n:
             raise SettingError(
-                f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of {n}, "
-                f"or a number of ranks that divides it"
+                f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of "
+                f"{n}, or a number of ranks that divides it"
             )
 
 
-def check_replicas(tokens, mesh):
-    """Refuse rows that are not the same on all ranks of ``mesh``: nothing else would notice."""
-    least, most = tokens.clone(), tokens.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, mesh.get_group())
-    dist.all_reduce(most, dist.ReduceOp.MAX, mesh.get_group())
-    if not torch.equal(least, most):
-        raise SettingError("the tensor-parallel ranks have read different rows: give the sampler replication")
+def theory(P, N, B, T, D, L, n, size, matrix_size, sequence_parallel, activation_checkpointing):
+    """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters, N of them in
+    norms; ``size`` bytes of a number in the residual stream, ``matrix_size`` in matrix products.
+    The other symbols are those of the docstring of this file."""
+    t, X, x = B * T * size, B * T * D * size, B * T * D * matrix_size
+    terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X, "6t": 6 * t}
+    if sequence_parallel:
+        terms["2N"] = 2 * N
+    if activation_checkpointing:
+        again = {"L(2X+x)": L * (2 * X + x)} if sequence_parallel else {"2Lx": 2 * L * x}
+        terms |= again
+    own = (P - N) / n + N
+    return {
+        "parameters": ("(P-N)/n + N", own), "gradients": ("(P-N)/n + N", own),
+        "optimizer_states": ("2((P-N)/n + N)", 2 * own),
+        "sent": (f"({' + '.join(terms)})(n-1)/n", sum(terms.values()) * (n - 1) / n),
+    }
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
 """ZeRO stages 1 and 2: every rank holds the model, but updates only the part that it owns.
 
-Split: the batch; the optimizer states (stage 1) and also the gradients (stage 2), each parameter by its
-rows. Replicated: parameters. Use it when AdamW's two states per parameter are what does not fit, and
-the model itself does; for more, fsdp.py is stage 3. (ZeRO, arXiv:1910.02054)
+Split: the batch; the optimizer states (stage 1) and also the gradients (stage 2), each parameter by
+its rows. Replicated: parameters. Use it if AdamW's two states per parameter do not fit beside the
+model, but the model itself does. fsdp.py is stage 3. (ZeRO, arXiv:1910.02054)
 
     torchrun --nproc_per_node=2 zero.py
     torchrun --nproc_per_node=8 zero.py --stage 1 --grad-accum 4
     torchrun --nproc_per_node=8 zero.py --stage 2 --model small --dtype bfloat16 --compile --lr 1e-3
 
-Sent in a step: the gradients, reduce-scattered, and the updated parameters, all-gathered: P (n-1)/n from
-each of n ranks both times, P the bytes of the parameters; together what DDP sends. Stage 1 adds up whole
-gradients over the micro-batches and reduces once. Stage 2 reduces a layer's gradients as soon as the
-backward pass has them, in every micro-batch, and frees them: less memory, for P (n-1)/n more per further
-micro-batch. PyTorch's ZeroRedundancyOptimizer is stage 1 too, but all-reduces the gradients and then
-broadcasts the parameters, 3 P (n-1)/n, and has no stage 2: so the collectives are written out here.
+Sent in a step: a reduce-scatter of the gradients and an all-gather of the updated parameters. For P
+bytes of parameters, each of n ranks sends P(n-1)/n in both: together as much as DDP. Stage 1 adds
+whole gradients over the micro-batches and reduces them once. Stage 2 reduces a bucket of gradients
+as soon as the backward pass has them, in every micro-batch, and frees them: this saves memory, and
+sends P(n-1)/n more for each further micro-batch. PyTorch's ZeroRedundancyOptimizer is stage 1 only,
+and sends more: it all-reduces the gradients and broadcasts the parameters, 3P(n-1)/n. So this
+script writes the collectives itself.
 """
-
-import functools
 
 import torch
 import torch.distributed as dist
@@ -24,73 +23,80 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.arguments import argument_parser, parse_arguments
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, load_batches
 from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
-from common.model import Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+from common.model import (
+    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+)
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
 
 
 def main(argv=None):
     # Arguments
     parser = argument_parser(__doc__)
-    parser.add_argument("--stage", type=int, default=2, help="1: optimizer states are sharded; 2: gradients too")
+    parser.add_argument("--stage", type=int, default=2,
+                        help="1: shard the optimizer states; 2: shard the gradients too")
     args = parse_arguments(parser, argv)
-    if args.stage not in (1, 2):
-        raise SettingError(f"--stage {args.stage}: zero.py has 1 and 2; stage 3 is fsdp.py, stage 0 is ddp.py")
+    check(args)
 
     # Start-up
-    device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    device = start_process_group(args.device)
+    n = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
-    # Model: built without memory, then materialised, each parameter from a seed of its own
+    # Model: built without memory, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
     if args.compile:
-        compile_layers(model)
+        compile_layers(layers)
     if args.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(layers)
     model.to_empty(device=device)
     init_weights(model, args.seed)
-    parameters = dict(model.named_parameters())
-    # What is reduced and gathered in one piece: a layer, and each of what is not in one
-    modules = [model.model.embed_tokens, *model.model.layers.values(), model.model.norm, model.lm_head]
-    buckets = [Bucket(list(module.parameters()), mesh) for module in modules]
-    shards = dict(zip(parameters, (shard for bucket in buckets for shard in bucket.shards)))
-    in_flight = []  # the bucket that is being reduced: at most one, so that little memory is held twice
-    if args.stage == 2:
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(functools.partial(bucket.arrived, in_flight))
+    # One bucket for each layer, and for each module that is in no layer.
+    groups = [model.model.embed_tokens, *layers, model.model.norm, model.lm_head]
+    buckets, shards = make_buckets(model, groups, mesh, args.stage)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(shards.values(), args.weight_decay), betas=(args.beta1, args.beta2), fused=True
+        decay_groups(shards.values(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype)
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
-    batches = load_batches(dataset, sampler, args.config.vocab_size, device, args.workers)
+    batches = load_batches(dataset, sampler, device, args.workers)
 
-    # Resume: the step is all of the data's state
-    checkpoints = Checkpoints(args, sampler, shards, optimizer)
+    # Resume: the step number is the only state of the data
+    tensors = model.state_dict(keep_vars=True) | shards
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, len(dataset)), tensors, optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
     sampler.start = checkpoints.resume()
-    for bucket in buckets:
-        bucket.all_gather()
+    gather_parameters(buckets)  # every rank starts with the rows that their owners have
 
     # Loop
-    metrics = Metrics(args, device, model, sampler, optimizer, mesh)
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        lr = set_learning_rate(optimizer, learning_rate(step, args))
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share of the batch
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
         for micro_batch in range(args.grad_accum):
             inputs, targets = next(batches)  # (B/dp/accum, T)
             with autocast:
@@ -98,83 +104,125 @@ def main(argv=None):
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        finish(in_flight)
+        drain(buckets)  # ZeRO: in stage 2 the last reduce-scatter is still running
         metrics.after_backward(step)
-        if args.stage == 1:
-            for bucket in reversed(buckets):
-                bucket.reduce_scatter(in_flight)
-            finish(in_flight)
+        reduce_gradients(buckets)  # ZeRO: in stage 1; in stage 2 the backward pass has done it
+        # ZeRO: the norm over the shards of all ranks, as a DTensor; full_tensor() adds them up.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
         optimizer.step()
-        for bucket in buckets:
-            bucket.all_gather()
+        gather_parameters(buckets)  # ZeRO: every rank gets the rows that other ranks have updated
         optimizer.zero_grad()
 
-        if metrics.due(step):
-            dist.all_reduce(loss, dist.ReduceOp.AVG)  # of equal shares: the mean over the batch
+        if metrics.due(step) or checkpoints.due(step):
+            # ZeRO: the mean over the batch is the mean of the ranks' equal shares.
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P, n = sum(p.nbytes for p in model.parameters()), mesh.size()
-    if args.stage == 1:
-        gradients, sent = ("P", P), ("2P(n-1)/n", 2 * P * (n - 1) / n)
-    else:
-        gradients, sent = ("P/n", P / n), ("(1+a)P(n-1)/n", (1 + args.grad_accum) * P * (n - 1) / n)
-    return metrics.close(
-        parameters=("P", P), gradients=gradients, optimizer_states=("2P/n", 2 * P / n), sent=sent
-    )
+    P = sum(p.nbytes for p in model.parameters())
+    return metrics.close(**theory(P, n, args.grad_accum, args.stage))
+
+
+def make_buckets(model, groups, mesh, stage):
+    """Make a bucket for each of ``groups``, and let the backward pass reduce it in stage 2.
+
+    Args:
+        model: materialised; its frozen parameters stay as they are.
+        groups: modules of ``model`` that together hold all of its parameters, in the order in which
+            the model uses them.
+        mesh: a DeviceMesh of one dimension.
+        stage: 1 or 2.
+
+    Returns the buckets, and a dict from the name of each parameter to its shard: a DTensor for the
+    optimizer and for checkpoints.
+
+    Raises:
+        SettingError: a parameter is in no group, or in two.
+    """
+    buckets = [Bucket([p for p in group.parameters() if p.requires_grad], mesh) for group in groups]
+    bucket_of, shards = {}, {}
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            bucket_of.setdefault(parameter, []).append(bucket)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found = bucket_of.get(parameter, [])
+            if len(found) != 1:
+                raise SettingError(f"{name} is in {len(found)} of the groups: it must be in one")
+            shards[name] = found[0].shards[parameter]
+
+    def on_gradient(parameter):
+        """Post-accumulate-grad hook: the last gradient of a bucket starts its reduce-scatter."""
+        (bucket,) = bucket_of[parameter]
+        bucket.pending -= 1
+        if not bucket.pending:
+            drain(buckets)  # only one runs, so that only one bucket's gradients exist twice
+            bucket.start_reduce_scatter()
+
+    if stage == 2:
+        for parameter in bucket_of:
+            parameter.register_post_accumulate_grad_hook(on_gradient)
+    return buckets, shards
 
 
 class Bucket:
-    """Parameters whose gradients, and whose updated rows, travel together.
+    """Parameters whose gradients are reduced, and whose updated rows are gathered, in one piece.
 
-    Of a parameter of R rows each of n ranks owns ceil(R/n), the last ones perhaps fewer; what travels is
-    padded to equal shares. ``shards`` are DTensors of the rows that this rank owns: views of the parameters,
-    so that updating a shard updates the parameter.
+    Of a parameter with R rows, each of n ranks owns ceil(R/n), the last ranks perhaps fewer. What
+    is sent is padded to equal parts. ``shards`` maps a parameter to a DTensor of the rows that this
+    rank owns: a view of the parameter, so that updating the shard updates the parameter.
     """
 
     def __init__(self, parameters, mesh):
         self.parameters, self.mesh, self.n = parameters, mesh, mesh.size()
-        self.shards = [self.as_shard(self.own_rows(p.detach()), p) for p in parameters]
-        self.shares = [-(-len(p) // self.n) * p[0].numel() for p in parameters]  # elements for each rank
-        self.missing = len(parameters)  # gradients that the backward pass has yet to bring
+        self.shards = {p: self.as_shard(self.own_rows(p.detach()), p) for p in parameters}
+        self.numel_per_rank = [-(-len(p) // self.n) * p[0].numel() for p in parameters]
+        self.pending = len(parameters)  # gradients that the backward pass has yet to compute
+        self.work = None  # the reduce-scatter that is running
 
     def own_rows(self, whole):
         pieces, rank = whole.chunk(self.n), self.mesh.get_local_rank()
         return pieces[rank] if rank < len(pieces) else whole[:0]
 
     def as_shard(self, rows, parameter):
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            rows, self.mesh, [Shard(0)], run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )
 
-    def arrived(self, in_flight, parameter):
-        """A hook, for when the gradient of ``parameter`` is there: the last one sets the bucket off."""
-        self.missing -= 1
-        if not self.missing:
-            self.missing = len(self.parameters)
-            self.reduce_scatter(in_flight)
+    def start_reduce_scatter(self):
+        """Start averaging the gradients over the ranks, and free the whole gradients.
 
-    def reduce_scatter(self, in_flight):
-        """Start averaging the gradients over the ranks, each getting its share, and free them."""
-        finish(in_flight)
+        Raises:
+            SettingError: a parameter has no gradient.
+        """
+        missing = [tuple(p.shape) for p in self.parameters if p.grad is None]
+        if missing:
+            raise SettingError(
+                f"parameters of the shapes {missing} got no gradient, others of their group did: "
+                f"freeze them by requires_grad_(False), or put them into a group of their own"
+            )
         whole = torch.cat([
-            F.pad(p.grad.flatten(), (0, self.n * share - p.numel())).view(self.n, share)
-            for p, share in zip(self.parameters, self.shares)
-        ], dim=1).flatten()  # (n, sum of shares) as n shares, one after another
+            F.pad(p.grad.flatten(), (0, self.n * numel - p.numel())).view(self.n, numel)
+            for p, numel in zip(self.parameters, self.numel_per_rank)
+        ], dim=1).flatten()  # one part for each rank, one after another
         for parameter in self.parameters:
             parameter.grad = None
-        self.reduced = whole.new_empty(sum(self.shares))
-        self.work = dist.reduce_scatter_single(self.reduced, whole, dist.ReduceOp.AVG, async_op=True)
-        in_flight.append(self)
+        self.pending = len(self.parameters)
+        self.reduced = whole.new_empty(sum(self.numel_per_rank))
+        self.work = dist.reduce_scatter_single(
+            self.reduced, whole, dist.ReduceOp.AVG, self.mesh.get_group(), async_op=True
+        )
 
-    def keep(self):
-        """Wait for the share of this rank, and add it to the gradients of its shards."""
+    def wait_and_accumulate(self):
+        """Wait for this rank's part, and add it to the gradients of the shards."""
         self.work.wait()
-        for parameter, shard, share in zip(self.parameters, self.shards, self.reduced.split(self.shares)):
+        for parameter, part in zip(self.parameters, self.reduced.split(self.numel_per_rank)):
+            shard = self.shards[parameter]
             rows = shard.to_local()
-            rows = share[: rows.numel()].view_as(rows)
+            rows = part[: rows.numel()].view_as(rows)
             if shard.grad is None:
                 shard.grad = self.as_shard(rows, parameter)
             else:
@@ -183,21 +231,64 @@ class Bucket:
 
     @torch.no_grad()
     def all_gather(self):
-        """Every rank gets the rows that the others have updated."""
+        """Send the rows that this rank has updated, and receive those of the other ranks."""
+        own = [shard.to_local().flatten() for shard in self.shards.values()]
         own = torch.cat([
-            F.pad(shard.to_local().flatten(), (0, share - shard.to_local().numel()))
-            for shard, share in zip(self.shards, self.shares)
+            F.pad(rows, (0, numel - len(rows))) for rows, numel in zip(own, self.numel_per_rank)
         ])
         whole = own.new_empty(self.n * len(own))
-        dist.all_gather_single(whole, own)
-        for parameter, rows in zip(self.parameters, whole.view(self.n, -1).split(self.shares, dim=1)):
-            parameter.copy_(rows.flatten()[: parameter.numel()].view_as(parameter))
+        dist.all_gather_single(whole, own, self.mesh.get_group())
+        parts = whole.view(self.n, -1).split(self.numel_per_rank, dim=1)
+        for parameter, part in zip(self.parameters, parts):
+            parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
 
 
-def finish(in_flight):
-    """Wait for the bucket that is being reduced, if there is one."""
-    while in_flight:
-        in_flight.pop().keep()
+def drain(buckets):
+    """Wait for the reduce-scatter that is running, if there is one."""
+    for bucket in buckets:
+        if bucket.work:
+            bucket.wait_and_accumulate()
+
+
+def reduce_gradients(buckets):
+    """After the last backward pass of a step: reduce the gradients that are still whole. In stage 1
+    these are all, in stage 2 none is left."""
+    for bucket in reversed(buckets):
+        if any(parameter.grad is not None for parameter in bucket.parameters):
+            drain(buckets)
+            bucket.start_reduce_scatter()
+    drain(buckets)
+
+
+def gather_parameters(buckets):
+    """After the optimizer's step: every rank gets the rows that the others have updated."""
+    for bucket in buckets:
+        bucket.all_gather()
+
+
+def check(args):
+    """Refuse a stage that this script does not have.
+
+    Raises:
+        SettingError: and says which script has it.
+    """
+    if args.stage not in (1, 2):
+        raise SettingError(
+            f"--stage {args.stage}: zero.py has 1 and 2; stage 3 is fsdp.py, stage 0 is ddp.py"
+        )
+
+
+def theory(P, n, a, stage):
+    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
+    parameters."""
+    gradients, sent = {
+        1: (("P", P), ("2P(n-1)/n", 2 * P * (n - 1) / n)),
+        2: (("P/n", P / n), ("(1+a)P(n-1)/n", (1 + a) * P * (n - 1) / n)),
+    }[stage]
+    return {
+        "parameters": ("P", P), "gradients": gradients, "optimizer_states": ("2P/n", 2 * P / n),
+        "sent": sent,
+    }
 
 
 if __name__ == "__main__":

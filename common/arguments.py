@@ -15,14 +15,13 @@ from common.model import PRESETS, ModelConfig
 
 
 def at_least(minimum, kind=int, above=False):
-    """An argparse type: a finite number >= ``minimum``, or > it with ``above``."""
+    """An argparse type: a finite number >= ``minimum``, or > ``minimum`` with ``above``."""
+    allowed = f"{'greater than' if above else 'at least'} {minimum}"
 
     def parse(text):
         value = kind(text)
         if not math.isfinite(value) or value < minimum or (above and value == minimum):
-            raise argparse.ArgumentTypeError(
-                f"{text} is not allowed: it must be {'greater than' if above else 'at least'} {minimum}"
-            )
+            raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be {allowed}")
         return value
 
     parse.__name__ = {int: "whole number", float: "number"}[kind]  # for argparse's own message
@@ -30,27 +29,29 @@ def at_least(minimum, kind=int, above=False):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The docstring as it stands; a default behind every option that takes a value."""
+    """Prints the docstring as it stands, and the default of every option that takes a value."""
 
     def _get_help_string(self, action):
         return action.help if action.nargs == 0 else super()._get_help_string(action)
 
 
 def argument_parser(doc):
-    """The options of every script; a script adds its own to what this returns."""
+    """A parser with the options of every script; a script adds its own options to it."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
     parser.error = _refuse
     if rank_and_world_size()[0] != 0:
-        parser.print_help = lambda: None  # once is enough
+        parser.print_help = lambda: None  # rank 0 prints it
 
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=at_least(1), default=200, metavar="N", help="optimizer steps in all; the cosine decay ends there")
+    group.add_argument("--steps", type=at_least(1), default=200, metavar="N",
+                       help="optimizer steps in the whole run; the cosine decay ends there")
     group.add_argument("--batch-size", type=at_least(1), default=16, metavar="G",
                        help="sequences in the global batch, over all ranks and micro-batches")
     group.add_argument("--grad-accum", type=at_least(1), default=1, metavar="N",
-                       help="micro-batches that a rank makes of its share of the batch")
+                       help="gradient-accumulation steps: micro-batches into which each rank cuts "
+                       "its share of the batch")
     group.add_argument("--seq-len", type=at_least(1), default=128, metavar="T",
                        help="tokens in a sequence")
     group.add_argument("--lr", type=at_least(0, float), default=2e-3, metavar="LR",
@@ -60,27 +61,30 @@ def argument_parser(doc):
     group.add_argument("--warmup-steps", type=at_least(0), default=10, metavar="N",
                        help="steps of linear warm-up to --lr")
     group.add_argument("--weight-decay", type=at_least(0, float), default=0.1, metavar="X",
-                       help="AdamW's, on matrices; never on norms")
+                       help="weight decay of AdamW, for matrices; norms have none")
     group.add_argument("--beta1", type=at_least(0, float), default=0.9, metavar="X",
-                       help="AdamW's first beta")
+                       help="first beta of AdamW")
     group.add_argument("--beta2", type=at_least(0, float), default=0.95, metavar="X",
-                       help="AdamW's second beta")
+                       help="second beta of AdamW")
     group.add_argument("--grad-clip", type=at_least(0, float), default=1.0, metavar="NORM",
-                       help="largest global norm of the gradients, larger ones are scaled to it; 0: any")
+                       help="gradients with a larger global norm are scaled down to this norm; "
+                       "0: no clipping")
     group.add_argument("--seed", type=at_least(0), default=0, metavar="N",
-                       help="of the weights and the data's order")
+                       help="seed of the initial weights and of the order of the data")
 
     group = parser.add_argument_group("data")
     group.add_argument("--data", default=STANDARD_LIBRARY, metavar="PATH",
                        help="a .bin file of token ids, a text file, or a folder of either; text is "
-                       f"read as bytes; '{STANDARD_LIBRARY}': the source of Python's standard library")
+                       f"read as bytes; '{STANDARD_LIBRARY}': the source text of Python's standard "
+                       "library")
     group.add_argument("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-                       help="of a .bin file; auto: uint16 if the vocabulary fits, else uint32")
+                       help="type of the ids in a .bin file; auto: uint16 if the vocabulary fits, "
+                       "otherwise uint32")
     group.add_argument("--workers", type=at_least(0), default=0, metavar="N",
-                       help="processes that read data ahead, per rank")
+                       help="processes per rank that read data ahead; 0: the rank reads itself")
 
     group = parser.add_argument_group(
-        "model", "A preset; each dimension may be overridden under Hugging Face's name for it."
+        "model", "A preset; every dimension can be changed, by its name in Hugging Face's config."
     )
     group.add_argument("--model", default="tiny", metavar="PRESET", help=", ".join(PRESETS))
     for field in dataclasses.fields(ModelConfig):
@@ -91,36 +95,40 @@ def argument_parser(doc):
 
     group = parser.add_argument_group("device and arithmetic")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                       help="auto: CUDA if there is a GPU")
+                       help="auto: CUDA if there is a GPU, otherwise the CPU")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",
-                       help="float32: without TF32; bfloat16: matrix products in it, weights and optimizer in float32; "
-                       "float64: for proofs")
-    group.add_argument("--compile", action="store_true", help="torch.compile, per layer")
+                       help="float32: without TF32; bfloat16: matrix products in bfloat16, weights "
+                       "and optimizer states in float32; float64: to compare curves exactly")
+    group.add_argument("--compile", action="store_true", help="torch.compile each layer")
     group.add_argument("--activation-checkpointing", action="store_true",
-                       help="keep each layer's input only and recompute the rest in the backward pass")
+                       help="keep only the input of each layer, and compute the layer again in the "
+                       "backward pass")
 
     group = parser.add_argument_group("run folder")
     script = pathlib.Path(sys.argv[0]).stem
-    group.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs", script), metavar="FOLDER",
-                       help="for checkpoints and metrics.jsonl; with several machines, one they share")
+    group.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs", script),
+                       metavar="FOLDER", help="run folder, for checkpoints and metrics.jsonl; with "
+                       "several machines, a folder that they share")
     group.add_argument("--save-every", type=at_least(0), default=100, metavar="N",
-                       help="steps between checkpoints, one more at the end; 0: none at all")
+                       help="steps between checkpoints; the last step saves one too; 0: save none")
     group.add_argument("--keep", type=at_least(1), default=2, metavar="N",
-                       help="newest checkpoints to keep")
-    group.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
+                       help="how many of the newest checkpoints to keep")
+    group.add_argument("--async-save", action="store_true",
+                       help="write checkpoints in the background, while training continues")
     group.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True,
-                       help="go on from the newest checkpoint in --out; --no-resume moves what "
-                       "is there aside and starts anew")
+                       help="resume from the newest checkpoint in --out; --no-resume moves the "
+                       "earlier run of the folder aside and starts anew")
     group.add_argument("--log-every", type=at_least(1), default=10, metavar="N",
-                       help="steps between lines of metrics.jsonl; the first, the last and the saved steps have one too")
+                       help="steps between lines of metrics.jsonl; the first step, the last step "
+                       "and each saved step have a line too")
     group.add_argument("--profile", action="store_true",
-                       help="write a chrome trace of a few steps to --out, per rank")
+                       help="write a Chrome trace of a few steps to --out, for each rank")
     return parser
 
 
 def parse_arguments(parser, argv=None):
     """Parse, and add what follows from the arguments: ``config`` (ModelConfig), ``param_dtype``
-    (of weights and optimizer states) and ``script`` (the name of the script).
+    (the torch.dtype of weights and optimizer states) and ``compute_dtype`` (of matrix products).
 
     Raises:
         SettingError: an argument is wrong.
@@ -139,11 +147,30 @@ def parse_arguments(parser, argv=None):
         if getattr(args, name) >= 1:
             _refuse(f"--{name} {getattr(args, name)} is not allowed: it must be less than 1")
     if args.profile and args.steps < 4:
-        _refuse(f"--profile with --steps {args.steps}: it traces the fourth step on, use at least 4")
+        _refuse(f"--profile with --steps {args.steps}: it traces from the fourth step, use at "
+                f"least 4")
     args.grad_clip = args.grad_clip or math.inf
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    args.script = parser.prog
+    args.compute_dtype = getattr(torch, args.dtype)
     return args
+
+
+def run_settings(args, samples):
+    """The settings that must stay the same when a run is resumed, as a dict: the model, and what
+    orders the data. With these the step number is the state of the data."""
+    config = dataclasses.asdict(args.config)
+    return {f"--{name.replace('_', '-')}": value for name, value in config.items()} | {
+        "--seed": args.seed,
+        "--batch-size": args.batch_size,
+        "--seq-len": args.seq_len,
+        "the number of samples in --data": samples,
+    }
+
+
+def describe(args, model):
+    """One line on what is trained. ``model`` is whole: unsharded, sharded or on the meta device."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return f"model {args.model}: {parameters:,} parameters, {args.dtype}"
 
 
 def _refuse(message):

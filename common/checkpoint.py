@@ -1,17 +1,16 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
-A run folder holds ``step-00000100/`` for each of the newest checkpoints: the shards that
-``torch.distributed.checkpoint`` (DCP) wrote, every rank its own part in parallel, and ``run.json``,
-what must stay the same when the run goes on. Tensors are named after the model's parameters: ``model.NAME`` is the
-weight, ``optimizer.NAME.exp_avg`` a state of its optimizer. How they were sharded when they were
-saved does not matter when they are loaded.
+A run folder holds ``step-00000100/`` for each of the newest checkpoints. In it are the shards that
+``torch.distributed.checkpoint`` (DCP) wrote, every rank its own in parallel, and ``run.json``: the
+settings that must stay the same when the run is resumed. ``model.NAME`` is a tensor of the model,
+``optimizer.NAME.exp_avg`` a state that the optimizer keeps for it. How tensors were sharded when
+they were saved does not matter when they are loaded.
 
-A checkpoint is written under another name and renamed when all of it is on disk: what carries the
-right name is complete. Loading runs no code that a file chose (see ``_SafeReader``).
+A checkpoint is written under a temporary name and renamed when all of it is on disk: what carries
+the final name is complete. Loading runs no code that a file chose (see ``_SafeReader``).
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -28,67 +27,92 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from common.errors import SettingError
 
+# What reading a broken file raises.
+BROKEN = OSError, ValueError, TypeError, AttributeError, EOFError, pickle.UnpicklingError
+
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run. All ranks call each method.
 
-    ``parameters`` maps each parameter's name to the tensor that ``optimizer`` updates, whole or a
-    DTensor. All ranks call each method.
+    Args:
+        folder: the run folder; with several machines, one that they share.
+        run: a dict of the settings that must stay the same when the run is resumed, such as the
+            seed and the batch size. Whatever JSON can hold.
+        tensors: a state dict of the very tensors that are trained, whole or DTensors, such as
+            ``model.state_dict(keep_vars=True)``.
+        optimizer: its states are saved under the names of the tensors that it updates.
+        stop: the last step of the run, after which a checkpoint is saved.
+        every: steps between checkpoints; 0: save none at all.
+        keep: how many of the newest checkpoints to keep.
+        resume: False moves an earlier run of the folder aside and starts anew.
+        in_background: write while training continues.
     """
 
-    def __init__(self, args, sampler, parameters, optimizer):
-        self.args, self.parameters, self.optimizer = args, parameters, optimizer
-        self.run = _run(args, sampler)
-        self.saving = None  # (future, temporary name, name) of a save that goes on meanwhile
+    def __init__(self, folder, run, tensors, optimizer, *, stop, every=100, keep=2, resume=True,
+                 in_background=False):
+        self.folder, self.run = pathlib.Path(folder), json.loads(json.dumps(run))
+        self.tensors, self.optimizer = tensors, optimizer
+        self.stop, self.every, self.keep, self.from_newest = stop, every, keep, resume
+        self.in_background = in_background
+        self.saving = None  # (future, temporary path, final path) of a save in the background
         # Its collectives must not mix with those of training.
-        self.group = dist.new_group(backend="gloo") if args.async_save and dist.is_initialized() else None
+        self.group = None
+        if in_background and dist.is_initialized():
+            self.group = dist.new_group(backend="gloo")
 
     def resume(self):
-        """Make the run folder ready and load the newest complete checkpoint in it, if there is one.
-        Returns the steps done: 0 for a new run. See ``load``.
+        """Prepare the run folder, and load its newest complete checkpoint if there is one. Returns
+        the number of steps done: 0 for a new run. See ``load``.
 
         Raises:
             SettingError: the folder cannot be written, or its run has finished.
         """
-        args = self.args
+        folder = self.folder
         try:
-            args.out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=args.out):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
                 pass
             if _rank() == 0:
-                for cut_short in [*args.out.glob("step-*.tmp"), *args.out.glob("step-*.old")]:
+                for cut_short in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
                     shutil.rmtree(cut_short)
-                if not args.resume or not list_checkpoints(args.out):
-                    _move_aside(args.out)
+                if not self.from_newest or not list_checkpoints(folder):
+                    _move_aside(folder)
         except OSError as error:
             raise SettingError(
-                f"--out {args.out} cannot be written ({error.strerror}): choose another folder"
+                f"--out {folder} cannot be written ({error.strerror}): choose another folder"
             ) from None
         _barrier()
-        found = list_checkpoints(args.out)
+        found = list_checkpoints(folder)
         if not found:
             return 0
         done = step_of(found[-1])
-        if done >= args.steps:
+        if done >= self.stop:
             raise SettingError(
-                f"{args.out} holds a run that has finished step {done}, and --steps is {args.steps}: "
+                f"{folder} holds a run that has finished step {done}, and --steps is {self.stop}: "
                 f"raise --steps to train on, or start anew with --no-resume or another --out"
             )
-        load(found[-1], self.run, self.parameters, self.optimizer)
+        load(found[-1], self.run, self.tensors, self.optimizer)
         return done
 
+    def due(self, step):
+        """Whether ``step`` (from 0) is followed by a save: every ``every`` steps, and the last."""
+        return self.every > 0 and ((step + 1) % self.every == 0 or step + 1 == self.stop)
+
     def after_step(self, step):
-        """Save if it is time to (see ``due``); call it at the end of every step."""
+        """Save if a checkpoint is due; call it at the end of every step."""
         if self.saving and self.saving[0].done():
             self.finish()
-        if due(self.args, step):
+        if self.due(step):
             self.save(step + 1)
 
     def save(self, step):
-        """Write the checkpoint after ``step`` steps, with ``--async-save`` in the background. Only the
-        ``--keep`` newest remain."""
+        """Write the checkpoint after ``step`` steps, and remove the oldest beyond ``keep``.
+
+        Raises:
+            SettingError: it cannot be written; the checkpoints before it are intact.
+        """
         self.finish()
-        final = self.args.out / f"step-{step:08d}"
+        final = self.folder / f"step-{step:08d}"
         temporary = final.with_suffix(".tmp")
         if _rank() == 0:
             temporary.mkdir()
@@ -96,15 +120,18 @@ class Checkpoints:
         _barrier()
         if not temporary.exists():
             raise SettingError(
-                f"--out {self.args.out} is not one folder for all machines: choose a shared one"
+                f"--out {self.folder} is not one folder for all machines: choose a shared one"
             )
-        tensors = _tensors(self.parameters, self.optimizer)
+        tensors = _with_states(self.tensors, self.optimizer)
         writer = dcp.FileSystemWriter(temporary)
-        with _in_words(step, self.args.out):
-            if self.args.async_save:
-                # DCP copies what is on a GPU to the host, and what is there by deepcopy: that fails for a
-                # DTensor whose part begins inside a storage (its wrapper looks as if it had one of its own).
-                tensors = {k: v.clone() if v.device.type == "cpu" else v for k, v in tensors.items()}
+        with _in_words(step, self.folder):
+            if self.in_background:
+                # DCP copies tensors from a GPU to the host, and tensors on the host by deepcopy.
+                # deepcopy fails for a DTensor whose local part begins inside a storage.
+                tensors = {
+                    name: tensor.clone() if tensor.device.type == "cpu" else tensor
+                    for name, tensor in tensors.items()
+                }
                 future = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
                 self.saving = future, temporary, final
             else:
@@ -113,62 +140,59 @@ class Checkpoints:
         _barrier()
 
     def finish(self):
-        """Wait for a save that goes on in the background: none is left behind at the end of a run."""
+        """Wait for a save in the background; call it at the end of a run."""
         if self.saving:
             (future, temporary, final), self.saving = self.saving, None
-            with _in_words(step_of(final), self.args.out):
+            with _in_words(step_of(final), self.folder):
                 future.result()
             self.publish(temporary, final)
 
     def publish(self, temporary, final):
-        """Rank 0 gives a checkpoint that all ranks have written its name, and removes older ones."""
+        """Rank 0 renames a checkpoint that all ranks have written, and removes older ones."""
         if _rank() == 0:
             _flush_to_disk(temporary)
             temporary.rename(final)
-            _flush_to_disk(self.args.out)
-            for old in list_checkpoints(self.args.out)[: -self.args.keep]:
-                # Renamed first: a removal that is cut short must not leave what looks complete.
+            _flush_to_disk(self.folder)
+            for old in list_checkpoints(self.folder)[: -self.keep]:
+                # Renamed first: what a killed removal leaves must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".old")))
-
-
-def due(args, step):
-    """Whether to save when ``step`` (from 0) is done: every ``--save-every`` steps, and the last."""
-    return args.save_every > 0 and ((step + 1) % args.save_every == 0 or step + 1 == args.steps)
 
 
 def list_checkpoints(folder):
     """The complete checkpoints of a run folder, oldest first."""
-    found = [path for path in pathlib.Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=step_of)
+    paths = pathlib.Path(folder).glob("step-*")
+    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(checkpoint):
+    """The number of steps after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 @torch.no_grad()
-def load(checkpoint, run, parameters, optimizer):
-    """Load a checkpoint in place, into ``parameters`` and the states of ``optimizer``; see ``save``.
+def load(checkpoint, run, tensors, optimizer):
+    """Load a checkpoint in place: into ``tensors`` and the states of ``optimizer``, whatever their
+    sharding. For the arguments see ``Checkpoints``.
 
     Raises:
-        SettingError: it was saved by another ``run`` or model, or is not to be trusted.
+        SettingError: it is of another run or model, or not to be trusted.
     """
     reader, stored, saved = _open(checkpoint)
     for key, value in run.items():
         if saved.get(key) != value:
             raise SettingError(
-                f"{checkpoint} was saved with {key} {saved.get(key)}, this run has {value}: "
-                f"go on with the same, or start anew with --no-resume or another --out"
+                f"{key} is {saved.get(key)} in {checkpoint} and {value} in this run: resume with "
+                f"the same, or start anew with --no-resume or another --out"
             )
-    for name, parameter in parameters.items():
+    for name, tensor in tensors.items():
         entry = stored.get(f"model.{name}")
-        if entry is None or entry.size != parameter.shape:
+        if entry is None or entry.size != tensor.shape:
             raise SettingError(
-                f"{checkpoint} is of another model: {name} has shape {tuple(parameter.shape)} here and "
-                f"{tuple(entry.size) if entry else 'none'} there"
+                f"{checkpoint} is of another model: {name} has shape {tuple(tensor.shape)} here "
+                f"and {tuple(entry.size) if entry else 'none'} there"
             )
-    _make_states(stored, parameters, optimizer)
-    _load(_tensors(parameters, optimizer), reader)
+    _make_states(stored, tensors, optimizer)
+    _load(_with_states(tensors, optimizer), reader)
 
 
 def read(checkpoint, prefix="model."):
@@ -188,12 +212,12 @@ def read(checkpoint, prefix="model."):
 
 
 def _open(checkpoint):
-    """Returns DCP's reader, what it has stored under each name, and run.json."""
+    """Returns DCP's reader, the metadata of each stored tensor, and the content of run.json."""
     try:
         saved = json.loads((checkpoint / "run.json").read_text())
         reader = _SafeReader(checkpoint)
         stored = reader.read_metadata().state_dict_metadata
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+    except BROKEN as error:
         raise SettingError(f"{checkpoint} is not a checkpoint of these scripts: {error}") from None
     for name, entry in stored.items():
         if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
@@ -202,14 +226,14 @@ def _open(checkpoint):
 
 
 def _load(tensors, reader):
-    with warnings.catch_warnings():  # that a single process loads alone
+    with warnings.catch_warnings():  # DCP warns that a single process loads alone
         warnings.simplefilter("ignore")
         dcp.load(tensors, storage_reader=reader)
 
 
 @contextlib.contextmanager
 def _in_words(step, out):
-    """Around a save: without the warning that a process saves alone, and an error in words."""
+    """Around a save: no warning that a single process saves alone, and an error in words."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -222,45 +246,36 @@ def _in_words(step, out):
         ) from None
 
 
-def _run(args, sampler):
-    """What must not change between saving and loading: the model, and what orders the data, whose
-    state is the step only as long as these are the same."""
-    model = {f"--{k.replace('_', '-')}": v for k, v in dataclasses.asdict(args.config).items()}
-    return model | {
-        "--seed": sampler.seed,
-        "--batch-size": sampler.batch_size,
-        "--seq-len": args.seq_len,
-        "a number of samples in --data of": sampler.size,
-    }
+def _with_states(tensors, optimizer):
+    """Everything that a checkpoint holds, by its name there."""
+    named = {}
+    for name, tensor in tensors.items():
+        named[f"model.{name}"] = tensor.detach()
+        for key, value in optimizer.state.get(tensor, {}).items():
+            named[f"optimizer.{name}.{key}"] = value
+    return named
 
 
-def _tensors(parameters, optimizer):
-    tensors = {}
-    for name, parameter in parameters.items():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{name}.{key}"] = value
-    return tensors
-
-
-def _make_states(stored, parameters, optimizer):
-    """Make room for the optimizer states that are stored: an optimizer makes them at its first step."""
+def _make_states(stored, tensors, optimizer):
+    """Allocate the stored optimizer states: an optimizer has none before its first step."""
     for key, entry in stored.items():
         if key.startswith("optimizer."):
             name, state = key.removeprefix("optimizer.").rsplit(".", 1)
-            if name in parameters:
-                parameter = parameters[name]
-                optimizer.state[parameter][state] = (
-                    torch.zeros_like(parameter) if entry.size == parameter.shape
-                    else torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+            if name in tensors:
+                tensor = tensors[name]
+                optimizer.state[tensor][state] = (
+                    torch.zeros_like(tensor) if entry.size == tensor.shape
+                    else torch.zeros(
+                        entry.size, dtype=entry.properties.dtype, device=tensor.device
+                    )
                 )
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """DCP's reader, but its index, a pickle, may name nothing but the classes that DCP writes.
+    """DCP's reader, but its index, a pickle, may name only the classes that DCP writes.
 
-    Tensors are read with ``weights_only=True`` by DCP itself; other values, which it unpickles, are
-    refused by ``load``.
+    DCP itself reads tensors with ``weights_only=True``. Other values, which it would unpickle, are
+    refused by ``_open``.
     """
 
     def read_metadata(self, *args, **kwargs):
@@ -276,7 +291,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         )
         if not written_by_dcp:
-            raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which DCP never writes")
+            raise pickle.UnpicklingError(
+                f"its index asks for {module}.{name}, which DCP never writes"
+            )
         return super().find_class(module, name)
 
 
@@ -294,7 +311,7 @@ _OTHER_CLASSES = {
 
 
 def _move_aside(out):
-    """Move an earlier run out of the way, into the first free ``previous-N`` of the folder."""
+    """Move the files of an earlier run into the first free ``previous-N`` of the folder."""
     earlier = [*out.glob("step-*"), *out.glob("*.json"), *out.glob("*.jsonl")]
     if earlier:
         number = 1

@@ -1,7 +1,7 @@
 """Counts what one step holds in memory and what it sends, from the operations it issues.
 
-Nothing here is an estimate: bytes held are the storages that are alive, bytes sent are the sizes of
-the tensors that collectives were called with, times what a ring sends of them.
+Nothing here is an estimate. Bytes held are the storages that are alive. Bytes sent are the sizes of
+the tensors that collectives were called with, times the share of them that a ring sends.
 """
 
 import collections
@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# By operation: its name in a report, and the share of the counted tensor that each of n ranks sends in a
-# ring (Patarasu and Yuan, 2009). Counted is the whole: the input, or of an all-gather the output.
+# By operation: its name in a report, and the share of the whole tensor that each of n ranks sends
+# in a ring (Patarasu and Yuan, 2009). The whole tensor is the input, for an all-gather the output.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
     "all_reduce": ("all-reduce", lambda n: 2 * (n - 1) / n),
@@ -33,16 +33,19 @@ HELD = ("parameters", "gradients", "optimizer states", "activations")
 
 
 class StepCounter(TorchDispatchMode):
-    """Between ``__enter__`` and ``__exit__``, counts
+    """Counts between ``__enter__`` and ``__exit__``:
 
-    ``now`` and ``peak``: by kind of ``HELD``, the bytes that are alive on this rank, and the most that were at
-    once; activations are all that is none of the others. "in all" is their sum.
-    ``sent``: bytes that this rank sends, by (collective, group), and ``calls``, how many there were. A
-    group is named by its dimension of ``mesh``; collectives over the dimensions ``activation_dims`` move
-    activations, those over others parameters and gradients.
+    - ``now`` and ``peak``: for each kind of ``HELD``, the bytes that are alive on this rank, and
+      the most that were alive at once. Everything that is no other kind is an activation. "in all"
+      is the sum of the kinds.
+    - ``sent``: the bytes that this rank sends, by (collective, group), and ``calls``, the number of
+      calls. A group is named by its dimension of ``mesh``, or "world".
 
     Args:
-        mesh: the DeviceMesh, or None.
+        optimizer: its parameters and states are what this rank holds.
+        mesh: the DeviceMesh of the run, or None.
+        activation_dims: collectives over these dimensions of ``mesh`` move activations, those over
+            other dimensions parameters and gradients.
     """
 
     def __init__(self, optimizer, mesh=None, activation_dims=("tp", "cp", "pp")):
@@ -50,7 +53,7 @@ class StepCounter(TorchDispatchMode):
         self.now, self.peak = collections.Counter(), collections.Counter()
         self.sent, self.calls = collections.Counter(), collections.Counter()
         self.alive = {}  # key of a storage -> [weak reference, kind, bytes]
-        self.watched = {}  # by id: parameters as modules use them
+        self.watched = {}  # by id: parameters that a module has used
         self.handles = []
         self.activation_dims = activation_dims
         self.dims = {} if mesh is None else {
@@ -64,9 +67,9 @@ class StepCounter(TorchDispatchMode):
                 self.track(value, "optimizer states")
 
     def __enter__(self):
-        # A parameter as a module uses it is not always the one of the optimizer: it may be gathered.
+        # The parameter that a module uses may be a gathered copy of the optimizer's.
         self.handles.append(register_module_forward_pre_hook(self.watch))
-        # Storages are also freed and made by changing their size.
+        # FSDP frees and allocates storages by changing their size.
         self.resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = lambda storage, size: self.resized(storage, size)
         return super().__enter__()
@@ -82,14 +85,15 @@ class StepCounter(TorchDispatchMode):
             self.track(parameter, "parameters")
             if id(parameter) not in self.watched and parameter.requires_grad:
                 self.watched[id(parameter)] = parameter
-                self.handles.append(parameter.register_post_accumulate_grad_hook(self.watch_gradient))
+                hook = parameter.register_post_accumulate_grad_hook(self.watch_gradient)
+                self.handles.append(hook)
 
     def watch_gradient(self, parameter):
         if parameter.grad is not None:
             self.track(parameter.grad, "gradients")
 
     def track_gradients(self, optimizer):
-        """Those that hooks have not seen: what was reduced or split after the backward pass, say."""
+        """Count gradients that no hook has seen, such as those reduced after the backward pass."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -100,13 +104,13 @@ class StepCounter(TorchDispatchMode):
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-            return  # a wrapper around a tensor that comes by itself
+            return  # a wrapper: the tensor inside is tracked by itself
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.alive:
             self.alive[key] = [weakref.ref(storage, lambda _: self.freed(key)), kind, 0]
         entry = self.alive[key]
-        if HELD.index(kind) < HELD.index(entry[1]):  # what was made as an activation turns out to be more
+        if HELD.index(kind) < HELD.index(entry[1]):  # it was allocated as an activation
             self.add(entry[1], -entry[2])
             entry[1:] = kind, 0
         self.add(entry[1], storage.nbytes() - entry[2])
@@ -130,12 +134,12 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it issues operations on plain tensors in turn
+            return NotImplemented  # DTensor then issues operations on plain tensors
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.partition("::")[2]
         if function.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             self.collective(name, args, out)
-        # What is received may have been allocated before the counting began.
+        # A buffer to receive into may have been allocated before the counting began.
         for leaf in tree_leaves([out, args] if name == "recv_" else out):
             if isinstance(leaf, torch.Tensor):
                 self.track(leaf, "activations")
@@ -146,7 +150,7 @@ class StepCounter(TorchDispatchMode):
         group = _group(args)
         dim = self.dims.get(group.group_name, "world")
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        # In c10d's own calls the output is an argument too, and comes first.
+        # The operations of c10d take their output as the first argument.
         into = name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
         tensors = [inputs[1]] if into else inputs
         size = sum(tensor.nbytes for tensor in tensors)
@@ -157,18 +161,20 @@ class StepCounter(TorchDispatchMode):
         if dim not in self.activation_dims:
             kind = "parameters" if label == "all-gather" else "gradients"
             for tensor in [*inputs, *tree_leaves(out)]:
-                if isinstance(tensor, torch.Tensor) and (label != "all-gather" or tensor is not tensors[0]):
+                own = label == "all-gather" and tensor is tensors[0]  # the part that is gathered
+                if isinstance(tensor, torch.Tensor) and not own:
                     self.track(tensor, kind)
 
     def sent_share(self, share, name, args, group):
-        splits = args[2] if name == "all_to_all_single" else args[4] if name == "alltoall_base_" else None
-        if splits:  # uneven: all but what stays here
+        position = {"all_to_all_single": 2, "alltoall_base_": 4}.get(name)
+        splits = None if position is None else args[position]
+        if splits:  # an uneven all-to-all sends everything but the part for this rank
             return 1 - splits[group.rank()] / sum(splits)
         return share(group.size())
 
 
 def _group(args):
-    """The process group among the arguments of a collective: an object, or its name."""
+    """The process group among the arguments of a collective, where it is an object or a name."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().name():
             return dist.ProcessGroup.unbox(arg)

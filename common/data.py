@@ -2,12 +2,14 @@
 
 The order of the samples is a pure function of (seed, epoch), computed index by index: a keyed
 permutation instead of a shuffled list, so that 10^12 samples cost no start-up time and no memory.
-Step s consumes the samples [s*G, (s+1)*G) of that order, G the global batch, and each data-parallel
-rank takes its share of them. The state of the data is therefore the step number and nothing else.
+Step s consumes the samples [s*G, (s+1)*G) of that order, where G is the global batch size, and each
+data-parallel rank takes its share of them. So the step number is the only state of the data.
 
-``BatchSampler`` fits ``torch.utils.data.DataLoader`` with any map-style dataset of yours.
+``BatchSampler`` and ``load_batches`` serve any map-style dataset: anything that has
+``len(dataset)`` and ``dataset[index]``.
 """
 
+import collections.abc
 import os
 import pathlib
 import sysconfig
@@ -27,12 +29,13 @@ def permute(indices, size, key):
     """Where each of ``indices`` goes in the permutation of range(``size``) that ``key`` selects.
 
     ``indices`` is an array of any shape, ``key`` a sequence of integers >= 0. A Feistel network
-    permutes the smallest power of two that holds ``size``; an index that lands outside goes round
-    again until it lands inside, which keeps it a permutation (cycle walking: Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002). No index needs to know about another.
+    permutes range(2^bits), the smallest that contains range(``size``). An index that lands outside
+    of range(``size``) is permuted again until it lands inside, which keeps it a permutation (cycle
+    walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Each index is
+    computed without the others.
     """
     bits = (size - 1).bit_length()
-    low = np.uint64(bits // 2)  # the halves are low and bits - low wide
+    low = np.uint64(bits // 2)  # one half has low bits, the other bits - low
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
@@ -51,7 +54,7 @@ def permute(indices, size, key):
 
 
 def _mix(x):
-    """Every bit of x into every bit of the result (the finaliser of SplitMix64)."""
+    """Let every bit of x change every bit of the result (the finaliser of SplitMix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -61,18 +64,19 @@ class BatchSampler(Sampler):
     """Yields the sample indices of one micro-batch after another, for this rank.
 
     Args:
-        size: samples in the dataset.
-        batch_size: samples of the *global* batch G, over all ranks and accumulation steps.
-        grad_accum: micro-batches that each rank makes of its share of a global batch.
-        seed: of the order.
-        start, stop: optimizer steps, from ``start`` up to and without ``stop`` (None: forever).
-        rank, world_size: this process, and how many there are.
+        size: number of samples in the dataset.
+        batch_size: samples in the *global* batch G, over all ranks and accumulation steps.
+        grad_accum: number of micro-batches into which each rank cuts its share of a global batch.
+        seed: seed of the order.
+        start, stop: optimizer steps, ``start`` included, ``stop`` not (None: endless).
+        rank, world_size: the rank of this process, and the number of processes.
         replication: k consecutive ranks get the same samples (tensor, context, pipeline ranks).
-        mesh: instead of the three above: the data-parallel dimension of a ``DeviceMesh``.
+        mesh: instead of the three above, the data-parallel dimensions of a ``DeviceMesh``.
 
-    Data-parallel rank r of n takes the rows [r*G/n, (r+1)*G/n) of the global batch, so the shares
-    of all ranks, put together in the order of the ranks, are the batch in order. An epoch that ends
-    inside a batch is followed at once by the next: nothing is padded, repeated or dropped.
+    Data-parallel rank r of n takes the samples [r*G/n, (r+1)*G/n) of the global batch, so the
+    shares of all ranks, concatenated in the order of the ranks, are the batch in order. If an epoch
+    ends inside a batch, the batch continues with the next epoch: no sample is padded, repeated or
+    dropped.
 
     Raises:
         SettingError: the ranks and micro-batches cannot share a batch evenly.
@@ -81,7 +85,8 @@ class BatchSampler(Sampler):
     def __init__(self, size, batch_size, grad_accum=1, *, seed=0, start=0, stop=None,
                  rank=0, world_size=1, replication=1, mesh=None):
         if mesh is not None:
-            rank, world_size, replication = mesh.get_local_rank(), mesh.size(), 1
+            rank = int(np.ravel_multi_index(mesh.get_coordinate(), mesh.shape))
+            world_size, replication = mesh.size(), 1
         if world_size % replication:
             raise SettingError(
                 f"a replication of {replication} does not divide the world size {world_size}"
@@ -98,8 +103,16 @@ class BatchSampler(Sampler):
                 f"{f'{below} or {above}' if below else above}"
             )
 
+    def __str__(self):
+        samples = self.batch_size // (self.ranks * self.grad_accum)
+        return (
+            f"batch {self.batch_size} = {_count(samples, 'sample')} "
+            f"x {_count(self.grad_accum, 'accumulation step')} "
+            f"x {_count(self.ranks, 'data-parallel rank')}"
+        )
+
     def __len__(self):
-        """Micro-batches that are left (an endless sampler has no length)."""
+        """The number of micro-batches from ``start`` to ``stop``; an endless sampler has none."""
         if self.stop is None:
             raise TypeError("a sampler without `stop` is endless")
         return max(0, self.stop - self.start) * self.grad_accum
@@ -114,7 +127,7 @@ class BatchSampler(Sampler):
             step += 1
 
     def samples(self, first, last):
-        """The samples at the places [first, last) of the endless order, as an array."""
+        """The sample indices at the places [first, last) of the endless order, an int64 array."""
         places = range(first, last)
         epochs = range(first // self.size, (last - 1) // self.size + 1)
         return np.concatenate([
@@ -129,23 +142,26 @@ class BatchSampler(Sampler):
 
 
 class TokenDataset(Dataset):
-    """Sample i is the tokens [i*T, (i+1)*T] of the data: T inputs and, one further, T targets.
+    """Sample i has the T inputs [i*T, (i+1)*T) of the data, and as targets the same shifted by one.
 
     Args:
         data: a ``.bin`` file of raw token ids (the nanoGPT convention, no header), or a folder of
-            such files; any other file, or folder of files, is read as text, a token per byte;
-            ``stdlib`` is the source text of Python's standard library. Files of a folder follow one
-            another in the order of their paths.
-        seq_len: T.
-        token_dtype: of a ``.bin`` file, "uint16" or "uint32".
+            such files. Any other file or folder is read as text, one token per byte. ``stdlib`` is
+            the source text of Python's standard library. The files of a folder are concatenated in
+            the order of their paths.
+        seq_len: T, the number of tokens in a sample.
+        token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32".
+        vocab_size: refuse token ids that are not below this.
 
-    Nothing is read before it is asked for. Item: two int64 tensors (T,).
+    A file is read only where a sample is asked for. A sample is two int64 tensors (T,).
 
     Raises:
-        SettingError: no such file, or too little in it for one sample.
+        SettingError: there is no such file, or it is too short for one sample; when a sample is
+            read: one of its tokens is not in the vocabulary.
     """
 
-    def __init__(self, data, seq_len, token_dtype="uint16"):
+    def __init__(self, data, seq_len, token_dtype="uint16", vocab_size=None):
+        self.data, self.vocab_size = data, vocab_size
         self.files = _find_files(data)
         binary = [path.suffix == ".bin" for path in self.files]
         if any(binary) and not all(binary):
@@ -170,12 +186,21 @@ class TokenDataset(Dataset):
                 f"takes {seq_len + 1}; give more data or a smaller --seq-len"
             )
 
+    def __str__(self):
+        return f"{_count(len(self), 'sample')} of {_count(self.seq_len, 'token')} in {self.data}"
+
     def __len__(self):
         return max(0, self.tokens - 1) // self.seq_len
 
     def __getitem__(self, index):
         first = index * self.seq_len
         tokens = torch.from_numpy(self._read(first, first + self.seq_len + 1).astype(np.int64))
+        if self.vocab_size is not None and (largest := tokens.max().item()) >= self.vocab_size:
+            # Said here in words; on a GPU the embedding would fail in an assertion of its kernel.
+            raise SettingError(
+                f"{self.data} holds token {largest}, beyond a vocabulary of {self.vocab_size}: "
+                f"raise --vocab-size, or see --token-dtype"
+            )
         return tokens[:-1], tokens[1:]
 
     def _read(self, first, last):
@@ -210,20 +235,30 @@ def _find_files(data):
     return sorted(file for file in found if file.suffix == ".py" or not standard)
 
 
-def load_batches(dataset, sampler, vocab_size, device, workers=0):
-    """Yields the micro-batches of this rank on ``device``: inputs and targets, (B, T) each.
+def load_batches(dataset, sampler, device, workers=0):
+    """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated.
 
-    Raises:
-        SettingError: a token is not in the vocabulary.
+    ``workers`` processes read ahead; 0 reads in this process. A batch may be any structure of
+    tensors, such as a tuple or a dict.
     """
     loader = DataLoader(
         dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
     )
     for batch in loader:
-        # Here, where it can be said in words: on a GPU it would be an assertion of a kernel.
-        if (largest := max(tensor.max().item() for tensor in batch)) >= vocab_size:
-            raise SettingError(
-                f"the data holds token {largest}, beyond a vocabulary of {vocab_size}: raise "
-                f"--vocab-size, or see --token-dtype"
-            )
-        yield [tensor.to(device, non_blocking=True) for tensor in batch]
+        yield to_device(batch, device)
+
+
+def to_device(batch, device):
+    """Move all tensors in nested lists, tuples and mappings to ``device``."""
+    if hasattr(batch, "to"):  # a tensor, or an object that moves its own tensors
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, collections.abc.Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        values = [to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
+def _count(number, noun):
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Who this process is among how many: the variables that launchers set."""
+"""This process's rank and the world size, from the variables that launchers set."""
 
 import fcntl
 import os
@@ -10,7 +10,12 @@ from common.errors import SettingError
 
 
 def rank_and_world_size():
-    """From the variables that launchers set, or from those of Slurm's ``srun``; (0, 1) where none has."""
+    """The rank of this process and the number of processes, from RANK and WORLD_SIZE or, under
+    ``srun``, from Slurm's variables. Without any of these: (0, 1).
+
+    Raises:
+        SettingError: the variables contradict each other, or MPI has started the processes.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         _read_slurm()
         _refuse_mpi()
@@ -23,35 +28,39 @@ def rank_and_world_size():
     try:
         rank, world_size = int(rank or 0), int(world_size or 1)
     except ValueError:
-        raise SettingError(f"RANK '{rank}' and WORLD_SIZE '{world_size}' must be whole numbers") from None
+        raise SettingError(
+            f"RANK '{rank}' and WORLD_SIZE '{world_size}' must be whole numbers"
+        ) from None
     if not 0 <= rank < world_size:
-        raise SettingError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}")
+        raise SettingError(
+            f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}"
+        )
     return rank, world_size
 
 
 def _read_slurm():
-    """Set the usual variables where ``srun`` has started this process as one task of several.
+    """Set the usual variables if ``srun`` has started this process as one of several tasks.
 
-    The shell of a batch job or of ``salloc`` has SLURM_NTASKS and SLURM_PROCID too, and is one process:
-    only a step that was started by srun has the variables SLURM_STEP_*. An interactive step has them as
-    well, and one task.
+    The shell of a batch job or of ``salloc`` also has SLURM_NTASKS and SLURM_PROCID, but is one
+    process: only a step that srun has started has the variables SLURM_STEP_*. An interactive step
+    has them too, with one task.
     """
     env = os.environ
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in env:
         return
-    # node[03-05,9],other: the first host is what the first number of each bracket makes
+    # The first host of "node[03-05,9],other": keep the first number of each bracket.
     first = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "")).split(",")[0]
     if "MASTER_ADDR" not in env and not re.fullmatch(r"[\w.-]+", first):
         raise SettingError(
-            f"cannot tell the first host of SLURM_STEP_NODELIST '{env.get('SLURM_STEP_NODELIST', '')}': "
-            f"set MASTER_ADDR to its address"
+            f"cannot tell the first host of SLURM_STEP_NODELIST "
+            f"'{env.get('SLURM_STEP_NODELIST', '')}': set MASTER_ADDR to its address"
         )
     # Two jobs that share a machine must not share a port.
-    port = 10000 + (10 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))) % 20000
+    port = int(env.get("SLURM_JOB_ID", 0)) * 10 + int(env.get("SLURM_STEP_ID", 0))
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
     env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
     env.setdefault("MASTER_ADDR", first)
-    env.setdefault("MASTER_PORT", str(port))
+    env.setdefault("MASTER_PORT", str(10000 + port % 20000))
 
 
 def _refuse_mpi():
@@ -59,39 +68,43 @@ def _refuse_mpi():
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
             raise SettingError(
-                f"{name} is {os.environ[name]} but RANK and WORLD_SIZE are not set: start the script by torchrun, "
-                f"run.sh or srun, which say which process is which"
+                f"{name} is {os.environ[name]} but RANK and WORLD_SIZE are not set: start the "
+                f"script by torchrun, run.sh or srun, which set them for each process"
             )
 
 
 def pick_gloo_interface():
-    """Let gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names another.
+    """Let gloo use the network interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names
+    another.
 
-    By itself it takes the address of this machine's own name, which many systems resolve to 127.0.1.1: no
-    other machine reaches that. On the first machine MASTER_ADDR may be such a name too; then the interface
-    of the default route is taken.
+    By itself gloo takes the address of this machine's own name. Many systems resolve that name to
+    127.0.1.1, which no other machine can reach. On the first machine MASTER_ADDR may be such a name
+    too; then the interface of the default route is taken.
     """
     env, master = os.environ, os.environ.get("MASTER_ADDR", "localhost")
     one_machine = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
-    if one_machine or "GLOO_SOCKET_IFNAME" in env or master == "localhost" or master.startswith("127."):
+    loopback = master == "localhost" or master.startswith("127.")
+    if one_machine or loopback or "GLOO_SOCKET_IFNAME" in env:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master, 9))  # sends nothing: it only picks the way
-        except OSError:  # no such name, or IPv6 alone: left to gloo
+            probe.connect((master, 9))  # for UDP this sends nothing: it only chooses the route
+        except OSError:  # no such name, or IPv6 only: gloo decides
             return
-        mine = probe.getsockname()[0]
-        if mine.startswith("127."):
+        own = probe.getsockname()[0]
+        if own.startswith("127."):
             with open("/proc/net/route") as routes:
                 found = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
         else:
-            found = [name for _, name in socket.if_nameindex() if _address(probe, name) == mine]
+            found = [name for _, name in socket.if_nameindex() if _address(probe, name) == own]
     if found:
         env["GLOO_SOCKET_IFNAME"] = found[0]
 
 
 def _address(probe, interface):
+    """The IPv4 address of a network interface, None if it has none."""
+    request = struct.pack("256s", interface.encode())
     try:
-        return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()))[20:24])  # SIOCGIFADDR
-    except OSError:  # it has none
+        return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
+    except OSError:
         return None

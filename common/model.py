@@ -1,11 +1,12 @@
-"""A small Llama: the model that every script trains, and that knows nothing of how.
+"""A small Llama: the model that every script trains. It does not know how it is parallelised.
 
 RMSNorm before each sub-layer (arXiv:1910.07467), rotary position embeddings (arXiv:2104.09864),
 SwiGLU (arXiv:2002.05202) and grouped-query attention (arXiv:2305.13245); no biases, no dropout, an
 untied output head. Parameter names and shapes are those of Hugging Face's ``LlamaForCausalLM``.
 
-In the shapes below B is the batch, T the sequence, D ``hidden_size``, H and KV the numbers of query
-and key/value heads, K ``head_dim``, V ``vocab_size``. All are local: what this process was given.
+In the shapes below, B is the number of sequences, T the length of a sequence, D ``hidden_size``,
+H and KV the numbers of query and key/value heads, K ``head_dim``, V ``vocab_size``. All are local:
+the sizes of what this process holds.
 """
 
 import dataclasses
@@ -51,8 +52,8 @@ class ModelConfig:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.head_dim % 2:
             raise SettingError(
-                f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs, so change "
-                f"hidden_size or num_attention_heads until hidden_size / num_attention_heads is even"
+                f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs, so choose "
+                f"hidden_size and num_attention_heads so that their quotient is even"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise SettingError(
@@ -70,7 +71,7 @@ PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
     "small": ModelConfig(256, 384, 1024, 6, 6, 2),  # 9.6 M
     "medium": ModelConfig(50304, 768, 2048, 12, 12, 4),  # 152 M, GPT-2's vocabulary
-    "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, its head untied
+    "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, with an untied head
     "llama3-8b": _llama3(4096, 14336, 32, 32),  # 8.0 B
     "llama3-70b": _llama3(8192, 28672, 80, 64),  # 70.6 B
     "llama3-405b": _llama3(16384, 53248, 126, 128),  # 405.9 B
@@ -85,24 +86,26 @@ def rotary_table(positions, head_dim, theta, dtype):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x[i], x[i + K/2]) of x (B, H, T, K) by its position's angle."""
+    """Rotate each pair (x[i], x[i + K/2]) of x (B, H, T, K) by the angle of its position."""
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # the same for every head
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
 def causal_attention(q, k, v, mask=None):
-    """Plain attention: q (B, H, T, K), k and v (B, KV, S, K) -> (B, H, T, K). ``mask`` (T, S) is true where a
-    query sees a key; without it T is S."""
+    """Plain attention: q (B, H, T, K), k and v (B, KV, S, K) -> (B, H, T, K). ``mask`` (T, S) is
+    true where a query attends to a key; without it T equals S and attention is causal."""
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # Of CUDA's kernels only flash attention lets heads share k and v, and it takes neither a mask nor float32:
-        # without this all T x S scores would be kept.
+        # Of the CUDA kernels only flash attention shares k and v between heads. It takes neither a
+        # mask nor float32; the fallback would keep all T x S scores. So k and v are repeated.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention; ``attention`` may be replaced from outside."""
+    """Grouped-query self-attention; ``attention`` can be replaced from outside."""
 
     def __init__(self, config):
         super().__init__()
@@ -115,7 +118,7 @@ class Attention(nn.Module):
         self.attention = causal_attention
 
     def forward(self, x, cos, sin):
-        # The number of heads is read off the projections' outputs: it may be a rank's share.
+        # The number of heads follows from the projections: under tensor parallelism it is local.
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, K)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -151,9 +154,9 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Tokens (B, T) in, logits (B, T, V) out.
 
-    ``layers`` is a ModuleDict, so that dropping some leaves the names of the others as they are.
-    Embedding, final norm and head may be replaced by ``nn.Identity``: the model then takes, or
-    returns, hidden states (B, T, D).
+    ``layers`` is a ModuleDict: deleting some layers leaves the names of the others as they are. If
+    the embedding is replaced by ``nn.Identity``, the model takes hidden states (B, T, D); if the
+    final norm and the head are, it returns them. A pipeline stage needs both.
     """
 
     def __init__(self, config):
@@ -161,13 +164,16 @@ class Transformer(nn.Module):
         self.config = config
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleDict({str(i): Layer(config) for i in range(config.num_hidden_layers)}),
+            "layers": nn.ModuleDict({
+                str(i): Layer(config) for i in range(config.num_hidden_layers)
+            }),
             "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens, positions=None):
-        """``positions`` (T,) or (B, T): places in the whole sequence, when this is a shard of it."""
+        """``positions`` (T,) or (B, T): the positions of the tokens in the whole sequence, if
+        ``tokens`` is a shard of it."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.model.embed_tokens(tokens)  # (B, T, D)
@@ -188,10 +194,10 @@ def next_token_loss(logits, targets):
 def draw_parameter(name, shape, config, seed):
     """The initial value of one parameter, whole, in float32 on the CPU.
 
-    Its generator is seeded by (seed, name) alone, so the value depends on nothing else: not on
-    which other parameters are drawn, nor on the device or the number of ranks. Normal with
-    ``initializer_range``; the two projections into the residual stream of each layer are scaled
-    down by sqrt(2 x layers) (GPT-2); norms are ones.
+    Its generator is seeded by (seed, name) alone. So the value does not depend on which other
+    parameters are drawn, on the device or on the number of ranks. Weights are normal with the
+    standard deviation ``initializer_range``; the two projections into the residual stream of each
+    layer are scaled down by sqrt(2 x layers) (GPT-2). Norms are ones.
     """
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")
@@ -207,25 +213,26 @@ def draw_parameter(name, shape, config, seed):
 def init_weights(model, seed, shard=None):
     """Fill the parameters of a materialised model, one at a time.
 
-    ``shard(parameter, whole)`` returns the part of a whole tensor that belongs into a parameter
-    that is itself only a part; without it the parameters are whole.
+    ``shard(parameter, whole)`` returns the part of the whole tensor that this rank's ``parameter``
+    holds; without it the parameters are whole.
     """
     for name, parameter in model.named_parameters():
         whole = draw_parameter(name, parameter.shape, model.config, seed).to(parameter.dtype)
         parameter.copy_(shard(parameter, whole) if shard else whole)
 
 
-def checkpoint_activations(model):
-    """Keep only each layer's input for the backward pass and run the layer again there
-    (arXiv:1604.06174). Set on the bound method, so that no parameter changes its name."""
-    for layer in model.model.layers.values():
+def checkpoint_activations(layers):
+    """Keep only the input of each layer for the backward pass, and run the layer again there
+    (arXiv:1604.06174). Replaces the bound method, so that no parameter changes its name."""
+    for layer in layers:
         layer.forward = functools.partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
 
 
-def compile_layers(model):
-    """``torch.compile`` per layer: all layers share one compilation; names stay as they are. Before
-    ``checkpoint_activations``: inside of a compiled function that would be what is not compiled."""
-    for layer in model.model.layers.values():
+def compile_layers(layers):
+    """``torch.compile`` each layer; layers of the same shape share one compilation, and parameters
+    keep their names. Call it before ``checkpoint_activations``: after it nothing is compiled.
+    """
+    for layer in layers:
         layer.forward = torch.compile(layer.forward)

@@ -1,10 +1,10 @@
-"""What AdamW (arXiv:1711.05101) needs around it."""
+"""What surrounds AdamW (arXiv:1711.05101): parameter groups and a learning-rate schedule."""
 
 import math
 
 
 def decay_groups(parameters, weight_decay):
-    """Two parameter groups: matrices are decayed, norms are not."""
+    """Two parameter groups for an optimizer: weight decay acts on matrices, not on vectors."""
     parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -12,18 +12,18 @@ def decay_groups(parameters, weight_decay):
     ]
 
 
-def learning_rate(step, args):
-    """Linear warm-up to ``--lr``, then half a cosine down to ``--min-lr`` (arXiv:1608.03983).
+def learning_rate(step, peak, steps, warmup_steps=0, minimum=0.0):
+    """Linear warm-up to ``peak``, then half a cosine down to ``minimum`` (arXiv:1608.03983).
 
-    A function of the step (counted from 0) alone, so that there is no state to save.
+    A function of ``step`` (0 to ``steps`` - 1) alone, so that there is no state to save.
     """
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
-    return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
 
 
 def set_learning_rate(optimizer, lr):
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    return lr
