@@ -17,6 +17,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
+PATIENCE = 300  # seconds after which what runs is taken to hang, however busy the machine is
 
 
 class Result:
@@ -62,7 +63,7 @@ class ProcessServer:
         self.process.stdin.close()
         self.process.wait()
 
-    def run(self, script, world_size, options="", *, folder, out="out", timeout=150, env=None,
+    def run(self, script, world_size, options="", *, folder, out="out", timeout=PATIENCE, env=None,
             expect_ok=True, pass_out=True):
         """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in
         ``world_size`` processes, 0 for plain python.
@@ -141,6 +142,11 @@ def serve():
         sys.stdout = open(1, "w", closefd=False)
         sys.stderr = open(2, "w", closefd=False, buffering=1)
         sys.argv = [job["script"], *job["argv"]]
+        if not job["script"].startswith(f"{ROOT}/"):  # a copy finds what lies beside it, no more
+            sys.path[:] = [path for path in sys.path if not f"{path}/".startswith(f"{ROOT}/")]
+            for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+                del sys.modules[name]
+        sys.path.insert(0, os.path.dirname(job["script"]))
         runpy.run_path(job["script"], run_name="__main__")
         sys.exit()  # through the whole end of the interpreter
 
