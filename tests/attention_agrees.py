@@ -1,10 +1,11 @@
 """On each rank: every attention of cp.py against plain attention over the whole sequence."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 
 import cp
-from common.arguments import argument_parser, parse_arguments
 from common.launch import launch, start_process_group
 from common.model import causal_attention
 
@@ -12,7 +13,7 @@ BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def main():
-    start_process_group(parse_arguments(argument_parser("")))
+    start_process_group()
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     B, T, K = 2, 4 * n, 6
     for name in ("ring", "ulysses", "allgather"):
@@ -24,11 +25,14 @@ def main():
                 shards = cp.shard_positions(T, n, zigzag=name != "ulysses")
                 mine = [x[:, :, shards[rank]] for x in whole]
                 attention = getattr(cp, f"{name}_attention")
-                extra = ({"mask": shards[rank][:, None] >= shards.flatten()}
-                         if name == "allgather" else {})
+                options = {"group": group}
+                if name != "ring":
+                    options["attention"] = causal_attention
+                if name == "allgather":
+                    options["mask"] = shards[rank][:, None] >= shards.flatten()
                 # In float64, to measure the error of one of the two only
                 expected = results(causal_attention, *(x.double() for x in whole))
-                got = results(attention, *mine, group=group, **extra)
+                got = results(functools.partial(attention, **options), *mine)
                 for x, y in zip(got, expected):
                     assert x.dtype == dtype
                     error = ((x - y[:, :, shards[rank]]).abs()
@@ -37,10 +41,10 @@ def main():
     print("all agree" if rank == 0 else "", flush=True)
 
 
-def results(attention, q, k, v, weight, **options):
+def results(attention, q, k, v, weight):
     """The output, and the gradients of q, k and v, of a weighted sum of it."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, **options)
+    out = attention(*inputs)
     (out * weight).sum().backward()
     return [out.detach(), *(x.grad for x in inputs)]
 

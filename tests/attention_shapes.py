@@ -1,13 +1,15 @@
 """On each rank: which tensors attention makes, forward and backward."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
-from common.arguments import argument_parser, parse_arguments
 from common.launch import launch, start_process_group
+from common.model import causal_attention
 
 # No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
 B, H, KV, T, K = 1, 6, 2, 88, 10
@@ -31,7 +33,7 @@ def shapes(attention, n, **options):
 
 
 def main():
-    start_process_group(parse_arguments(argument_parser("")))
+    start_process_group()
     group, n = dist.group.WORLD, dist.get_world_size()
     ring = shapes(cp.ring_attention, n, group=group)
     assert (B, KV, H // KV, T // n, T // n) in ring, "the scores of the own block should be seen"
@@ -42,7 +44,8 @@ def main():
         )
     # The same eyes see whole sequences where there are some.
     mask = torch.ones(T // n, T, dtype=torch.bool)
-    assert any(T in shape for shape in shapes(cp.allgather_attention, n, mask=mask, group=group))
+    gathered = functools.partial(cp.allgather_attention, attention=causal_attention, mask=mask)
+    assert any(T in shape for shape in shapes(gathered, n, group=group))
     print("no whole sequence in the ring" if dist.get_rank() == 0 else "", flush=True)
 
 

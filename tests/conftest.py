@@ -14,6 +14,29 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from tests.processes import ProcessServer  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true",
+                     help="run every test; without it, a sample of every kind")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: left out without --all")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all leave out what is thorough, unless a test is named: tests/test_x.py::test_y."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_report_header(config):
+    if not config.getoption("--all"):
+        return "a sample of every kind of test; --all runs every test"
+
+
 @pytest.fixture(scope="session")
 def server():
     with ProcessServer() as server:

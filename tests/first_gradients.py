@@ -16,9 +16,9 @@ start_checkpoints, clip = Checkpoints.__init__, torch.nn.utils.clip_grad_norm_
 named = {}
 
 
-def keep_names(self, args, sampler, parameters, optimizer):
-    named.update(parameters)
-    start_checkpoints(self, args, sampler, parameters, optimizer)
+def keep_names(self, folder, run, tensors, optimizer, **options):
+    named.update(tensors)
+    start_checkpoints(self, folder, run, tensors, optimizer, **options)
 
 
 def save_and_clip(*args, **kwargs):

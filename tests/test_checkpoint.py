@@ -50,7 +50,7 @@ def interrupted(uninterrupted, world, folder):
 def test_resuming_is_bit_equal(run, corpus, uninterrupted, tmp_path, script, world):
     interrupted(uninterrupted, world, tmp_path)
     result = run(script, world, f"{OPTIONS} --data {corpus}")
-    assert "going on after step 10" in result.output
+    assert "resuming after step 10" in result.output
     assert_bit_equal(tensors(result.out), tensors(uninterrupted[world]))
     assert [record["step"] for record in result.history] == list(range(1, 21))
 
@@ -77,7 +77,7 @@ def test_a_save_that_dies_half_way(run, corpus, uninterrupted, tmp_path, world, 
     complete = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(killed.out)]
     assert complete == ([10, 15] if when == "removing" else [5, 10])
     again = run("ddp.py" if world else "single.py", world, options)
-    assert f"going on after step {complete[-1]}" in again.output
+    assert f"resuming after step {complete[-1]}" in again.output
     assert_bit_equal(tensors(again.out), tensors(uninterrupted[world]))
     assert [record["step"] for record in again.history] == list(range(1, 21))
     assert {path.name for path in again.out.iterdir()} == {

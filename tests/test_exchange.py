@@ -1,5 +1,6 @@
 """Promise 3: what any script saved at any world size, any other resumes at any other."""
 
+import functools
 import os
 import shutil
 
@@ -8,6 +9,7 @@ import torch
 
 from common import checkpoint
 from tests.processes import Result
+from tests.sample import thorough
 
 OPTIONS = (
     "--hidden-size 24 --intermediate-size 40 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -32,9 +34,20 @@ SPLIT_MODELS = [  # or sequences
 RUNS = DATA_PARALLEL + SPLIT_MODELS
 
 
-def resumed_by(run):
-    """Whose checkpoints a run resumes."""
-    return [other for other in RUNS if meet(run, other)]
+# Without --all: a run of each script, which resumes its own checkpoint and those of the next two
+SAMPLE = [
+    ("single.py", 0), ("tp.py", 2), ("zero.py --stage 2", 3),
+    ("pp.py --microbatches 4 --schedule zbv", 2), ("fsdp.py --replicate 2", 4), ("cp.py", 3),
+    ("ddp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4), ("fsdp.py", 4),
+]
+
+
+def resumed_by(run, every):
+    """Whose checkpoints a run resumes, with --all or without."""
+    if every or run not in SAMPLE:
+        return [other for other in RUNS if meet(run, other)]
+    first = SAMPLE.index(run)
+    return [SAMPLE[(first + i) % len(SAMPLE)] for i in range(3)]
 
 
 def meet(run, other):
@@ -52,35 +65,37 @@ def name_of(run):
 
 @pytest.fixture(scope="module")
 def whole(server, corpus, tmp_path_factory):
-    """The run folders of the uninterrupted runs."""
+    """The uninterrupted runs: ``whole(run)`` is its result."""
     folder = tmp_path_factory.mktemp("whole")
-    return {
-        run: server.run(*run, f"{OPTIONS} --data {corpus}", folder=folder, out=name_of(run))
-        for run in RUNS
-    }
+    return functools.cache(lambda run: server.run(
+        *run, f"{OPTIONS} --data {corpus}", folder=folder, out=name_of(run)
+    ))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, run):
+@pytest.mark.parametrize("run", [
+    pytest.param(run, id=name_of(run), marks=() if run in SAMPLE else thorough) for run in RUNS
+])
+def test_resumes_what_any_other_saved(server, whole, corpus, tmp_path, request, run):
     """The second half of the run is that of the uninterrupted single.py; from its own checkpoint
     bit for bit that of its own, in every weight and optimizer state."""
     command, world = run
     options = [*OPTIONS.split(), "--data", corpus]
-    for saved_by in resumed_by(run):
-        folder, saved = tmp_path / name_of(saved_by), whole[saved_by].out / "step-00000010"
+    saved_by_each = resumed_by(run, request.config.getoption("--all"))
+    for saved_by in saved_by_each:
+        folder, saved = tmp_path / name_of(saved_by), whole(saved_by).out / "step-00000010"
         shutil.copytree(saved, folder / saved.name, copy_function=os.link)
         options += ["--each", "--out", folder, *([] if saved_by == run else ["--save-every", "0"])]
     server.run(f"tests/several_runs.py {command}", world, options, folder=tmp_path, pass_out=False)
 
-    expected = whole["single.py", 0].curve()[10:]
-    for saved_by in resumed_by(run):
+    expected = whole(("single.py", 0)).curve()[10:]
+    for saved_by in saved_by_each:
         found = Result([0], "", tmp_path / name_of(saved_by)).curve()
         assert len(found) == len(expected) == 10
         assert max(abs(a - b) for row, reference in zip(found, expected)
                    for a, b in zip(row, reference)) < 1e-10, saved_by
     last, own, weights = (
         checkpoint.read(out / "step-00000020", prefix="")
-        for out in (tmp_path / name_of(run), whole[run].out, whole["single.py", 0].out)
+        for out in (tmp_path / name_of(run), whole(run).out, whole(("single.py", 0)).out)
     )
     assert last.keys() == own.keys() == weights.keys()
     for name, tensor in weights.items():
@@ -98,6 +113,6 @@ def test_saving_while_training_goes_on(server, whole, corpus, tmp_path, command,
     found = checkpoint.list_checkpoints(result.out)
     assert [checkpoint.step_of(path) for path in found] == list(range(2, 21, 2))
     for step in (10, 20):  # as it was at its step, not as training has made it since
-        expected = checkpoint.read(whole["single.py", 0].out / f"step-{step:08d}", prefix="")
+        expected = checkpoint.read(whole(("single.py", 0)).out / f"step-{step:08d}", prefix="")
         for name, tensor in checkpoint.read(result.out / f"step-{step:08d}", prefix="").items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)

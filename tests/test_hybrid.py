@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.sample import sampled, thorough
 from tests.test_same_run import BASE, furthest
 
 # Sizes for tp 2, cp 2, pp 2 and a batch for dp 2 x 2 micro-batches
@@ -37,29 +38,34 @@ def check(result, curve):
                                                          rel=0.01)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "-".join(grid))
+SAMPLE = [{"dp": 2, "cp": 2}, {"tp": 2, "pp": 2}]  # without --all
+
+
+@pytest.mark.parametrize("grid", sampled(GRIDS, SAMPLE), ids=lambda grid: "-".join(grid))
 def test_equals_single(run, single, corpus, grid):
-    check(run("hybrid_3d.py", world_of(grid), f"{OPTIONS} --data {corpus} {flags(grid)}",
-              timeout=200),
+    check(run("hybrid_3d.py", world_of(grid), f"{OPTIONS} --data {corpus} {flags(grid)}"),
           single(OPTIONS))
 
 
-@pytest.mark.parametrize("world, options", [
+FURTHER = [
     (4, "--cp 2 --replicate 2"), (4, "--dp 2 --cp 2 --replicate 2 --grad-accum 2"),
     (4, "--tp 2 --pp 2 --no-sequence-parallel --microbatches 3 --grad-accum 2"),
     (1, "--grad-accum 3"),
-])
+]
+
+
+@pytest.mark.parametrize("world, options", sampled(FURTHER, FURTHER[1:3]))
 def test_options(run, single, corpus, world, options):
-    check(run("hybrid_3d.py", world, f"{OPTIONS} --data {corpus} {options}", timeout=200),
-          single(OPTIONS))
+    check(run("hybrid_3d.py", world, f"{OPTIONS} --data {corpus} {options}"), single(OPTIONS))
 
 
+@thorough
 def test_all_four_on_16_ranks(run, single, corpus):
     """The grid from the environment, with hybrid sharding."""
     grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
     result = run("hybrid_3d.py", 16, f"{BASE} --dtype float64 --data {corpus} --replicate 2",
-                 env=grid, timeout=300)
-    assert "rank grid pp 2 x replicate 2 x shard 2 x tp 2" in result.output
+                 env=grid)
+    assert "rank grid pp 2 x dp_replicate 2 x dp_shard_cp 2 x tp 2" in result.output
     check(result, single(f"{BASE} --dtype float64"))
 
 
@@ -83,8 +89,7 @@ def test_every_rank_has_its_place(run, corpus):
 
 
 def test_the_picture(run, corpus):
-    result = run("hybrid_3d.py", 8, f"{OPTIONS} --data {corpus} --steps 1 --tp 2 --cp 2 --pp 2",
-                 timeout=100)
+    result = run("hybrid_3d.py", 8, f"{OPTIONS} --data {corpus} --steps 1 --tp 2 --cp 2 --pp 2")
     lines = [line for line in result.lines if line.startswith("pp ")]
     assert lines == ["pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-1",
                      "pp 1 dp 0 | cp 0: 4 5   cp 1: 6 7 | layers 2-2"]

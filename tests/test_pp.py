@@ -1,6 +1,7 @@
 """pp.py: every schedule follows single.py, sends what it says, and refuses what cannot work."""
 
 import argparse
+import collections
 import itertools
 import shutil
 import types
@@ -12,6 +13,7 @@ import pp
 from common import checkpoint
 from common.errors import SettingError
 from common.model import ModelConfig
+from tests.sample import sampled, thorough
 from tests.test_same_run import BASE, furthest
 
 # 7 layers, embedding and head are 9 loads: no number of stages that is tried here divides them.
@@ -41,10 +43,11 @@ RUNS = [
     (3, "zerobubble", "--stages-per-rank 1 --microbatches 4 --workers 1"),
     (1, "zbv", ""),
 ]
+SAMPLE = [RUNS[i] for i in (2, 3, 5, 7, 8, 13, 14)]  # each schedule; without --all
 SENDS = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}  # of rank 0, in hidden states of a batch
 
 
-@pytest.mark.parametrize("world_size, schedule, options", RUNS)
+@pytest.mark.parametrize("world_size, schedule, options", sampled(RUNS, SAMPLE))
 def test_equals_single(run, single, corpus, world_size, schedule, options):
     """Loss and norm of each step; what is held and sent is what theory says, to the byte."""
     result = run("pp.py", world_size, f"{EXACT} --data {corpus} --schedule {schedule} {options}")
@@ -52,14 +55,15 @@ def test_equals_single(run, single, corpus, world_size, schedule, options):
     assert furthest(result.curve(), single(f"{EXACT} --batch-size {batch_size}")) < 1e-10
 
     summary, theory = result.summary, result.summary["theory"]
-    sent = {entry["collective"]: entry["bytes"] for entry in summary["collectives"]}
+    sent = collections.Counter()
+    for entry in summary["collectives"]:
+        sent[entry["collective"]] += entry["bytes"]
     stages = int(options.partition("--stages-per-rank ")[2][:1] or 2)  # of a rank
     sends = 0 if world_size == 1 else SENDS.get(schedule, 2 * stages - 1)
     assert sent.get("send", 0) == theory["sent"]["bytes"] == sends * batch_size * 16 * 32 * 8
     assert sent["all-reduce"] == 2 * 8 * 2 * (world_size - 1) / world_size  # the norm and the loss
     for kind in ("parameters", "gradients"):
         assert summary["held"][kind] == theory[kind]["bytes"] > 0
-    assert "of the last step, mean over ranks; theory" in result.lines[-1]
 
 
 def test_float32_follows_within_rounding(run, corpus):
@@ -74,11 +78,11 @@ def test_bfloat16_learns(run, corpus):
     assert losses[0] > 5.4 and losses[-1] < 3.2
 
 
+@thorough
 def test_compiled_and_checkpointed_layers_follow(run, corpus):
     options = f"{BASE} --data {corpus} --dtype float64 --activation-checkpointing"
     reference = run("single.py", 0, options, out="single").curve()
-    result = run("pp.py", 2, f"{options} --compile --schedule interleaved1f1b --microbatches 2",
-                 timeout=150)
+    result = run("pp.py", 2, f"{options} --compile --schedule interleaved1f1b --microbatches 2")
     assert furthest(result.curve(), reference) < 1e-10
 
 
@@ -94,7 +98,7 @@ def test_checkpoints_move_between_single_and_pipelines(run, corpus, tmp_path):
         for later in range(step + 5, 25, 5):
             shutil.rmtree(tmp_path / "out" / f"step-{later:08d}")
         result = run(script, world_size, [*options.split(), *schedule])
-        assert f"going on after step {step}" in result.output
+        assert f"resuming after step {step}" in result.output
         assert furthest(result.curve(), whole.curve()) < 1e-10
     last, expected = (checkpoint.read(out / "step-00000020", prefix="")
                       for out in (result.out, whole.out))
@@ -106,11 +110,11 @@ def test_checkpoints_move_between_single_and_pipelines(run, corpus, tmp_path):
 def test_the_picture(run, corpus):
     result = run("pp.py", 4, f"{MODEL} {DATA} --steps 1 --data {corpus} --schedule zbv "
                              "--microbatches 6")
-    assert result.lines[0] == "pp.py: 4 processes on cpu (gloo), rank grid pp 4"
-    assert result.lines[1].startswith("model tiny: 70,624 parameters, 7 layers")  # of all stages
-    assert result.lines[3:8] == [
-        "pipeline zbv: 6 micro-batches of 2 x 16 tokens through 8 stages, "
-        "bubble at least (p-1)/(3VM+p-1) = 7.7%",
+    assert result.lines[0] == "pp.py: 4 processes on cpu (gloo), rank grid pp 4 x dp 1"
+    assert result.lines[1] == "model tiny: 70,624 parameters, float32"  # of all stages
+    assert result.lines[4:9] == [
+        "pipeline zbv: 6 micro-batches through 8 stages, "
+        "bubble at least (n-1)/(3vM+n-1) = 7.7%",
         "rank 0: embedding, layer 0 | head", "rank 1: layer 1 | layer 6",
         "rank 2: layer 2 | layer 5", "rank 3: layer 3 | layer 4",
     ]
@@ -213,8 +217,8 @@ def test_the_bubble_is_the_one_of_the_schedule():
         # it is interleaved1f1b with one stage on each rank.
         if name == "1f1b" or not allowed(name, p, M, V):
             continue
-        formula = pp.bubble(settings(schedule=name, microbatches=M, stages_per_rank=V), p)
-        waiting = play(build(name, p, M, V).pipeline_order, p * V)
+        formula = pp.bubble(name, p, V, M)
+        waiting, _ = play(build(name, p, M, V).pipeline_order, p * V)
         value = float(formula.partition("= ")[2].rstrip("%")) / 100
         if formula.startswith("at least"):
             assert waiting > value - 6e-4, (name, p, M, V)
@@ -223,13 +227,31 @@ def test_the_bubble_is_the_one_of_the_schedule():
 
 
 SECONDS = {"F": 1, "I": 1, "W": 1, "B": 2}  # forward; gradients of inputs, of weights, of both
+LETTERS = "abcdefghijkl"
+SIGNS = {"F": [*map(str, range(12))], "I": LETTERS, "W": LETTERS.upper(), "B": LETTERS}
+
+
+def test_the_drawings_are_the_schedules():
+    """Those of the docstring, rank by rank."""
+    for name in ("gpipe", "1f1b", "zerobubble"):
+        _, drawn = play(order_of(name, 3, 4), 3)
+        found = pp.__doc__.partition(f"\n    {name} ")[2].splitlines()[:3]
+        assert [line.partition("rank ")[2][2:].strip() for line in found] == drawn, name
+
+
+def order_of(name, p, M):
+    """The engine says another order of 1f1b than it runs, which is that of interleaved1f1b."""
+    name = "interleaved1f1b" if name == "1f1b" else name
+    return build(name, p, M, 1).pipeline_order
 
 
 def play(order, num_stages):
-    """The share of time in which ranks wait, if each works its actions off as soon as it can."""
+    """The share of time in which ranks wait, if each works its actions off as soon as it can; and
+    a drawing of each rank's time, as in the docstring of pp.py."""
     todo = {rank: actions_of(actions) for rank, actions in order.items()}
     work = sum(SECONDS[kind] for actions in todo.values() for kind, _, _ in actions)
     ready, clock = {}, dict.fromkeys(todo, 0)  # when a result is there; where a rank is in time
+    drawn = {rank: [] for rank in todo}
     while any(todo.values()):
         for rank, actions in todo.items():
             while actions:
@@ -240,10 +262,15 @@ def play(order, num_stages):
                 needs = [need for need in needs if 0 <= need[1] < num_stages]
                 if not all(need in ready for need in needs):
                     break
-                clock[rank] = max([clock[rank], *(ready[need] for need in needs)]) + SECONDS[kind]
+                begins = max([clock[rank], *(ready[need] for need in needs)])
+                drawn[rank] += ["."] * (begins - clock[rank])
+                drawn[rank] += [SIGNS[kind][M]] * SECONDS[kind]
+                clock[rank] = begins + SECONDS[kind]
                 ready["I" if kind == "B" else kind, stage, M] = clock[rank]
                 actions.pop(0)
-    return 1 - work / max(clock.values()) / len(order)
+    end = max(clock.values())
+    drawn = [" ".join(signs + ["."] * (end - len(signs))) for signs in drawn.values()]
+    return 1 - work / end / len(order), drawn
 
 
 def actions_of(actions):

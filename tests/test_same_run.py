@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.sample import sampled
+
 MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
          "--num-key-value-heads 2")
 BASE = (f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 "
@@ -21,13 +23,20 @@ SCRIPTS = [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2),
     ("tp.py", 2), ("tp.py --no-sequence-parallel", 2), ("hybrid_3d.py --tp 2", 4)]
 
 
+# Without --all: each command on one number of ranks
+STARTS_SAMPLE = [
+    ("ddp.py", 0), ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py --stage 2", 3),
+    ("fsdp.py", 4), ("fsdp.py --no-reshard-after-forward", 2), ("fsdp.py --replicate 2", 4),
+]
+
+
 def furthest(curve, other):
     assert len(curve) == len(other) == 20
     return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
 
 
-@pytest.mark.parametrize("grad_accum", [1, 2])
-@pytest.mark.parametrize("command, world_size", STARTS)
+@pytest.mark.parametrize("grad_accum", sampled([1, 2], [2]))
+@pytest.mark.parametrize("command, world_size", sampled(STARTS, STARTS_SAMPLE))
 def test_equals_single(run, single, corpus, command, world_size, grad_accum):
     result = run(command, world_size, f"{EXACT} --data {corpus} --grad-accum {grad_accum}")
     assert furthest(result.curve(), single(EXACT)) < 1e-10
@@ -38,33 +47,33 @@ def test_single_accumulates(run, single, corpus):
     assert furthest(result.curve(), single(EXACT)) < 1e-10
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", sampled([2, 3, 4], [3]))
 @pytest.mark.parametrize("command", ["ddp.py", "zero.py", "fsdp.py"])
 def test_float32_follows_within_rounding(run, single, corpus, command, world_size):
     result = run(command, world_size, f"{BASE} --data {corpus} --grad-accum 2")
     assert furthest(result.curve(), single(BASE)) < 5e-4
 
 
-@pytest.mark.parametrize("script, world_size", SCRIPTS)
+@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[1], SCRIPTS[3]]))
 def test_bfloat16_learns(run, corpus, script, world_size):
     options = f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01"
     losses = [loss for (loss,) in run(script, world_size, options).curve("loss")]
     assert losses[0] > 5.4 and losses[-1] < 3.2
 
 
-@pytest.mark.parametrize("script, world_size", SCRIPTS)
+@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[0], SCRIPTS[4]]))
 def test_activation_checkpointing_changes_nothing(run, single, corpus, script, world_size):
     options = f"{EXACT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
     assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
 
 
-@pytest.mark.parametrize("script, world_size", SCRIPTS[1:])
+@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS[1:], [("tp.py", 2)]))
 def test_compiled_layers_follow(run, single, corpus, script, world_size):
     # Micro-batches of 12 everywhere: scripts that compile the same kernels find them compiled.
     grad_accum = 2 if script.startswith("tp.py") else 1
     options = (f"{EXACT} --data {corpus} --compile --activation-checkpointing "
                f"--grad-accum {grad_accum}")
-    assert furthest(run(script, world_size, options, timeout=300).curve(), single(EXACT)) < 1e-10
+    assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
 
 
 def test_compiling_compiles(run, corpus):
@@ -72,4 +81,4 @@ def test_compiling_compiles(run, corpus):
     for options in ("", "--activation-checkpointing"):
         options = (f"{EXACT} --data {corpus} --steps 2 --compile {options} --grad-accum 2 "
                    "--no-resume")
-        assert "1 graphs" in run("tests/compiled_graphs.py", 0, options, timeout=150).output
+        assert "1 graphs" in run("tests/compiled_graphs.py", 0, options).output

@@ -11,7 +11,6 @@ from common.launch import launch
 
 found = {}
 load_batches, schedule = hybrid_3d.load_batches, hybrid_3d.pipelining.Schedule1F1B
-zigzag_positions = hybrid_3d.zigzag_positions
 
 
 def note_rows(dataset, sampler, *args):
