@@ -141,8 +141,9 @@ def loop_of(name):
 
 
 def unmarked(name):
-    """Statements of the loop that single.py's has not and no comment such as ``# TP:`` marks: on
-    their own lines, above the run of such statements, or on a statement around them."""
+    """Statements of the loop that single.py's loop does not have and that no comment such as
+    ``# TP:`` marks: on their own lines, above the run of such statements, or on a statement around
+    them."""
     lines = SOURCES[name].splitlines()
     known = {ast.dump(node) for node in ast.walk(loop_of("single")) if isinstance(node, ast.stmt)}
     marks = re.compile(r"# (DDP|ZeRO|FSDP|TP|CP|PP): ")
@@ -164,6 +165,7 @@ def unmarked(name):
                 above.append(line)
             run = run or bool(marks.search(" ".join(own + above)))
             if run:
+                run = not body  # a block ends the run
                 continue
             if body and not names_of_header(node) - HEADERS:
                 visit(body)
