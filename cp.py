@@ -19,12 +19,12 @@ only attention communicates:
     torchrun --nproc_per_node=8 cp.py --model small --dtype bfloat16 --seq-len 32768 --batch-size 1
 
 Sent in a step by each of n ranks: 2P(n-1)/n for the gradients, as in ddp.py; and for each layer and
-micro-batch, with k the bytes of one rank's K and V, of shape (2, B, KV, T/n, K), and g the bytes of
-their gradients (as many elements, in float32 at least):
+micro-batch the following. kv: bytes of one rank's keys and values in a micro-batch. grad_kv: bytes
+of their gradients, in float32 at least. H, KV: numbers of query heads and of key/value heads.
 
-    ring       forward n-1 sends of k;               backward n-1 sends of k and n-1 of g
-    ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; each pass sends (1+H/KV)k(n-1)/n
-    allgather  forward 1 all-gather, k(n-1);         backward 1 reduce-scatter, k(n-1)
+    ring       forward n-1 sends of kv;              backward n-1 sends of kv and n-1 of grad_kv
+    ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; each pass (1+H/KV) kv (n-1)/n
+    allgather  forward 1 all-gather, kv (n-1);       backward 1 reduce-scatter, kv (n-1)
 
 Activation checkpointing repeats the forward pass and what it sends. To combine context parallelism
 with FSDP, use fully_shard over the flattened dimensions mesh["dp", "cp"] instead of DDP: for
@@ -59,7 +59,7 @@ def main(argv=None):
     # Arguments
     parser = argument_parser(__doc__)
     parser.add_argument("--attention", choices=("ring", "ulysses", "allgather"), default="ring",
-                        help="how queries meet the keys and values of other ranks")
+                        help="how attention exchanges keys and values between ranks")
     args = parse_arguments(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
@@ -71,7 +71,7 @@ def main(argv=None):
     shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)
     positions = shards[mesh.get_local_rank("cp")]  # (T/cp,)
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -84,7 +84,7 @@ def main(argv=None):
         ),
     }[args.attention]
     for layer in layers:
-        if n > 1:  # one rank has the whole sequence
+        if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
             layer.self_attn.attention = attention
     if args.compile:
         compile_layers(layers)
@@ -162,11 +162,10 @@ def main(argv=None):
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    config = args.config
     return metrics.close(**theory(
         sum(p.nbytes for p in model.parameters()), args.batch_size, args.seq_len,
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-        config.num_hidden_layers, n, args.grad_accum, args.compute_dtype.itemsize,
+        args.config.num_attention_heads, args.config.num_key_value_heads, args.config.head_dim,
+        args.config.num_hidden_layers, n, args.grad_accum, args.compute_dtype.itemsize,
         args.param_dtype.itemsize, args.attention, args.activation_checkpointing,
     ))
 
@@ -174,8 +173,9 @@ def main(argv=None):
 def arrange_buckets(replica, inputs, targets, loss_fn):
     """Run one forward and backward pass, and drop the gradients.
 
-    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
-    Doing that here, on zeros, keeps step 1 of a fresh run and of a resumed run bitwise equal.
+    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
+    Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
+    resume would add gradients in another order than the same step of an uninterrupted run.
     ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
     """
     loss_fn(replica(*inputs), targets).backward()
@@ -183,10 +183,11 @@ def arrange_buckets(replica, inputs, targets, loss_fn):
 
 
 def shard_positions(T, n, zigzag=True):
-    """The positions in the sequence that each of n ranks holds, (cp, T/cp).
+    """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
 
     Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
-    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r. T is a
+    multiple of 2n; without zig-zag, of n.
     """
     if n == 1 or not zigzag:
         return torch.arange(T).view(n, -1)
@@ -239,10 +240,10 @@ class RingAttention(torch.autograd.Function):
     at the block's owner.
 
     Arithmetic is in float32 at least, in plain matrix products that run on every device. The scores
-    of one block are in memory at a time: H (T/cp)^2 of them for the own block, half as many for the
-    others. With 32 heads and 16,384 positions on a rank that is 34 GB, so that more ranks, or a
-    kernel, are needed. A kernel that returns the log-sum-exp, like FlashAttention, can replace
-    ``attend`` and ``attend_backward``.
+    of one block are in memory at a time: B H (T/cp)^2 numbers for this rank's own block, half as
+    many for another rank's block, in up to three copies. One copy takes 34 GB with B = 1, 32 heads
+    and 16,384 positions on a rank. Then use more ranks, or a kernel that returns the log-sum-exp,
+    such as FlashAttention, in place of ``attend`` and ``attend_backward``.
     """
 
     @staticmethod
@@ -255,7 +256,7 @@ class RingAttention(torch.autograd.Function):
                 wide[..., queries, :], *block[..., keys, :].to(wide.dtype),
                 causal=source == group.rank(),
             )
-            if source == group.rank():  # the own block comes first
+            if source == group.rank():  # the first block
                 out, lse = block_out, block_lse
             else:
                 merge(out[..., queries, :], lse[..., queries, :], block_out, block_lse)
@@ -268,7 +269,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide, out, grad_out = (grouped(x, k) for x in (q, out, grad_out))
-        # Of each query, the sum over keys of a probability times its gradient.
+        # For each query, the sum over all keys of a probability times its gradient.
         delta = (grad_out * out).sum(-1, keepdim=True)
         grad_q, arriving = torch.zeros_like(wide), None
         for source, block in around_the_ring(torch.stack((k, v)), group):
@@ -297,8 +298,8 @@ def grouped(x, k):
 
 
 def around_the_ring(block, group):
-    """Yields (rank, block of this rank) for all ranks, the own block first. While the caller
-    computes, the next block arrives: n-1 transfers."""
+    """Yields (source, block) for all ranks: ``block`` belongs to rank ``source``. The first block
+    is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
     n, rank = group.size(), group.rank()
     for step in range(n):
         arriving = pass_on(block, group) if step < n - 1 else None
@@ -328,8 +329,9 @@ def pass_on(tensor, group):
     return received
 
 
-def in_sight(source, group, T):
-    """Which of this rank's T queries attend to which of the keys of rank ``source``: two slices.
+def in_sight(source, group, length):
+    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
+    ``length`` positions.
 
     With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
     exactly half of the block is visible, whichever rank it is from.
@@ -337,12 +339,13 @@ def in_sight(source, group, T):
     if source == group.rank():
         return slice(None), slice(None)  # under the causal mask
     if source < group.rank():  # its early chunk is before both of mine, its late one after both
-        return slice(None), slice(T // 2)
-    return slice(T // 2, None), slice(None)  # both of its chunks are between my two
+        return slice(None), slice(length // 2)
+    return slice(length // 2, None), slice(None)  # both of its chunks are between my two
 
 
 def scores(q, k, causal):
-    """Attention scores (B, KV, G, Q, S) of queries q (B, KV, G, Q, K) and keys k (B, KV, S, K)."""
+    """Attention scores (B, KV, H/KV, Q, S) of Q queries q (B, KV, H/KV, Q, K) and S keys k
+    (B, KV, S, K)."""
     out = torch.einsum("bhgqd,bhsd->bhgqs", q, k) * q.shape[-1] ** -0.5
     if causal:
         future = torch.ones(out.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -351,8 +354,8 @@ def scores(q, k, causal):
 
 
 def attend(q, k, v, causal):
-    """Attention to one block: the output (B, KV, G, Q, K), and the log-sum-exp of the scores,
-    (B, KV, G, Q, 1)."""
+    """Attention to the S keys of one block: the output (B, KV, H/KV, Q, K), and the log-sum-exp of
+    the scores, (B, KV, H/KV, Q, 1). q, k and v as in ``scores``."""
     with torch.autocast(q.device.type, enabled=False):  # autocast would round to bfloat16
         score = scores(q, k, causal)
         lse = score.logsumexp(-1, keepdim=True)
@@ -361,17 +364,18 @@ def attend(q, k, v, causal):
 
 def merge(out, lse, block_out, block_lse):
     """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
-    the sums of exponentials."""
+    the sums of exponentials. Shapes as ``attend`` returns them."""
     both = torch.logaddexp(lse, block_lse)
     out.mul_((lse - both).exp()).add_(block_out * (block_lse - both).exp())
     lse.copy_(both)
 
 
 def attend_backward(q, lse, delta, grad_out, k, v, causal):
-    """The contribution of one block to the gradients: of q, and of k and v stacked.
+    """The contribution of one block to the gradients: of q, (B, KV, H/KV, Q, K), and of k and v
+    stacked, (2, B, KV, S, K).
 
-    ``lse`` is over all keys, so the probabilities are the final ones (FlashAttention,
-    arXiv:2205.14135).
+    ``lse`` and ``delta`` (B, KV, H/KV, Q, 1) are over all keys, so the probabilities are the final
+    ones (FlashAttention, arXiv:2205.14135).
     """
     with torch.autocast(q.device.type, enabled=False):
         probabilities = (scores(q, k, causal) - lse).exp()
@@ -388,7 +392,7 @@ def check(args, n):
     """Refuse a sequence, or heads, that n ranks cannot share evenly.
 
     Raises:
-        SettingError: and says what they can share.
+        SettingError: the message says what they can share.
     """
     chunks = n if args.attention == "ulysses" else 2 * n if n > 1 else 1
     if args.seq_len % chunks:
@@ -402,8 +406,8 @@ def check(args, n):
         heads = getattr(args.config, name)
         if args.attention == "ulysses" and heads % n:
             raise SettingError(
-                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, as "
-                f"--attention ulysses does: start a number of processes that divides it, or use "
+                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, which "
+                f"--attention ulysses needs: use a number of ranks that divides it, or "
                 f"--attention ring"
             )
 
@@ -411,14 +415,14 @@ def check(args, n):
 def theory(P, B, T, H, KV, K, L, n, a, size, grad_size, attention, activation_checkpointing):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches: P bytes of
     parameters, L layers, H and KV heads of K numbers, of ``size`` bytes each in attention and of
-    ``grad_size`` bytes in the gradients of the ring. k and g: see the docstring of this file."""
-    elements = 2 * (B // a) * KV * (T // n) * K
-    k, g = elements * size, elements * grad_size
+    ``grad_size`` bytes in the gradients of the ring. Returns (formula, bytes) for each kind."""
+    numbers = 2 * (B // a) * KV * (T // n) * K
+    kv, grad_kv = numbers * size, numbers * grad_size
     passes = 3 if activation_checkpointing else 2  # forward, perhaps again, and backward
     formula, sent = {
-        "ring": (f"aL({passes}k+g)(n-1)", (passes * k + g) * (n - 1)),
-        "ulysses": (f"{passes}aL(1+H/KV)k(n-1)/n", passes * (1 + H // KV) * k * (n - 1) / n),
-        "allgather": (f"{passes}aLk(n-1)", passes * k * (n - 1)),
+        "ring": (f"aL({passes} kv + grad_kv)(n-1)", (passes * kv + grad_kv) * (n - 1)),
+        "ulysses": (f"{passes}aL(1+H/KV) kv (n-1)/n", passes * (1 + H // KV) * kv * (n - 1) / n),
+        "allgather": (f"{passes}aL kv (n-1)", passes * kv * (n - 1)),
     }[attention]
     return {
         "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),

@@ -39,7 +39,7 @@ def main(argv=None):
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -118,8 +118,9 @@ def main(argv=None):
 def arrange_buckets(replica, inputs, targets, loss_fn):
     """Run one forward and backward pass, and drop the gradients.
 
-    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
-    Doing that here, on zeros, keeps step 1 of a fresh run and of a resumed run bitwise equal.
+    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
+    Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
+    resume would add gradients in another order than the same step of an uninterrupted run.
     ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
     """
     loss_fn(replica(*inputs), targets).backward()
@@ -127,7 +128,8 @@ def arrange_buckets(replica, inputs, targets, loss_fn):
 
 
 def theory(P, n):
-    """Bytes that each of n ranks holds, and sends in a step, for P bytes of parameters."""
+    """Bytes that each of n ranks holds, and sends in a step, for P bytes of parameters: (formula,
+    bytes) by kind."""
     return {
         "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
         "sent": ("2P(n-1)/n", 2 * P * (n - 1) / n),

@@ -1,9 +1,10 @@
 """Fully sharded data parallel (ZeRO-3, FSDP2): each rank stores 1/n of everything.
 
 Split: the batch; parameters, gradients and optimizer states, each parameter by its rows. The ranks
-gather the parameters of one layer at a time, and free them after the layer. Use it if the model
-does not fit on one device beside its gradients and optimizer states. (ZeRO, arXiv:1910.02054; FSDP,
-arXiv:2304.11277)
+gather the parameters of one layer at a time, and free them after the layer. Embedding, final norm
+and head are one more group, which stays gathered during a whole forward or backward pass. Use it if
+the model does not fit on one device beside its gradients and optimizer states. (ZeRO,
+arXiv:1910.02054; FSDP, arXiv:2304.11277)
 
     torchrun --nproc_per_node=2 fsdp.py
     torchrun --nproc_per_node=8 fsdp.py --model small --dtype bfloat16 --compile --lr 1e-3
@@ -12,12 +13,13 @@ arXiv:2304.11277)
 Sent in a step: for each layer an all-gather of the parameters before the forward pass, another one
 before the backward pass, and a reduce-scatter of the gradients after it. Each of n ranks sends
 (2G + P)(n-1)/n: P is the bytes of the parameters, G the bytes that are gathered, which is P, or P/2
-with bfloat16. With --no-reshard-after-forward the layers stay gathered until the backward pass:
-(G + P)(n-1)/n, for G bytes of memory. Each further micro-batch gathers again; gradients add up,
-unsharded, on each rank and are reduced once. With --replicate R (hybrid sharding, HSDP), s = n/R
-ranks share a replica: a rank sends (2G + P)(s-1)/s inside of its replica, and all-reduces its shard
-of the gradients over the R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this
-all-reduce crosses machines.
+with bfloat16. Each of a micro-batches gathers again: (2aG + P)(n-1)/n. The gradients add up,
+unsharded, on each rank and are reduced once, after the last micro-batch. With
+--no-reshard-after-forward the layers stay gathered until the last backward pass: (G + P)(n-1)/n,
+for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks share a replica: a
+rank sends (2aG + P)(s-1)/s inside its replica, and all-reduces its shard of the gradients over the
+R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this all-reduce crosses
+machines.
 """
 
 import argparse
@@ -54,16 +56,17 @@ def main(argv=None):
     parser.add_argument("--cpu-offload", action="store_true",
                         help="keep parameters, gradients and optimizer states in host memory")
     args = parse_arguments(parser, argv)
-    n, replicas = rank_and_world_size()[1], args.replicate
+    _, n = rank_and_world_size()
     check(args, n)
 
     # Start-up
     device = start_process_group(args.device)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
-        device.type, (replicas, n // replicas), mesh_dim_names=("dp_replicate", "dp_shard")
+        device.type, (args.replicate, n // args.replicate),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
     )
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -72,12 +75,13 @@ def main(argv=None):
     if args.activation_checkpointing:
         checkpoint_activations(layers)
     shard(
-        model, layers, mesh if replicas > 1 else mesh["dp_shard"],
+        model, layers, mesh if args.replicate > 1 else mesh["dp_shard"],
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     model.to_empty(device="cpu" if args.cpu_offload else device)  # only the rows of this rank
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
+        # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
     ))
 
@@ -118,14 +122,14 @@ def main(argv=None):
             # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             model.set_requires_gradient_sync(last)
-            if not args.reshard_after_forward:  # FSDP: all micro-batches use what is gathered once
+            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
             micro_loss.backward()
             loss += micro_loss.detach()
 
         metrics.after_backward(step)
-        # FSDP: the norm over the shards of all ranks, as a DTensor; full_tensor() adds them up.
+        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +144,9 @@ def main(argv=None):
     checkpoints.finish()
     P = sum(p.nbytes for p in model.parameters())
     G = P * args.compute_dtype.itemsize // args.param_dtype.itemsize
-    return metrics.close(**theory(P, G, n, replicas, args.grad_accum, args.reshard_after_forward))
+    return metrics.close(**theory(
+        P, G, n, args.replicate, args.grad_accum, args.reshard_after_forward
+    ))
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
@@ -171,7 +177,7 @@ def check(args, n):
     """Refuse what n ranks, or this machine, cannot do.
 
     Raises:
-        SettingError: and says what they can do.
+        SettingError: the message says what they can do.
     """
     if n % args.replicate:
         fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
@@ -180,8 +186,8 @@ def check(args, n):
         )
     if args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()):
         raise SettingError(
-            "--cpu-offload keeps in host memory what a GPU would hold; on the CPU everything is "
-            "there: leave it out"
+            "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
+            "leave --cpu-offload out"
         )
 
 

@@ -1,11 +1,12 @@
-"""Data x tensor x context x pipeline parallel: every axis at once, on one mesh.
+"""Data x tensor x context x pipeline parallel: every axis at once.
 
 Split: the layers over --pp stages; each layer's matrices over --tp ranks; each sequence over --cp
 ranks; the batch over --dp ranks; and, as in fsdp.py, the parameters, gradients and optimizer states
 over the dp x cp ranks that would otherwise hold copies (with --replicate R in R replicas). Use it
-if one axis alone has reached its limit: start with fsdp.py; add --tp within a machine if layers, or
-batches per rank, get too small; --cp for long sequences; --pp between machines if gathering the
-parameters takes longer than computing. (Llama 3, arXiv:2407.21783)
+if one axis alone has reached its limit. Start with fsdp.py. Add --tp within a machine if a layer is
+too large, or if the batch per rank is too small to hide FSDP's all-gathers. Add --cp for long
+sequences. Add --pp between machines if gathering the parameters takes longer than computing.
+(Llama 3, arXiv:2407.21783)
 
     torchrun --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --cp 2
     torchrun --nproc_per_node=8 hybrid_3d.py --tp 2 --pp 2 --microbatches 4     # dp is the rest: 2
@@ -14,10 +15,10 @@ parameters takes longer than computing. (Llama 3, arXiv:2407.21783)
 Ranks are numbered so that those that communicate most are nearest. tp is innermost: its ranks wait
 for each other in every layer, so they share the fast links of a machine. Then cp, which
 communicates once in each attention. Then dp, whose all-gathers run ahead of their use. pp is
-outermost: it only sends the hidden states of one stage to the next.
+outermost: it only sends hidden states from one stage to the next, and their gradients back.
 
-Sent in a step: in each layer what the docstrings of tp.py and cp.py say, of this rank's share of
-the batch; what that of fsdp.py says, of the parameters of this rank's stage divided by tp; and
+Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send for this rank's
+share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and
 between stages the hidden states forward and their gradients backward.
 
 The order of composition: tensor parallel first, because it changes what a layer computes; then the
@@ -85,12 +86,13 @@ def main(argv=None):
                        help="micro-batches into which the pipeline cuts each of the --grad-accum "
                        "micro-batches; None: as many as stages")
     args = parse_arguments(parser, argv)
-    fill_grid(args, rank_and_world_size()[1])
-    check(args, rank_and_world_size()[1])
+    _, n = rank_and_world_size()
+    fill_grid(args, n)
+    check(args, n)
     dp, cp, tp, pp = args.dp, args.cp, args.tp, args.pp
 
-    # Start-up: one mesh says who reads and computes what; another one, of the same ranks, says
-    # where parameters live
+    # Start-up: two meshes over the same ranks. `mesh` says which samples and positions a rank
+    # reads; `home` says over which ranks its parameters are sharded
     device = start_process_group(args.device)
     mesh = init_device_mesh(
         device.type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp")
@@ -106,7 +108,7 @@ def main(argv=None):
     # gradient norm.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    # Model: built without memory, this rank's stage of it
+    # Model: this rank's stage, built on the meta device
     with torch.device("meta"):
         whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
     stage_layers = split_layers(args.config.num_hidden_layers, pp)
@@ -128,7 +130,8 @@ def main(argv=None):
         wait_for_output(model.model.embed_tokens)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    # 3. FSDP: with several micro-batches a stage keeps its parameters gathered
+    # 3. FSDP: with several micro-batches a stage keeps its parameters gathered, instead of
+    # gathering them for each
     shard(
         model, layers, home["dp_shard_cp"] if args.replicate == 1 else home[
             "dp_replicate", "dp_shard_cp"
@@ -136,9 +139,10 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         reshard_after_forward=args.microbatches == 1,
     )
-    # materialised; each parameter is drawn from its own seed
+    # Materialised; each parameter is drawn from its own seed
     model.to_empty(device=device)
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
+        # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
     ))
     # 4. PP: with one stage, a loop over the micro-batches
@@ -146,9 +150,9 @@ def main(argv=None):
     micro_batch_size = args.batch_size // (dp * args.grad_accum * args.microbatches)
     with torch.device("meta"):
         tokens = torch.empty(micro_batch_size, len(positions), dtype=torch.int64)
-        T = len(positions) // tp if args.sequence_parallel else len(positions)
+        length = len(positions) // tp if args.sequence_parallel else len(positions)
         hidden = torch.empty(
-            micro_batch_size, T, args.config.hidden_size, dtype=args.compute_dtype
+            micro_batch_size, length, args.config.hidden_size, dtype=args.compute_dtype
         )
     schedule = make_1f1b_schedule(
         model, stage, pp, args.microbatches, tokens, hidden,
@@ -209,7 +213,9 @@ def main(argv=None):
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
-            dist.all_reduce(loss)  # PP: zero on all ranks but those of the last stage
+            # PP: the ranks of the last stage have the loss, all others 0. TP: they have the same
+            # loss tp times. DP, CP: the mean over the batch is the mean of their equal shares.
+            dist.all_reduce(loss)
             metrics.log(step, loss / (dp * cp * tp), grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
@@ -231,7 +237,8 @@ def plan(sequence_parallel):
 
     A linear layer multiplies by the transpose of its weight (out, in). ColwiseParallel splits
     ``out``: each rank has some of the heads or columns. RowwiseParallel splits ``in``: each rank
-    has one term of every sum.
+    computes partial sums, and the all-reduce or reduce-scatter that follows adds them up. Returns a
+    dict for ``parallelize``, from patterns of module names to a ParallelStyle.
     """
     # The residual stream between the layers: (B, T/tp, D) or (B, T, D)
     stream = Shard(1) if sequence_parallel else Replicate()
@@ -272,7 +279,8 @@ class Replicated(ParallelStyle):
 
 def parallelize(model, mesh, plan):
     """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
-    pipeline stage may lack modules that the plan names. All ranks have the same weights."""
+    pipeline stage may lack modules that the plan names. Every rank must hold the same weights
+    before the call: nothing is sent."""
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
@@ -285,10 +293,11 @@ def wait_for_output(module):
 
 
 def shard_positions(T, n, zigzag=True):
-    """The positions in the sequence that each of n ranks holds, (cp, T/cp).
+    """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
 
     Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
-    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r. T is a
+    multiple of 2n; without zig-zag, of n.
     """
     if n == 1 or not zigzag:
         return torch.arange(T).view(n, -1)
@@ -370,7 +379,7 @@ def make_1f1b_schedule(part, stage, num_stages, M, tokens, hidden, loss_fn, grou
 
 
 def local(loss):
-    """A loss over a split vocabulary is a DTensor: the same number, as a plain tensor."""
+    """The loss as a plain tensor: under ``loss_parallel`` it is a DTensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -407,7 +416,7 @@ def check(args, n):
     """Refuse a grid that n ranks do not fill, and sizes that it cannot split.
 
     Raises:
-        SettingError: and says what to change.
+        SettingError: the message says what to change.
     """
     dp, cp, tp, pp, config = args.dp, args.cp, args.tp, args.pp, args.config
     product = dp * cp * tp * pp
@@ -427,7 +436,8 @@ def check(args, n):
         )
     if dp * cp % args.replicate:
         raise SettingError(
-            f"--replicate {args.replicate} does not divide dp ({dp}) x cp ({cp})"
+            f"--replicate {args.replicate} does not divide dp ({dp}) x cp ({cp}): use a divisor "
+            f"of {dp * cp}"
         )
     pieces = dp * args.grad_accum * args.microbatches
     parts = {
@@ -462,21 +472,21 @@ def theory(P, N, B, T, D, KV, L, size, matrix_size, ranks, cp, tp, stage, pp, R,
     ``a`` accumulation steps of M micro-batches.
     """
     s, half = ranks // R, matrix_size / size
-    U = (P - N) / tp + N  # what FSDP shards
+    U = (P - N) / tp + N  # bytes that FSDP shards
     gathers = 2 * a if M == 1 else a
     fsdp = (gathers * half * U + a * U) * (s - 1) / s + a * 2 * U / s * (R - 1) / R
-    t, X = B * T * size, B * T * D * matrix_size  # a number per token; hidden states
+    t, x = B * T * size, B * T * D * matrix_size  # one number per token; hidden states
     again = activation_checkpointing
     if sequence_parallel:
-        in_layers, norms = (8 + 3 * again) * X, 2 * N * a * half
+        in_layers, norms = (8 + 3 * again) * x, 2 * N * a * half
     else:
-        in_layers, norms = (8 + 2 * again) * X, 0
-    ends = 2 * X * ((stage == 0) + (stage == pp - 1))  # embedding and head
+        in_layers, norms = (8 + 2 * again) * x, 0
+    ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
     loss = 6 * t * (stage == pp - 1)
     tensor = (L * in_layers + ends + loss + norms) * (tp - 1) / tp
     context = L * (2 + again) * 2 * B * T * KV * matrix_size * (cp - 1)
     borders = (stage > 0) + (stage < pp - 1)
-    pipeline = borders * X / (tp if sequence_parallel else 1)
+    pipeline = borders * x / (tp if sequence_parallel else 1)
     return {
         "parameters": ("U/s", U / s), "gradients": ("U/s", U / s),
         "optimizer_states": ("2U/s", 2 * U / s),

@@ -9,20 +9,22 @@ The price is the bubble: ranks wait while the pipeline fills and drains.
     torchrun --nproc_per_node=4 pp.py --schedule gpipe --microbatches 8
     torchrun --nproc_per_node=2 pp.py --schedule zerobubble --stages-per-rank 3 --model small
 
-Sent in a step: X = 4 B T D bytes of hidden states forward, and as many bytes of gradients backward,
-over each border between stages on two ranks, whatever M is; and two numbers, the gradient norm and
-the loss.
+Sent in a step, over each border between stages on two ranks, whatever M is: X bytes of hidden
+states forward and X bytes of gradients backward. X: B T D numbers in the type of the parameters (B:
+sequences in the global batch, T: tokens in a sequence, D: hidden size). All ranks also all-reduce
+the gradient norm, and in logged steps the loss.
 
-Three schedules of 3 ranks and 4 micro-batches, from left to right in time: 0 to 3 is the forward
-pass of a micro-batch, aa to dd its backward pass, which takes twice as long. Dots are the bubble.
-zerobubble splits the backward pass: a is the gradient of the stage's input, A of its weights.
+Three schedules of 3 ranks, one stage on each, and 4 micro-batches; time runs from left to right. 0
+to 3 is the forward pass of a micro-batch, aa to dd its backward pass, which takes twice as long.
+Dots are the bubble. zerobubble splits the backward pass: a computes the gradient of the stage's
+input, A those of its weights.
 
     gpipe       rank 0   0 1 2 3 . . . . . . a a b b c c d d
                 rank 1   . 0 1 2 3 . . . a a b b c c d d . .
                 rank 2   . . 0 1 2 3 a a b b c c d d . . . .
 
-    1f1b        rank 0   0 1 2 3 . . . a a . b b . c c . d d
-                rank 1   . 0 1 2 . a a 3 b b . c c . d d . .
+    1f1b        rank 0   0 1 2 . . . . a a 3 b b . c c . d d
+                rank 1   . 0 1 . . a a 2 b b 3 c c . d d . .
                 rank 2   . . 0 a a 1 b b 2 c c 3 d d . . . .
 
     zerobubble  rank 0   0 1 2 . . a A 3 b B c C d D
@@ -35,12 +37,14 @@ gpipe            r                   all micro-batches forward, then all backwar
                                      n-r micro-batches instead of M (PipeDream, arXiv:1806.03377)
 interleaved1f1b  r, n+r, 2n+r, ...   1f1b with 1/v of the bubble, for v times the traffic
                                      (Megatron-LM, arXiv:2104.04473)
-loopedbfs        r, n+r, 2n+r, ...   the same for gpipe (arXiv:2211.05953)
+loopedbfs        r, n+r, 2n+r, ...   gpipe with 1/v of the bubble, for v times the traffic
+                                     (arXiv:2211.05953)
 zerobubble       r, n+r, 2n+r, ...   backward in two parts: first the gradient that the previous
-                                     stage waits for; those of the weights fill the bubble
+                                     stage waits for; the gradients of the weights fill the bubble
                                      (arXiv:2401.10241)
-zbv              r, 2n-1-r           the same, the stages in a V: the last stage is on rank 0
-dualpipev        r, 2n-1-r           a V; pairs each forward with a backward (arXiv:2412.19437)
+zbv              r, 2n-1-r           zerobubble with its stages in a V: the last one is on rank 0
+dualpipev        r, 2n-1-r           stages in a V; overlaps a forward with a backward pass
+                                     (DeepSeek-V3, arXiv:2412.19437)
 
 The bubble is (n-1)/(vM+n-1) of a step; with the backward pass in two parts (n-1)/(3vM+n-1), if each
 part takes as long as the forward pass. The zero-bubble schedules reach zero only if a rank may
@@ -92,8 +96,8 @@ def main(argv=None):
     parser.add_argument("--microbatches", type=at_least(1), default=4, metavar="M",
                         help="micro-batches into which the pipeline cuts each of the --grad-accum "
                         "micro-batches")
-    parser.add_argument("--stages-per-rank", type=at_least(1), metavar="V",
-                        help="None: 1 for gpipe and 1f1b, 2 for the others")
+    parser.add_argument("--stages-per-rank", type=at_least(1), metavar="N",
+                        help="stages on each rank; None: 1 for gpipe and 1f1b, otherwise 2")
     args = parse_arguments(parser, argv)
     args.stages_per_rank = args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
     rank, n = rank_and_world_size()
@@ -102,16 +106,16 @@ def main(argv=None):
     # Start-up
     device = start_process_group(args.device)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
-    # When a rank dies, the engine would print the whole schedule on each of the others.
+    # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
-    # Model: built without memory, then this rank's stages are materialised; each parameter is drawn
-    # from its own seed
+    # Model: built on the meta device, then this rank's stages are materialised; each parameter is
+    # drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    layers = split_layers(args.config.num_hidden_layers, n * args.stages_per_rank)
+    stage_layers = split_layers(args.config.num_hidden_layers, n * args.stages_per_rank)
     own = stages_of(rank, n, args.stages_per_rank, args.schedule)
-    parts = [keep_stage(copy.deepcopy(model), layers, stage) for stage in own]
+    parts = [keep_stage(copy.deepcopy(model), stage_layers, stage) for stage in own]
     for part in parts:
         if args.compile:
             compile_layers(part.model.layers.values())
@@ -123,7 +127,7 @@ def main(argv=None):
 
     # Pipeline
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    for part in parts:  # autocast not around the schedule: its backward pass must run without it
+    for part in parts:  # autocast for each forward pass: backward passes must run outside of it
         part.forward = autocast(part.forward)
     micro_batch_size = args.batch_size // (args.grad_accum * args.microbatches)
     with torch.device("meta"):
@@ -131,7 +135,7 @@ def main(argv=None):
         # Autocast leaves the residual stream in the type of the parameters.
         hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
     schedule = make_schedule(
-        args.schedule, parts, own, len(layers), args.microbatches, tokens, hidden,
+        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden,
         # A mean over the batch: the schedule adds up the gradients of all micro-batches.
         lambda logits, targets: next_token_loss(logits, targets)
         / (args.microbatches * args.grad_accum),
@@ -162,7 +166,9 @@ def main(argv=None):
     sampler.start = checkpoints.resume()
 
     # Loop
-    diagram = describe_stages(args.schedule, layers, n, args.stages_per_rank, args.microbatches)
+    diagram = describe_stages(
+        args.schedule, stage_layers, n, args.stages_per_rank, args.microbatches
+    )
     metrics = Metrics(
         args.out, optimizer, [describe(args, model), sampler, dataset, *diagram],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
@@ -187,14 +193,14 @@ def main(argv=None):
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
-            dist.all_reduce(loss)  # PP: zero on all ranks but that of the last stage
+            dist.all_reduce(loss)  # PP: the rank of the last stage has the loss, all others 0
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
         checkpoints.after_step(step)
 
     checkpoints.finish()
     return metrics.close(**theory(
-        sum(p.nbytes for p in parameters), own, len(layers),
+        sum(p.nbytes for p in parameters), own, len(stage_layers),
         args.batch_size * args.seq_len * args.config.hidden_size * args.param_dtype.itemsize,
     ))
 
@@ -308,7 +314,7 @@ def check(args, n):
     """Refuse what the schedule cannot do on n ranks.
 
     Raises:
-        SettingError: and says what it can do.
+        SettingError: the message says what it can do.
     """
     name, M, v, accum = args.schedule, args.microbatches, args.stages_per_rank, args.grad_accum
     if name in ONE_STAGE and v != 1:
@@ -367,7 +373,7 @@ def theory(P, own, num_stages, X):
         for stage in own for other in (stage - 1, stage + 1) if 0 <= other < num_stages
     )
     return {
-        "parameters": ("P, of its stages", P), "gradients": ("P", P),
+        "parameters": ("P of its stages", P), "gradients": ("P", P),
         "optimizer_states": ("2P", 2 * P), "sent": (f"{borders}X", borders * X),
     }
 

@@ -28,7 +28,7 @@ def main(argv=None):
     # Start-up
     device = start_process(args.device)
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -94,7 +94,7 @@ def main(argv=None):
 
 
 def theory(P):
-    """Bytes held, and sent in a step, for P bytes of parameters."""
+    """Bytes held and bytes sent in a step, for P bytes of parameters: (formula, bytes) by kind."""
     return {
         "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
         "sent": ("0", 0),

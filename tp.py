@@ -14,14 +14,17 @@ Sent in a step by each of n ranks. L: number of layers. X: bytes of the hidden s
 the residual stream. x: the same in the type of the matrix products (X/2 under bfloat16). t: bytes
 of one number per token. N: bytes of the norms' weights.
 
-    each layer       all-gather 2X forward, 2x backward; reduce-scatter 2x, 2X      4(X+x)(n-1)/n
-      or, without sequence parallelism, all-reduce 2x forward, 2X backward          4(X+x)(n-1)/n
-    embedding, head  all-gather and reduce-scatter of X in each, or all-reduce of X   4X(n-1)/n
-    loss             all-reduce of 3 numbers per token, not of the logits (B, T, V)   6t(n-1)/n
-    norms            with sequence parallelism, all-reduce of their gradients         2N(n-1)/n
+    each layer       2 all-gathers of X forward, 2 of x backward;
+                     2 reduce-scatters of x forward, 2 of X backward             4(X+x)(n-1)/n
+      or, without sequence parallelism,
+                     2 all-reduces of x forward, 2 of X backward                 4(X+x)(n-1)/n
+    embedding, head  1 all-gather and 1 reduce-scatter of X in each,
+                     or 1 all-reduce of X in each                                4X(n-1)/n
+    loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
+    norms            with sequence parallelism, 1 all-reduce of each gradient    2N(n-1)/n
 
-Activation checkpointing repeats the forward transfers that the backward pass needs: 2X + x in each
-layer, or 2x without sequence parallelism.
+Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
+sends (2X+x)(n-1)/n more, or 2x(n-1)/n more without sequence parallelism.
 """
 
 import argparse
@@ -67,7 +70,7 @@ def main(argv=None):
     device = start_process_group(args.device)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -80,6 +83,7 @@ def main(argv=None):
         wait_for_output(model.model.embed_tokens)
     model.to_empty(device=device)  # only the rows and columns of this rank
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
+        # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
     ))
 
@@ -119,9 +123,9 @@ def main(argv=None):
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
         for micro_batch in range(args.grad_accum):
             inputs, targets = next(batches)  # (B/accum, T)
-            if args.check_replicas:  # TP: nothing else would notice a difference
+            if args.check_replicas:  # TP: different samples raise no error elsewhere
                 check_replicas(inputs, mesh.get_group("tp"))
-            # TP: the logits are (B/accum, T, V/tp); the loss and its backward pass know this.
+            # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
             with loss_parallel():
                 with autocast:
                     micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
@@ -130,7 +134,7 @@ def main(argv=None):
 
         redistribute_gradients(model)  # TP: before clipping and the optimizer use the gradients
         metrics.after_backward(step)
-        # TP: the norm over the shards of all ranks, as a DTensor; full_tensor() adds them up.
+        # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,7 +159,8 @@ def plan(sequence_parallel):
 
     A linear layer multiplies by the transpose of its weight (out, in). ColwiseParallel splits
     ``out``: each rank has some of the heads or columns. RowwiseParallel splits ``in``: each rank
-    has one term of every sum.
+    computes partial sums, and the all-reduce or reduce-scatter that follows adds them up. Returns a
+    dict for ``parallelize``, from patterns of module names to a ParallelStyle.
     """
     # The residual stream between the layers: (B, T/tp, D) or (B, T, D)
     stream = Shard(1) if sequence_parallel else Replicate()
@@ -196,7 +201,8 @@ class Replicated(ParallelStyle):
 
 def parallelize(model, mesh, plan):
     """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
-    pipeline stage may lack modules that the plan names. All ranks have the same weights."""
+    pipeline stage may lack modules that the plan names. Every rank must hold the same weights
+    before the call: nothing is sent."""
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
@@ -217,7 +223,8 @@ def redistribute_gradients(model):
 
 
 def check_replicas(tokens, group):
-    """Refuse samples that are not the same on all ranks of ``group``: nothing else would notice.
+    """Refuse samples that are not the same on all ranks of ``group``: otherwise the ranks would
+    train on a mixture of them, without an error.
 
     Raises:
         SettingError: they differ.
@@ -227,16 +234,16 @@ def check_replicas(tokens, group):
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     if not torch.equal(least, most):
         raise SettingError(
-            "the tensor-parallel ranks have read different samples: give the sampler the "
-            "data-parallel dimensions of the mesh, or replication"
+            "the tensor-parallel ranks have read different samples: pass mesh=mesh['dp'] or "
+            "replication=tp to BatchSampler"
         )
 
 
 def check(args, n):
-    """Refuse sizes that cannot be split over n ranks: in mid-run each would fail in its own way.
+    """Refuse sizes that cannot be split over n ranks; each would fail with an obscure error later.
 
     Raises:
-        SettingError: and says which sizes can be split.
+        SettingError: the message says which sizes can be split.
     """
     sizes = {
         "--num-attention-heads": args.config.num_attention_heads,

@@ -5,7 +5,7 @@ its rows. Replicated: parameters. Use it if AdamW's two states per parameter do 
 model, but the model itself does. fsdp.py is stage 3. (ZeRO, arXiv:1910.02054)
 
     torchrun --nproc_per_node=2 zero.py
-    torchrun --nproc_per_node=8 zero.py --stage 1 --grad-accum 4
+    torchrun --nproc_per_node=8 zero.py --stage 1 --batch-size 32 --grad-accum 4
     torchrun --nproc_per_node=8 zero.py --stage 2 --model small --dtype bfloat16 --compile --lr 1e-3
 
 Sent in a step: a reduce-scatter of the gradients and an all-gather of the updated parameters. For P
@@ -48,7 +48,7 @@ def main(argv=None):
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
-    # Model: built without memory, then materialised; each parameter is drawn from its own seed
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -83,7 +83,7 @@ def main(argv=None):
         in_background=args.async_save,
     )
     sampler.start = checkpoints.resume()
-    gather_parameters(buckets)  # every rank starts with the rows that their owners have
+    gather_parameters(buckets)  # a checkpoint restores only the rows that this rank owns
 
     # Loop
     metrics = Metrics(
@@ -104,10 +104,10 @@ def main(argv=None):
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        drain(buckets)  # ZeRO: in stage 2 the last reduce-scatter is still running
+        drain(buckets)  # ZeRO: stage 2 waits for the last reduce-scatter
         metrics.after_backward(step)
-        reduce_gradients(buckets)  # ZeRO: in stage 1; in stage 2 the backward pass has done it
-        # ZeRO: the norm over the shards of all ranks, as a DTensor; full_tensor() adds them up.
+        reduce_gradients(buckets)  # ZeRO: stage 1 reduces all gradients here; stage 2 has none left
+        # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
         optimizer.step()
         gather_parameters(buckets)  # ZeRO: every rank gets the rows that other ranks have updated
@@ -126,7 +126,8 @@ def main(argv=None):
 
 
 def make_buckets(model, groups, mesh, stage):
-    """Make a bucket for each of ``groups``, and let the backward pass reduce it in stage 2.
+    """Make a bucket for each of ``groups``. In stage 2, hooks reduce a bucket as soon as the
+    backward pass has its gradients.
 
     Args:
         model: materialised; its frozen parameters stay as they are.
@@ -170,9 +171,9 @@ def make_buckets(model, groups, mesh, stage):
 class Bucket:
     """Parameters whose gradients are reduced, and whose updated rows are gathered, in one piece.
 
-    Of a parameter with R rows, each of n ranks owns ceil(R/n), the last ranks perhaps fewer. What
-    is sent is padded to equal parts. ``shards`` maps a parameter to a DTensor of the rows that this
-    rank owns: a view of the parameter, so that updating the shard updates the parameter.
+    Each of n ranks owns ceil(rows/n) rows of a parameter; the last ranks may own fewer. Each rank's
+    part is padded to the same size before it is sent. ``shards`` maps a parameter to a DTensor of
+    the rows that this rank owns: a view, so that updating the shard updates the parameter.
     """
 
     def __init__(self, parameters, mesh):
@@ -251,8 +252,8 @@ def drain(buckets):
 
 
 def reduce_gradients(buckets):
-    """After the last backward pass of a step: reduce the gradients that are still whole. In stage 1
-    these are all, in stage 2 none is left."""
+    """Reduce the gradients that are still whole: all of them in stage 1, none in stage 2. Call it
+    after the last backward pass of a step."""
     for bucket in reversed(buckets):
         if any(parameter.grad is not None for parameter in bucket.parameters):
             drain(buckets)
@@ -261,7 +262,8 @@ def reduce_gradients(buckets):
 
 
 def gather_parameters(buckets):
-    """After the optimizer's step: every rank gets the rows that the others have updated."""
+    """All-gather the rows of every parameter from their owners. Call it after loading a checkpoint
+    and after each step of the optimizer."""
     for bucket in buckets:
         bucket.all_gather()
 
@@ -270,7 +272,7 @@ def check(args):
     """Refuse a stage that this script does not have.
 
     Raises:
-        SettingError: and says which script has it.
+        SettingError: the message says which script has it.
     """
     if args.stage not in (1, 2):
         raise SettingError(

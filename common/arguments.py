@@ -47,7 +47,7 @@ def argument_parser(doc):
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=at_least(1), default=200, metavar="N",
                        help="optimizer steps in the whole run; the cosine decay ends there")
-    group.add_argument("--batch-size", type=at_least(1), default=16, metavar="G",
+    group.add_argument("--batch-size", type=at_least(1), default=16, metavar="B",
                        help="sequences in the global batch, over all ranks and micro-batches")
     group.add_argument("--grad-accum", type=at_least(1), default=1, metavar="N",
                        help="gradient-accumulation steps: micro-batches into which each rank cuts "
@@ -81,7 +81,7 @@ def argument_parser(doc):
                        help="type of the ids in a .bin file; auto: uint16 if the vocabulary fits, "
                        "otherwise uint32")
     group.add_argument("--workers", type=at_least(0), default=0, metavar="N",
-                       help="processes per rank that read data ahead; 0: the rank reads itself")
+                       help="processes per rank that read ahead; 0: the training process reads")
 
     group = parser.add_argument_group(
         "model", "A preset; every dimension can be changed, by its name in Hugging Face's config."
@@ -91,14 +91,16 @@ def argument_parser(doc):
         kind = float if field.type is float else int
         group.add_argument("--" + field.name.replace("_", "-"), type=at_least(0, kind, above=True),
                            default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                           help=f"{getattr(PRESETS['tiny'], field.name)} in tiny")
+                           help="overrides the preset; tiny has "
+                           f"{getattr(PRESETS['tiny'], field.name)}")
 
     group = parser.add_argument_group("device and arithmetic")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                        help="auto: CUDA if there is a GPU, otherwise the CPU")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",
-                       help="float32: without TF32; bfloat16: matrix products in bfloat16, weights "
-                       "and optimizer states in float32; float64: to compare curves exactly")
+                       help="float32: without TF32; bfloat16: matrix products in bfloat16 (in "
+                       "fsdp.py and hybrid_3d.py hidden states too), weights and optimizer states "
+                       "in float32; float64: to compare curves exactly")
     group.add_argument("--compile", action="store_true", help="torch.compile each layer")
     group.add_argument("--activation-checkpointing", action="store_true",
                        help="keep only the input of each layer, and compute the layer again in the "

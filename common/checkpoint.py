@@ -6,8 +6,8 @@ settings that must stay the same when the run is resumed. ``model.NAME`` is a te
 ``optimizer.NAME.exp_avg`` a state that the optimizer keeps for it. How tensors were sharded when
 they were saved does not matter when they are loaded.
 
-A checkpoint is written under a temporary name and renamed when all of it is on disk: what carries
-the final name is complete. Loading runs no code that a file chose (see ``_SafeReader``).
+A checkpoint is written under a temporary name and renamed when all of it is on disk: a folder named
+step-NNNNNNNN is always complete. Loading runs no code that a file chose (see ``_SafeReader``).
 """
 
 import contextlib
@@ -41,10 +41,11 @@ class Checkpoints:
         tensors: a state dict of the very tensors that are trained, whole or DTensors, such as
             ``model.state_dict(keep_vars=True)``.
         optimizer: its states are saved under the names of the tensors that it updates.
-        stop: the last step of the run, after which a checkpoint is saved.
+        stop: number of steps in the whole run; the last step saves too.
         every: steps between checkpoints; 0: save none at all.
         keep: how many of the newest checkpoints to keep.
-        resume: False moves an earlier run of the folder aside and starts anew.
+        resume: resume from the newest checkpoint. Without one, or with False, move the files of an
+            earlier run into ``previous-N`` and start afresh.
         in_background: write while training continues.
     """
 
@@ -55,7 +56,7 @@ class Checkpoints:
         self.stop, self.every, self.keep, self.from_newest = stop, every, keep, resume
         self.in_background = in_background
         self.saving = None  # (future, temporary path, final path) of a save in the background
-        # Its collectives must not mix with those of training.
+        # dcp.async_save runs collectives in a thread: they need a process group of their own.
         self.group = None
         if in_background and dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
@@ -154,7 +155,7 @@ class Checkpoints:
             temporary.rename(final)
             _flush_to_disk(self.folder)
             for old in list_checkpoints(self.folder)[: -self.keep]:
-                # Renamed first: what a killed removal leaves must not look complete.
+                # Rename first: if the removal is killed, the rest must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".old")))
 
 
@@ -233,7 +234,7 @@ def _load(tensors, reader):
 
 @contextlib.contextmanager
 def _in_words(step, out):
-    """Around a save: no warning that a single process saves alone, and an error in words."""
+    """Around a save: turn a failure into a SettingError; silence the one-process warning."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -14,8 +14,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# By operation: its name in a report, and the share of the whole tensor that each of n ranks sends
-# in a ring (Patarasu and Yuan, 2009). The whole tensor is the input, for an all-gather the output.
+# By operation: its name in a report, and the share of a tensor that each of n ranks sends: in a
+# ring (Patarasu and Yuan, 2009), or directly for all-to-all and send. The tensor is the input, for
+# an all-gather the output. Operations that are not listed are not counted.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
     "all_reduce": ("all-reduce", lambda n: 2 * (n - 1) / n),

@@ -2,7 +2,7 @@
 
 The order of the samples is a pure function of (seed, epoch), computed index by index: a keyed
 permutation instead of a shuffled list, so that 10^12 samples cost no start-up time and no memory.
-Step s consumes the samples [s*G, (s+1)*G) of that order, where G is the global batch size, and each
+Step s consumes the samples [s*B, (s+1)*B) of that order, where B is the global batch size, and each
 data-parallel rank takes its share of them. So the step number is the only state of the data.
 
 ``BatchSampler`` and ``load_batches`` serve any map-style dataset: anything that has
@@ -65,21 +65,23 @@ class BatchSampler(Sampler):
 
     Args:
         size: number of samples in the dataset.
-        batch_size: samples in the *global* batch G, over all ranks and accumulation steps.
+        batch_size: B, samples in the *global* batch, over all ranks and accumulation steps.
         grad_accum: number of micro-batches into which each rank cuts its share of a global batch.
         seed: seed of the order.
         start, stop: optimizer steps, ``start`` included, ``stop`` not (None: endless).
         rank, world_size: the rank of this process, and the number of processes.
-        replication: k consecutive ranks get the same samples (tensor, context, pipeline ranks).
+        replication: number of consecutive ranks that get the same samples (tensor, context and
+            pipeline ranks).
         mesh: instead of the three above, the data-parallel dimensions of a ``DeviceMesh``.
 
-    Data-parallel rank r of n takes the samples [r*G/n, (r+1)*G/n) of the global batch, so the
+    Data-parallel rank r of n takes the samples [r*B/n, (r+1)*B/n) of the global batch, so the
     shares of all ranks, concatenated in the order of the ranks, are the batch in order. If an epoch
     ends inside a batch, the batch continues with the next epoch: no sample is padded, repeated or
     dropped.
 
     Raises:
-        SettingError: the ranks and micro-batches cannot share a batch evenly.
+        SettingError: ``batch_size`` is no multiple of data-parallel ranks x ``grad_accum``, or
+            ``replication`` does not divide ``world_size``.
     """
 
     def __init__(self, size, batch_size, grad_accum=1, *, seed=0, start=0, stop=None,
@@ -153,11 +155,12 @@ class TokenDataset(Dataset):
         token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32".
         vocab_size: refuse token ids that are not below this.
 
-    A file is read only where a sample is asked for. A sample is two int64 tensors (T,).
+    Files are memory-mapped; those whose names start with a dot are skipped. A sample is two int64
+    tensors (T,).
 
     Raises:
-        SettingError: there is no such file, or it is too short for one sample; when a sample is
-            read: one of its tokens is not in the vocabulary.
+        SettingError: ``data`` does not exist, mixes .bin files with text, has half a token, or is
+            too short for one sample; when a sample is read: a token is not in the vocabulary.
     """
 
     def __init__(self, data, seq_len, token_dtype="uint16", vocab_size=None):

@@ -11,7 +11,8 @@ from common.errors import SettingError
 
 def rank_and_world_size():
     """The rank of this process and the number of processes, from RANK and WORLD_SIZE or, under
-    ``srun``, from Slurm's variables. Without any of these: (0, 1).
+    ``srun``, from Slurm's variables; (0, 1) if none of these is set. Under ``srun`` it also sets
+    the variables of other launchers in ``os.environ``: RANK, MASTER_ADDR and so on.
 
     Raises:
         SettingError: the variables contradict each other, or MPI has started the processes.

@@ -38,7 +38,14 @@ def pick_device(device="auto"):
 
 
 def start_process(device="auto"):
-    """Start-up of a script that is one process. Returns its torch.device; see ``pick_device``."""
+    """Start-up of a script that is one process. Returns its torch.device.
+
+    Args:
+        device: see ``pick_device``.
+
+    Raises:
+        SettingError: several processes were started, or there is no GPU.
+    """
     _, world_size = rank_and_world_size()
     if world_size > 1:
         raise SettingError(
@@ -72,7 +79,15 @@ def _store():
 
 def start_process_group(device="auto"):
     """Start-up of one process of many: NCCL for tensors on GPUs, gloo for tensors on CPUs. Returns
-    the torch.device of this process; see ``pick_device``."""
+    the torch.device of this process.
+
+    Args:
+        device: see ``pick_device``.
+
+    Raises:
+        SettingError: there is no GPU for this process, ranks are on different types of device, or
+            a launcher's variable is missing.
+    """
     rank, world_size = rank_and_world_size()
     store = _store()  # first: if only some ranks fail below, one of them can say why
     device = pick_device(device)
@@ -103,13 +118,13 @@ def start_process_group(device="auto"):
 def launch(main):
     """Run ``main()`` and end the process: the last line of every script.
 
-    A ``SettingError`` becomes one line on stderr. If several processes fail, one speaks, since the
-    others mostly fail because it did.
+    A ``SettingError`` becomes one line on stderr. If several processes fail, only the first one
+    prints its error: the failure of one process usually causes the others.
 
-    The process ends by ``os._exit``. An ordinary exit of a good run can abort or hang: a thread of
-    gloo may still have to release a tensor and needs the interpreter for that, while the
-    interpreter is finalised. What Python would still have flushed is flushed here. The process
-    group is destroyed after ``main`` has returned and dropped everything that uses the group.
+    The process ends by ``os._exit``. At an ordinary exit of a good run a thread of gloo may need
+    the GIL while the interpreter is finalised: the process aborts or hangs
+    (https://github.com/pytorch/pytorch/issues/190489). What Python would have flushed is flushed
+    here. The process group is destroyed after ``main`` has returned and dropped all uses of it.
     """
     status, failure = 1, None
     try:
@@ -155,7 +170,7 @@ def _report(failure):
         # The progress bar of rank 0 may occupy the current line of the terminal.
         print("\n" * (rank > 0) + failure, file=sys.stderr)
     if failed and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # This process serves the store: the others need a moment to read that one has spoken.
+        # This process serves the store: the others need a moment to read that one has printed.
         deadline = time.monotonic() + 2
         while _store().add("failed", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)

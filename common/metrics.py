@@ -16,19 +16,20 @@ from common.errors import SettingError
 
 
 class Metrics:
-    """Reports the steps ``start`` to ``stop`` of a run; rank 0 speaks for all.
+    """Reports the steps ``start`` to ``stop`` of a run; rank 0 prints and writes.
 
-    One step, the third, is counted: what it holds and what it sends (see ``StepCounter``). By then
-    DDP has rebuilt its buckets, and DTensor has cached how each operation is sharded.
+    One step is counted (see ``StepCounter``): the third after the start or the resume, or the last
+    one if there are fewer. In earlier steps the optimizer allocates its states, torch.compile
+    compiles, and DTensor caches how each operation is sharded.
 
     Steps are counted from 0 while they run and reported as the number of steps done: the first
     line of metrics.jsonl has step 1. ``history`` is the list of the logged lines, on every rank.
 
     Args:
         folder: the run folder, for metrics.jsonl, summary.json and traces.
-        optimizer: what it updates is what the counted step counts.
+        optimizer: its parameters, their gradients and its states are counted.
         description: lines to print at the start, strings or objects that print as one line.
-        start, stop: the first step of this run and the step before which it ends.
+        start, stop: the first step of this run, and the number of steps in the whole run.
         tokens_per_step: tokens in the global batch.
         device: the torch.device of this process.
         mesh: the DeviceMesh of the run, or None.
@@ -60,7 +61,7 @@ class Metrics:
         )
         self.began = self.logged_at = time.perf_counter()
         self.logged_step = start
-        self.warm = None  # (step, time) from which on steps are like all others
+        self.warm = None  # (step, time) at the end of warm-up: tokens/s are measured from there
 
     def say(self, line):
         if self.rank == 0:
@@ -133,7 +134,7 @@ class Metrics:
             self.profiler.stop()
         self.bar.close()
         (step, began), ended = self.warm, self.logged_at
-        if step == self.stop:  # no step is left: count all
+        if step == self.stop:  # no step is left after warm-up: time all steps
             step, began = self.start, self.began
         rate = (self.stop - step) * self.tokens_per_step / (ended - began)
         held, peak, counter = self.held, self.counter.peak, self.counter

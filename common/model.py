@@ -5,8 +5,9 @@ SwiGLU (arXiv:2002.05202) and grouped-query attention (arXiv:2305.13245); no bia
 untied output head. Parameter names and shapes are those of Hugging Face's ``LlamaForCausalLM``.
 
 In the shapes below, B is the number of sequences, T the length of a sequence, D ``hidden_size``,
-H and KV the numbers of query and key/value heads, K ``head_dim``, V ``vocab_size``. All are local:
-the sizes of what this process holds.
+H and KV the numbers of query and key/value heads, K ``head_dim``, V ``vocab_size``, S the number
+of keys. Here all sizes are local: of what this process holds. In the scripts B, T and V are the
+global sizes, and local shapes are written out, such as (B/dp, T/cp, D).
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ def _llama3(hidden, intermediate, layers, heads):
 PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
     "small": ModelConfig(256, 384, 1024, 6, 6, 2),  # 9.6 M
-    "medium": ModelConfig(50304, 768, 2048, 12, 12, 4),  # 152 M, GPT-2's vocabulary
+    "medium": ModelConfig(50304, 768, 2048, 12, 12, 4),  # 153 M, GPT-2's vocabulary, padded
     "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, with an untied head
     "llama3-8b": _llama3(4096, 14336, 32, 32),  # 8.0 B
     "llama3-70b": _llama3(8192, 28672, 80, 64),  # 70.6 B
@@ -154,9 +155,10 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Tokens (B, T) in, logits (B, T, V) out.
 
-    ``layers`` is a ModuleDict: deleting some layers leaves the names of the others as they are. If
-    the embedding is replaced by ``nn.Identity``, the model takes hidden states (B, T, D); if the
-    final norm and the head are, it returns them. A pipeline stage needs both.
+    ``layers`` is a ModuleDict: deleting some layers leaves the names of the others as they are.
+    With ``nn.Identity`` in place of the embedding the model takes hidden states (B, T, D); with
+    ``nn.Identity`` in place of final norm and head it returns hidden states. Pipeline stages need
+    both.
     """
 
     def __init__(self, config):

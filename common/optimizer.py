@@ -13,9 +13,10 @@ def decay_groups(parameters, weight_decay):
 
 
 def learning_rate(step, peak, steps, warmup_steps=0, minimum=0.0):
-    """Linear warm-up to ``peak``, then half a cosine down to ``minimum`` (arXiv:1608.03983).
+    """Linear warm-up to ``peak``, then a cosine decay (arXiv:1608.03983).
 
-    A function of ``step`` (0 to ``steps`` - 1) alone, so that there is no state to save.
+    The decay would reach ``minimum`` at ``steps``, one step after the last. A function of ``step``
+    (0 to ``steps`` - 1) alone, so that there is no state to save.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -54,7 +54,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("world, options", sampled(FURTHER, FURTHER[1:3]))
+@pytest.mark.parametrize("world, options", sampled(FURTHER, FURTHER[1:2]))
 def test_options(run, single, corpus, world, options):
     check(run("hybrid_3d.py", world, f"{OPTIONS} --data {corpus} {options}"), single(OPTIONS))
 

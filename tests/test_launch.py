@@ -22,6 +22,7 @@ import warnings
 import pytest
 
 from tests.processes import PATIENCE, ROOT, free_port
+from tests.sample import thorough
 from tests.test_same_run import EXACT
 
 RUN = ["bash", str(ROOT / "run.sh")]
@@ -92,6 +93,7 @@ def two_machines(tmp_path, options, **environment):
     ]
 
 
+@thorough
 def test_two_agents_on_one_machine(tmp_path, corpus, expected):
     processes = two_machines(tmp_path, f"{EXACT} --data {corpus}")
     outputs = [finish(process) for process in processes]
@@ -410,6 +412,7 @@ def test_a_batch_job(slurm, tmp_path, corpus, expected):
     assert output.read_text().startswith("+ srun --ntasks-per-node=1 ")
 
 
+@thorough
 def test_srun_starts_a_script(slurm, tmp_path, corpus, expected):
     """Slurm's own variables say which process is which."""
     options = [*EXACT.split(), "--data", corpus, "--out", tmp_path / "out"]

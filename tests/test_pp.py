@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 import pp
 from common import checkpoint
@@ -43,7 +44,7 @@ RUNS = [
     (3, "zerobubble", "--stages-per-rank 1 --microbatches 4 --workers 1"),
     (1, "zbv", ""),
 ]
-SAMPLE = [RUNS[i] for i in (2, 3, 5, 7, 8, 13, 14)]  # each schedule; without --all
+SAMPLE = [RUNS[i] for i in (3, 5, 8, 14)]  # without --all
 SENDS = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}  # of rank 0, in hidden states of a batch
 
 
@@ -86,6 +87,7 @@ def test_compiled_and_checkpointed_layers_follow(run, corpus):
     assert furthest(result.curve(), reference) < 1e-10
 
 
+@thorough
 def test_checkpoints_move_between_single_and_pipelines(run, corpus, tmp_path):
     """5 steps each: one process, a V of 2, a loop of 4, one process again."""
     options = f"{EXACT} --save-every 5 --keep 9 --data {corpus}"
@@ -240,9 +242,18 @@ def test_the_drawings_are_the_schedules():
 
 
 def order_of(name, p, M):
-    """The engine says another order of 1f1b than it runs, which is that of interleaved1f1b."""
-    name = "interleaved1f1b" if name == "1f1b" else name
-    return build(name, p, M, 1).pipeline_order
+    """The engine's order; of 1f1b it says another than it runs: p-r forwards, then one backward,
+    one forward, in turn, and the rest of the backwards."""
+    if name != "1f1b":
+        return build(name, p, M, 1).pipeline_order
+    return {rank: one_f_one_b(rank, p - rank, M) for rank in range(p)}
+
+
+def one_f_one_b(rank, warm_up, M):
+    forward = [_Action(rank, _ComputationType.FORWARD, i) for i in range(M)]
+    backward = [_Action(rank, _ComputationType.FULL_BACKWARD, i) for i in range(M)]
+    steady = itertools.zip_longest(backward, forward[warm_up:])
+    return forward[:warm_up] + [action for pair in steady for action in pair if action]
 
 
 def play(order, num_stages):

@@ -61,7 +61,7 @@ def test_bfloat16_learns(run, corpus, script, world_size):
     assert losses[0] > 5.4 and losses[-1] < 3.2
 
 
-@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[0], SCRIPTS[4]]))
+@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[0], SCRIPTS[2]]))
 def test_activation_checkpointing_changes_nothing(run, single, corpus, script, world_size):
     options = f"{EXACT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
     assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10

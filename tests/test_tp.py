@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.model import ModelConfig, Transformer
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tests.test_same_run import EXACT, furthest
 
 FOUR_HEADS = f"{EXACT} --num-key-value-heads 4"  # enough for 4 ranks
@@ -72,6 +72,7 @@ def test_collectives_are_megatrons(run, corpus, sequence_parallel, world):
     assert found["held"]["parameters"] == found["held"]["gradients"] == (P - NORMS) / world + NORMS
 
 
+@thorough
 def test_traffic_with_bfloat16_checkpointing_and_accumulation(run, corpus):
     for i, options in enumerate((
         "--dtype bfloat16", "--dtype bfloat16 --no-sequence-parallel",
@@ -83,6 +84,7 @@ def test_traffic_with_bfloat16_checkpointing_and_accumulation(run, corpus):
         assert found["sent"] == found["theory"]["sent"]["bytes"] + TENSORS * 4, options
 
 
+@thorough
 def test_activations_fall(run, corpus):
     """With sequence parallelism by the number of ranks, all but the tokens; without, the stream
     stays whole."""

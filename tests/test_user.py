@@ -14,7 +14,7 @@ import torch
 
 from common import checkpoint
 from tests.processes import PATIENCE, ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tests.test_same_run import EXACT
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
@@ -115,6 +115,7 @@ def test_run_sh_refuses_in_words(bash):
         assert len(result.stderr.splitlines()) == 1 and not result.stdout
 
 
+@thorough
 def test_restarted_by_torchrun_after_a_kill(run, corpus, tmp_path):
     """A worker is killed in mid-run: torchrun starts both again, and the weights end the same."""
     options = f"{EXACT} --steps 60 --save-every 10 --data {corpus}"
