@@ -1,10 +1,16 @@
 """Promise 5: bytes held and sent per rank, counted from the run, are those of the theory."""
 
 import json
+import re
 
 import pytest
 
+import ddp
+import fsdp
+import single
+import zero
 from common.model import ModelConfig, Transformer
+from tests.processes import ROOT
 
 # Sizes that 4 ranks divide: nothing is padded.
 MODEL = ("--vocab-size 256 --hidden-size 64 --intermediate-size 128 --num-hidden-layers 3 "
@@ -114,3 +120,25 @@ def test_accumulation(summary):
         assert found["sent"] == expected, command
         assert found["held"]["gradients"] == (P if command in ("ddp.py", "zero.py --stage 1")
                                               else P / 2)
+
+
+P4 = 3_215_872  # of README's table: the default model, on 4 ranks
+TABLE = {
+    "single.py": single.theory(P4), "ddp.py": ddp.theory(P4, 4),
+    "zero.py --stage 1": zero.theory(P4, 4, 1, 1), "zero.py --stage 2": zero.theory(P4, 4, 1, 2),
+    "fsdp.py": fsdp.theory(P4, P4, 4, 1, 1, True),
+    "fsdp.py --no-reshard-after-forward": fsdp.theory(P4, P4, 4, 1, 1, False),
+    "fsdp.py --replicate 2": fsdp.theory(P4, P4, 4, 2, 1, True),
+}
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_readmes_table_is_the_theory(command):
+    """What was counted is the theory: on top are only step counts and the norm for clipping."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (row,) = [line for line in lines if re.match(rf"\| `{re.escape(command)}` \| \d", line)]
+    cells = [int(cell.replace(",", "")) for cell in row.split("|")[2:7]]
+    expected = {kind: value for kind, (formula, value) in TABLE[command].items()}
+    assert cells[0] == expected["parameters"] and cells[1] == expected["gradients"]
+    assert 0 <= cells[3] - expected["optimizer_states"] <= 4 * 39
+    assert 0 <= cells[4] - expected["sent"] <= 234
