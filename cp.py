@@ -50,9 +50,10 @@ from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
     Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
-    next_token_loss,
+    materialise, next_token_loss,
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -90,7 +91,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    model.to_empty(device=device)
+    materialise(model, device)
     init_weights(model, args.seed)
     # A group of its own: gradients are reduced while attention communicates.
     replica = DistributedDataParallel(
@@ -133,11 +134,13 @@ def main(argv=None):
         arrange_buckets(replica, (zeros, positions), zeros, next_token_loss)
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, mesh.get_local_rank("cp"))
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch)
+        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
@@ -145,7 +148,7 @@ def main(argv=None):
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:
                     logits = replica(inputs, positions)  # CP: positions in the whole sequence
-                    micro_loss = next_token_loss(logits, targets) / args.grad_accum
+                    micro_loss = next_token_loss(logits, targets) * n / count
                 micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -170,16 +173,29 @@ def main(argv=None):
     ))
 
 
+def count_targets(batch):
+    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
+    """
+    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
+
+
 def arrange_buckets(replica, inputs, targets, loss_fn):
     """Run one forward and backward pass, and drop the gradients.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
     resume would add gradients in another order than the same step of an uninterrupted run.
-    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
+    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel. Buffers and
+    the random state are afterwards as they were before.
     """
-    loss_fn(replica(*inputs), targets).backward()
+    before = [buffer.clone() for buffer in replica.buffers()]
+    gpus = [inputs[0].device] if inputs[0].is_cuda else []
+    with torch.random.fork_rng(gpus):
+        loss_fn(replica(*inputs), targets).backward()
     replica.zero_grad()
+    with torch.no_grad():
+        for buffer, value in zip(replica.buffers(), before):
+            buffer.copy_(value)
 
 
 def shard_positions(T, n, zigzag=True):

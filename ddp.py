@@ -9,7 +9,8 @@ one device: it is the simplest strategy and sends the least. (DDP, arXiv:2006.15
 
 Sent in a step: one all-reduce of the gradients, in buckets. It runs during the backward pass of the
 last micro-batch: a bucket is sent while the gradients of the next one are computed. In a ring, each
-of n ranks sends 2P(n-1)/n, where P is the bytes of the gradients, whatever the batch size.
+of n ranks sends 2P(n-1)/n, where P is the bytes of the gradients, whatever the batch size. And one
+number is all-reduced: how many targets the global batch has (8 bytes).
 """
 
 import contextlib
@@ -25,9 +26,10 @@ from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -47,7 +49,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    model.to_empty(device=device)
+    materialise(model, device)
     init_weights(model, args.seed)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -86,16 +88,18 @@ def main(argv=None):
         arrange_buckets(replica, (zeros,), zeros, next_token_loss)
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, sampler.rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/dp/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch, dist.group.WORLD)
+        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:
-                    micro_loss = next_token_loss(replica(inputs), targets) / args.grad_accum
+                    micro_loss = next_token_loss(replica(inputs), targets) * n / count
                 micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -115,16 +119,31 @@ def main(argv=None):
     return metrics.close(**theory(sum(p.nbytes for p in model.parameters()), n))
 
 
+def count_targets(batch, group):
+    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
+    ranks of ``group``: those that read different samples. At least 1."""
+    count = sum((targets != -100).sum() for _, targets in batch)
+    dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
+
+
 def arrange_buckets(replica, inputs, targets, loss_fn):
     """Run one forward and backward pass, and drop the gradients.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
     resume would add gradients in another order than the same step of an uninterrupted run.
-    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel.
+    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel. Buffers and
+    the random state are afterwards as they were before.
     """
-    loss_fn(replica(*inputs), targets).backward()
+    before = [buffer.clone() for buffer in replica.buffers()]
+    gpus = [inputs[0].device] if inputs[0].is_cuda else []
+    with torch.random.fork_rng(gpus):
+        loss_fn(replica(*inputs), targets).backward()
     replica.zero_grad()
+    with torch.no_grad():
+        for buffer, value in zip(replica.buffers(), before):
+            buffer.copy_(value)
 
 
 def theory(P, n):
@@ -132,7 +151,7 @@ def theory(P, n):
     bytes) by kind."""
     return {
         "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
-        "sent": ("2P(n-1)/n", 2 * P * (n - 1) / n),
+        "sent": ("2(P+8)(n-1)/n", 2 * (P + 8) * (n - 1) / n),
     }
 
 

@@ -19,7 +19,8 @@ unsharded, on each rank and are reduced once, after the last micro-batch. With
 for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks share a replica: a
 rank sends (2aG + P)(s-1)/s inside its replica, and all-reduces its shard of the gradients over the
 R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this all-reduce crosses
-machines.
+machines. And one number is all-reduced: how many targets the global batch has (8 bytes, 16(n-1)/n
+sent).
 """
 
 import argparse
@@ -40,9 +41,10 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -79,7 +81,7 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
-    model.to_empty(device="cpu" if args.cpu_offload else device)  # only the rows of this rank
+    materialise(model, "cpu" if args.cpu_offload else device)  # only the rows of this rank
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
         # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
@@ -114,17 +116,19 @@ def main(argv=None):
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, sampler.rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/dp/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch, dist.group.WORLD)
+        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             model.set_requires_gradient_sync(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
-            micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
+            micro_loss = next_token_loss(model(inputs), targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -147,6 +151,14 @@ def main(argv=None):
     return metrics.close(**theory(
         P, G, n, args.replicate, args.grad_accum, args.reshard_after_forward
     ))
+
+
+def count_targets(batch, group):
+    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
+    ranks of ``group``: those that read different samples. At least 1."""
+    count = sum((targets != -100).sum() for _, targets in batch)
+    dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
@@ -199,6 +211,7 @@ def theory(P, G, n, R, a, reshard_after_forward):
     formula, sent = f"({gathers}G+P)(s-1)/s", (gathers * G + P) * (s - 1) / s
     if R > 1:
         formula, sent = f"{formula} + 2P/s(R-1)/R", sent + 2 * P / s * (R - 1) / R
+    formula, sent = f"{formula} + 16(n-1)/n", sent + 16 * (n - 1) / n
     return {
         "parameters": ("P/s", P / s), "gradients": ("P/s", P / s),
         "optimizer_states": ("2P/s", 2 * P / s), "sent": (formula, sent),

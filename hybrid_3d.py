@@ -59,9 +59,10 @@ from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
     Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
-    next_token_loss,
+    materialise, next_token_loss,
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -103,7 +104,9 @@ def main(argv=None):
     )
     stage = mesh.get_local_rank("pp")
     shards = shard_positions(args.seq_len, cp).to(device)  # (cp, T/cp)
-    positions = shards[mesh.get_local_rank("cp")]
+    cp_rank = mesh.get_local_rank("cp")
+    tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
+    positions = shards[cp_rank]
     # DTensor warns, at length and on every rank, that a flattened mesh would be faster for the
     # gradient norm.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -140,7 +143,7 @@ def main(argv=None):
         reshard_after_forward=args.microbatches == 1,
     )
     # Materialised; each parameter is drawn from its own seed
-    model.to_empty(device=device)
+    materialise(model, device)
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
         # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
@@ -156,9 +159,8 @@ def main(argv=None):
         )
     schedule = make_1f1b_schedule(
         model, stage, pp, args.microbatches, tokens, hidden,
-        # A mean over the batch: the schedule adds up the gradients of all micro-batches.
-        lambda logits, targets: local(next_token_loss(logits, targets))
-        / (args.microbatches * args.grad_accum),
+        # A mean over the batch of this step: FSDP averages over dp x cp ranks.
+        lambda logits, targets: local(next_token_loss(logits, targets)) * dp * cp / count,
         mesh.get_group("pp"), device,
     )
 
@@ -193,11 +195,13 @@ def main(argv=None):
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/dp/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch, mesh.get_group("dp"))
+        for inputs, targets in batch:  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
@@ -226,10 +230,18 @@ def main(argv=None):
         sum(p.nbytes for p in model.parameters() if p.ndim == 1),
         args.batch_size // dp, args.seq_len // cp, args.config.hidden_size,
         args.config.num_key_value_heads // tp * args.config.head_dim, len(layers),
-        args.param_dtype.itemsize, args.compute_dtype.itemsize, dp * cp, cp, tp, stage, pp,
+        args.param_dtype.itemsize, args.compute_dtype.itemsize, dp, cp, tp, stage, pp,
         args.replicate, args.grad_accum, args.microbatches, args.sequence_parallel,
         args.activation_checkpointing,
     ))
+
+
+def count_targets(batch, group):
+    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
+    ranks of ``group``: those that read different samples. At least 1."""
+    count = sum((targets != -100).sum() for _, targets in batch)
+    dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
 
 
 def plan(sequence_parallel):
@@ -280,10 +292,26 @@ class Replicated(ParallelStyle):
 def parallelize(model, mesh, plan):
     """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
     pipeline stage may lack modules that the plan names. Every rank must hold the same weights
-    before the call: nothing is sent."""
+    before the call: nothing is sent.
+
+    Raises:
+        SettingError: the plan splits tied parameters in different ways.
+    """
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(parameter, []).append(name)
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
+    for first, *others in ties.values():  # parallelize_module has made DTensors of their own
+        tied = model.get_parameter(first)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            if getattr(tied, "placements", None) != getattr(
+                model.get_parameter(other), "placements", None
+            ):
+                raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
+            setattr(model.get_submodule(owner), attribute, tied)
 
 
 def wait_for_output(module):
@@ -462,37 +490,38 @@ def check(args, n):
         )
 
 
-def theory(P, N, B, T, D, KV, L, size, matrix_size, ranks, cp, tp, stage, pp, R, a, M,
+def theory(P, N, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
            sequence_parallel, activation_checkpointing):
     """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
 
     P bytes of parameters in its stage, N of them in norms; (B, T, D) the shape of its hidden
     states; KV numbers per position in each of its K and V; L layers in its stage; ``size`` bytes of
-    a number in parameters, ``matrix_size`` in matrix products; ``ranks`` = dp x cp in R replicas;
+    a number in parameters, ``matrix_size`` in matrix products; dp x cp ranks in R replicas;
     ``a`` accumulation steps of M micro-batches.
     """
-    s, half = ranks // R, matrix_size / size
+    s, half = dp * cp // R, matrix_size / size
     U = (P - N) / tp + N  # bytes that FSDP shards
     gathers = 2 * a if M == 1 else a
     fsdp = (gathers * half * U + a * U) * (s - 1) / s + a * 2 * U / s * (R - 1) / R
     t, x = B * T * size, B * T * D * matrix_size  # one number per token; hidden states
     again = activation_checkpointing
     if sequence_parallel:
-        in_layers, norms = (8 + 3 * again) * x, 2 * N * a * half
+        in_layers, norms = (8 + 3 * again) * x, 2 * N * a  # reduced in float32
     else:
         in_layers, norms = (8 + 2 * again) * x, 0
     ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
     loss = 6 * t * (stage == pp - 1)
     tensor = (L * in_layers + ends + loss + norms) * (tp - 1) / tp
     context = L * (2 + again) * 2 * B * T * KV * matrix_size * (cp - 1)
+    targets = 16 * (dp - 1) / dp  # the number of targets in the global batch, all-reduced over dp
     borders = (stage > 0) + (stage < pp - 1)
     pipeline = borders * x / (tp if sequence_parallel else 1)
     return {
         "parameters": ("U/s", U / s), "gradients": ("U/s", U / s),
         "optimizer_states": ("2U/s", 2 * U / s),
         "sent": (
-            f"fsdp {fsdp:,.0f} + tp {tensor:,.0f} + cp {context:,.0f} + pp {pipeline:,.0f}",
-            fsdp + tensor + context + pipeline,
+            f"fsdp {fsdp:,.0f} + tp {tensor:,.0f} + cp {context:,.0f} + pp {pipeline:,.0f} + "
+            f"{targets:,.0f}", fsdp + tensor + context + pipeline + targets,
         ),
     }
 

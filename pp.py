@@ -70,9 +70,10 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -121,7 +122,7 @@ def main(argv=None):
             compile_layers(part.model.layers.values())
         if args.activation_checkpointing:
             checkpoint_activations(part.model.layers.values())
-        part.to_empty(device=device)
+        materialise(part, device)
         init_weights(part, args.seed)
     parameters = [parameter for part in parts for parameter in part.parameters()]
 
@@ -136,9 +137,8 @@ def main(argv=None):
         hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
     schedule = make_schedule(
         args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden,
-        # A mean over the batch: the schedule adds up the gradients of all micro-batches.
-        lambda logits, targets: next_token_loss(logits, targets)
-        / (args.microbatches * args.grad_accum),
+        # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
+        lambda logits, targets: next_token_loss(logits, targets) / count,
         mesh.get_group("pp"), device,
     )
 
@@ -176,11 +176,13 @@ def main(argv=None):
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch)
+        for inputs, targets in batch:  # (B/accum, T)
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
             losses = []
             schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
@@ -203,6 +205,12 @@ def main(argv=None):
         sum(p.nbytes for p in parameters), own, len(stage_layers),
         args.batch_size * args.seq_len * args.config.hidden_size * args.param_dtype.itemsize,
     ))
+
+
+def count_targets(batch):
+    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
+    """
+    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
 def split_layers(num_layers, num_stages):

@@ -16,9 +16,10 @@ from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -36,7 +37,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    model.to_empty(device=device)
+    materialise(model, device)
     init_weights(model, args.seed)
 
     # Optimizer
@@ -69,13 +70,15 @@ def main(argv=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch)
+        for inputs, targets in batch:  # (B/accum, T)
             with autocast:
-                micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
+                micro_loss = next_token_loss(model(inputs), targets) / count
             micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -91,6 +94,12 @@ def main(argv=None):
 
     checkpoints.finish()
     return metrics.close(**theory(sum(p.nbytes for p in model.parameters())))
+
+
+def count_targets(batch):
+    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
+    """
+    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
 def theory(P):

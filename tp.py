@@ -50,9 +50,10 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -69,6 +70,7 @@ def main(argv=None):
     # Start-up
     device = start_process_group(args.device)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
+    tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
     with torch.device("meta"):
@@ -81,7 +83,7 @@ def main(argv=None):
     parallelize(model, mesh["tp"], plan(args.sequence_parallel))
     if args.compile:
         wait_for_output(model.model.embed_tokens)
-    model.to_empty(device=device)  # only the rows and columns of this rank
+    materialise(model, device)  # only the rows and columns of this rank
     init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
         # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
@@ -118,17 +120,19 @@ def main(argv=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, tp_rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch)
+        for inputs, targets in batch:  # (B/accum, T)
             if args.check_replicas:  # TP: different samples raise no error elsewhere
                 check_replicas(inputs, mesh.get_group("tp"))
             # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
             with loss_parallel():
                 with autocast:
-                    micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
+                    micro_loss = next_token_loss(model(inputs), targets) / count
                 micro_loss.backward()
             loss += micro_loss.detach().full_tensor()  # TP: the loss is a DTensor
 
@@ -152,6 +156,12 @@ def main(argv=None):
         args.param_dtype.itemsize, args.compute_dtype.itemsize,
         args.sequence_parallel, args.activation_checkpointing,
     ))
+
+
+def count_targets(batch):
+    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
+    """
+    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
 def plan(sequence_parallel):
@@ -202,10 +212,26 @@ class Replicated(ParallelStyle):
 def parallelize(model, mesh, plan):
     """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
     pipeline stage may lack modules that the plan names. Every rank must hold the same weights
-    before the call: nothing is sent."""
+    before the call: nothing is sent.
+
+    Raises:
+        SettingError: the plan splits tied parameters in different ways.
+    """
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(parameter, []).append(name)
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
+    for first, *others in ties.values():  # parallelize_module has made DTensors of their own
+        tied = model.get_parameter(first)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            if getattr(tied, "placements", None) != getattr(
+                model.get_parameter(other), "placements", None
+            ):
+                raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
+            setattr(model.get_submodule(owner), attribute, tied)
 
 
 def wait_for_output(module):
@@ -219,7 +245,8 @@ def redistribute_gradients(model):
     gradients are partial sums: redistribute once here; otherwise clipping and the optimizer would
     each redistribute."""
     for parameter in model.parameters():
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        if parameter.grad is not None:  # a frozen parameter has none
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def check_replicas(tokens, group):

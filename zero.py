@@ -12,7 +12,8 @@ Sent in a step: a reduce-scatter of the gradients and an all-gather of the updat
 bytes of parameters, each of n ranks sends P(n-1)/n in both: together as much as DDP. Stage 1 adds
 whole gradients over the micro-batches and reduces them once. Stage 2 reduces a bucket of gradients
 as soon as the backward pass has them, in every micro-batch, and frees them: this saves memory, and
-sends P(n-1)/n more for each further micro-batch. PyTorch's ZeroRedundancyOptimizer is stage 1 only,
+sends P(n-1)/n more for each further micro-batch. And one number is all-reduced: how many targets
+the global batch has (8 bytes, 16(n-1)/n sent). PyTorch's ZeroRedundancyOptimizer is stage 1 only,
 and sends more: it all-reduces the gradients and broadcasts the parameters, 3P(n-1)/n. So this
 script writes the collectives itself.
 """
@@ -20,6 +21,7 @@ script writes the collectives itself.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -30,9 +32,10 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
 
 
 def main(argv=None):
@@ -56,10 +59,12 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    model.to_empty(device=device)
+    materialise(model, device)
     init_weights(model, args.seed)
-    # One bucket for each layer, and for each module that is in no layer.
-    groups = [model.model.embed_tokens, *layers, model.model.norm, model.lm_head]
+    groups = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
     buckets, shards = make_buckets(model, groups, mesh, args.stage)
 
     # Optimizer
@@ -94,13 +99,15 @@ def main(argv=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        seed_step(args.seed, step, sampler.rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
-        for micro_batch in range(args.grad_accum):
-            inputs, targets = next(batches)  # (B/dp/accum, T)
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch, dist.group.WORLD)
+        for inputs, targets in batch:  # (B/dp/accum, T)
             with autocast:
-                micro_loss = next_token_loss(model(inputs), targets) / args.grad_accum
+                micro_loss = next_token_loss(model(inputs), targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -125,14 +132,22 @@ def main(argv=None):
     return metrics.close(**theory(P, n, args.grad_accum, args.stage))
 
 
+def count_targets(batch, group):
+    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
+    ranks of ``group``: those that read different samples. At least 1."""
+    count = sum((targets != -100).sum() for _, targets in batch)
+    dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
+
+
 def make_buckets(model, groups, mesh, stage):
     """Make a bucket for each of ``groups``. In stage 2, hooks reduce a bucket as soon as the
     backward pass has its gradients.
 
     Args:
         model: materialised; its frozen parameters stay as they are.
-        groups: modules of ``model`` that together hold all of its parameters, in the order in which
-            the model uses them.
+        groups: lists of modules of ``model`` that together hold all of its parameters, in the order
+            in which the model uses them. Tied parameters belong into one group.
         mesh: a DeviceMesh of one dimension.
         stage: 1 or 2.
 
@@ -142,7 +157,11 @@ def make_buckets(model, groups, mesh, stage):
     Raises:
         SettingError: a parameter is in no group, or in two.
     """
-    buckets = [Bucket([p for p in group.parameters() if p.requires_grad], mesh) for group in groups]
+    buckets = [
+        Bucket([p for p in nn.ModuleList(group).parameters() if p.requires_grad], mesh)
+        for group in groups
+    ]
+    buckets = [bucket for bucket in buckets if bucket.parameters]  # some groups are frozen
     bucket_of, shards = {}, {}
     for bucket in buckets:
         for parameter in bucket.parameters:
@@ -151,7 +170,10 @@ def make_buckets(model, groups, mesh, stage):
         if parameter.requires_grad:
             found = bucket_of.get(parameter, [])
             if len(found) != 1:
-                raise SettingError(f"{name} is in {len(found)} of the groups: it must be in one")
+                raise SettingError(
+                    f"{name} is in {len(found)} of the groups: it must be in one; give modules "
+                    f"that share it one group"
+                )
             shards[name] = found[0].shards[parameter]
 
     def on_gradient(parameter):
@@ -284,8 +306,8 @@ def theory(P, n, a, stage):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
     parameters."""
     gradients, sent = {
-        1: (("P", P), ("2P(n-1)/n", 2 * P * (n - 1) / n)),
-        2: (("P/n", P / n), ("(1+a)P(n-1)/n", (1 + a) * P * (n - 1) / n)),
+        1: (("P", P), ("(2P+16)(n-1)/n", (2 * P + 16) * (n - 1) / n)),
+        2: (("P/n", P / n), ("((1+a)P+16)(n-1)/n", ((1 + a) * P + 16) * (n - 1) / n)),
     }[stage]
     return {
         "parameters": ("P", P), "gradients": gradients, "optimizer_states": ("2P/n", 2 * P / n),

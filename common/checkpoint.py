@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError
 
@@ -37,7 +38,7 @@ class Checkpoints:
     Args:
         folder: the run folder; with several machines, one that they share.
         run: a dict of the settings that must stay the same when the run is resumed, such as the
-            seed and the batch size. Whatever JSON can hold.
+            seed and the batch size.
         tensors: a state dict of the very tensors that are trained, whole or DTensors, such as
             ``model.state_dict(keep_vars=True)``.
         optimizer: its states are saved under the names of the tensors that it updates.
@@ -51,7 +52,9 @@ class Checkpoints:
 
     def __init__(self, folder, run, tensors, optimizer, *, stop, every=100, keep=2, resume=True,
                  in_background=False):
-        self.folder, self.run = pathlib.Path(folder), json.loads(json.dumps(run))
+        run = run | {"the optimizer": type(optimizer).__name__}
+        # As it comes back from the file: tuples are lists, keys are strings.
+        self.folder, self.run = pathlib.Path(folder), json.loads(json.dumps(run, default=str))
         self.tensors, self.optimizer = tensors, optimizer
         self.stop, self.every, self.keep, self.from_newest = stop, every, keep, resume
         self.in_background = in_background
@@ -60,6 +63,7 @@ class Checkpoints:
         self.group = None
         if in_background and dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
+        self.buffers = _groups_with_copies(tensors) if dist.is_initialized() else {}
 
     def resume(self):
         """Prepare the run folder, and load its newest complete checkpoint if there is one. Returns
@@ -113,6 +117,10 @@ class Checkpoints:
             SettingError: it cannot be written; the checkpoints before it are intact.
         """
         self.finish()
+        # DCP takes equal tensors from different ranks: first make buffers equal, to those of the
+        # first rank that holds a copy.
+        for name, (source, group) in self.buffers.items():
+            dist.broadcast(self.tensors[name], source, group)
         final = self.folder / f"step-{step:08d}"
         temporary = final.with_suffix(".tmp")
         if _rank() == 0:
@@ -192,6 +200,10 @@ def load(checkpoint, run, tensors, optimizer):
                 f"{checkpoint} is of another model: {name} has shape {tuple(tensor.shape)} here "
                 f"and {tuple(entry.size) if entry else 'none'} there"
             )
+    if unknown := _names_that_no_rank_has(stored, tensors):
+        raise SettingError(
+            f"{checkpoint} is of another model: no rank of this run has {', '.join(unknown)}"
+        )
     _make_states(stored, tensors, optimizer)
     _load(_with_states(tensors, optimizer), reader)
 
@@ -255,6 +267,36 @@ def _with_states(tensors, optimizer):
         for key, value in optimizer.state.get(tensor, {}).items():
             named[f"optimizer.{name}.{key}"] = value
     return named
+
+
+def _is_buffer(tensor):
+    return not isinstance(tensor, (torch.nn.Parameter, DTensor))
+
+
+def _groups_with_copies(tensors):
+    """For each buffer of this rank, the first rank that holds a copy, and the group of those that
+    do."""
+    own = sorted(name for name, tensor in tensors.items() if _is_buffer(tensor))
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, own)
+    groups, found = {}, {}
+    for name in sorted(set().union(*of_all)):
+        ranks = tuple(rank for rank, names in enumerate(of_all) if name in names)
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(ranks)  # all ranks call it, in the same order
+        if name in own and len(ranks) > 1:
+            found[name] = ranks[0], groups[ranks]
+    return found
+
+
+def _names_that_no_rank_has(stored, tensors):
+    """The names of stored tensors of the model into which no rank loads."""
+    names = sorted(name for name in stored if name.startswith("model."))
+    found = [name.removeprefix("model.") in tensors for name in names]
+    found = torch.tensor(found, dtype=torch.uint8)
+    if dist.is_initialized():  # a pipeline rank has the tensors of its stages only
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [name.removeprefix("model.") for name, has in zip(names, found.tolist()) if not has]
 
 
 def _make_states(stored, tensors, optimizer):

@@ -245,7 +245,8 @@ def load_batches(dataset, sampler, device, workers=0):
     tensors, such as a tuple or a dict.
     """
     loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
+        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # otherwise it would advance the random state of training
     )
     for batch in loader:
         yield to_device(batch, device)

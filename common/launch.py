@@ -1,5 +1,6 @@
 """Start-up and tear-down of a process, alone or as one of many."""
 
+import atexit
 import functools
 import os
 import sys
@@ -123,8 +124,9 @@ def launch(main):
 
     The process ends by ``os._exit``. At an ordinary exit of a good run a thread of gloo may need
     the GIL while the interpreter is finalised: the process aborts or hangs
-    (https://github.com/pytorch/pytorch/issues/190489). What Python would have flushed is flushed
-    here. The process group is destroyed after ``main`` has returned and dropped all uses of it.
+    (https://github.com/pytorch/pytorch/issues/190489). Before it the handlers of ``atexit`` run and
+    the output is flushed, as Python would do. The process group is destroyed after ``main`` has
+    returned and dropped all uses of it.
     """
     status, failure = 1, None
     try:
@@ -143,6 +145,7 @@ def launch(main):
         _report(failure)
     elif status == 0 and dist.is_initialized():
         dist.destroy_process_group()
+    atexit._run_exitfuncs()  # of loggers, for example
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -188,21 +188,33 @@ class Transformer(nn.Module):
 
 
 def next_token_loss(logits, targets):
-    """Mean cross-entropy in nats, in float32 at least: logits (B, T, V), targets (B, T)."""
+    """The sum of the cross-entropies in nats, in float32 at least. Targets of -100 do not count.
+    logits (B, T, V), targets (B, T)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def draw_parameter(name, shape, config, seed):
-    """The initial value of one parameter, whole, in float32 on the CPU.
+def materialise(model, device):
+    """``model.to_empty(device=device)``, but tied parameters stay tied. Parameters and buffers are
+    uninitialised until something fills them."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def draw_weight(name, shape, config, seed):
+    """The initial value of one weight, whole, in float32 on the CPU.
 
     Its generator is seeded by (seed, name) alone. So the value does not depend on which other
-    parameters are drawn, on the device or on the number of ranks. Weights are normal with the
+    weights are drawn, on the device or on the number of ranks. Weights are normal with the
     standard deviation ``initializer_range``; the two projections into the residual stream of each
-    layer are scaled down by sqrt(2 x layers) (GPT-2). Norms are ones.
+    layer are scaled down by sqrt(2 x layers) (GPT-2).
     """
-    if len(shape) == 1:
-        return torch.ones(shape, device="cpu")
     std = config.initializer_range
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= (2 * config.num_hidden_layers) ** 0.5
@@ -213,23 +225,43 @@ def draw_parameter(name, shape, config, seed):
 
 @torch.no_grad()
 def init_weights(model, seed, shard=None):
-    """Fill the parameters of a materialised model, one at a time.
+    """Fill the parameters of a materialised model, one at a time: weights of linear layers and
+    embeddings by ``draw_weight``, weights of norms with ones, biases with zeros.
 
     ``shard(parameter, whole)`` returns the part of the whole tensor that this rank's ``parameter``
     holds; without it the parameters are whole.
+
+    Raises:
+        SettingError: it does not know how to fill a parameter or a buffer.
     """
+    for name, _ in model.named_buffers():
+        raise SettingError(
+            f"init_weights does not know the buffer {name}, which materialise has left "
+            f"uninitialised: fill it in init_weights, in common/model.py"
+        )
     for name, parameter in model.named_parameters():
-        whole = draw_parameter(name, parameter.shape, model.config, seed).to(parameter.dtype)
-        parameter.copy_(shard(parameter, whole) if shard else whole)
+        owner, _, kind = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if kind == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+            whole = draw_weight(name, parameter.shape, model.config, seed).to(parameter.dtype)
+            parameter.copy_(shard(parameter, whole) if shard else whole)
+        elif kind == "weight" and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            parameter.fill_(1)
+        elif kind == "bias" and isinstance(module, (nn.Linear, nn.LayerNorm)):
+            parameter.fill_(0)
+        else:
+            raise SettingError(
+                f"init_weights does not know the parameter {name} of a {type(module).__name__}: "
+                f"add how to fill it to init_weights, in common/model.py"
+            )
 
 
 def checkpoint_activations(layers):
-    """Keep only the input of each layer for the backward pass, and run the layer again there
-    (arXiv:1604.06174). Replaces the bound method, so that no parameter changes its name."""
+    """Keep only the input of each layer for the backward pass, and run the layer again there, with
+    the same random state (arXiv:1604.06174). Replaces the bound method: parameters keep their
+    names."""
     for layer in layers:
-        layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(layers):

@@ -29,6 +29,7 @@ EMBEDDING = HEAD = bytes_of(MODULE.lm_head)
 NORM = bytes_of(MODULE.model.norm)
 TENSORS = len(list(MODULE.parameters()))
 LARGEST = max(p.nbytes for p in MODULE.parameters())
+COUNT = 8  # the number of targets in the global batch, which is all-reduced
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_whole_models(summary, world):
     # DDP's bucket, and the last gradient on its way into it
     assert found["peak"]["gradients"] == P + (EMBEDDING if world else 0)
     check_states(found, 1)
-    assert found["sent"] == (2 * P * (world - 1) / world if world else 0)
+    assert found["sent"] == (2 * (P + COUNT) * (world - 1) / world if world else 0)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -81,8 +82,9 @@ def test_zero(summary, stage, world):
     check_states(found, world)
     assert sent(found, "reduce-scatter") == sent(found, "all-gather") == P * (world - 1) / world
     norms = 2 * 4 * TENSORS * (world - 1) / world  # for clipping: a number per tensor, all-reduced
-    assert (sent(found, "all-reduce") == norms
-            and found["sent"] == sent(found, "all-gather") * 2 + norms)
+    targets = 2 * COUNT * (world - 1) / world
+    assert sent(found, "all-reduce") == norms + targets
+    assert found["sent"] == sent(found, "all-gather") * 2 + norms + targets
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -104,7 +106,7 @@ def test_fsdp(summary, world, replicas, reshard):
     assert sent(found, "reduce-scatter") == P * ring
     norms = 2 * 4 * TENSORS * ring
     replication = 2 * P / shards * (replicas - 1) / replicas
-    assert sent(found, "all-reduce") == replication + norms
+    assert sent(found, "all-reduce") == replication + norms + 2 * COUNT * (world - 1) / world
     assert found["theory"]["sent"]["bytes"] + norms == found["sent"]
 
 
@@ -117,7 +119,7 @@ def test_accumulation(summary):
         ("fsdp.py --no-reshard-after-forward", 2 * P * ring + norms),
     ):
         found = summary(command, 2, "--grad-accum 2", command)
-        assert found["sent"] == expected, command
+        assert found["sent"] == expected + 2 * COUNT * ring, command
         assert found["held"]["gradients"] == (P if command in ("ddp.py", "zero.py --stage 1")
                                               else P / 2)
 

@@ -1,0 +1,54 @@
+"""Runs a script (the second argument) with a model or data of another kind (the first): dropout in
+every layer; ignored targets; frozen, or tied, embedding and head."""
+
+import importlib
+import sys
+
+import torch.nn.functional as F
+
+import common.data
+import common.model
+from common.launch import launch
+
+kind, script = sys.argv.pop(1), sys.argv.pop(1)
+
+
+def dropout():
+    forward = common.model.Layer.forward
+    common.model.Layer.forward = lambda self, *args: F.dropout(forward(self, *args), 0.1)
+
+
+def ignored():
+    """Every second sample has no target at all, the others lack some of the first."""
+    read = common.data.TokenDataset.__getitem__
+
+    def read_and_ignore(self, index):
+        inputs, targets = read(self, index)
+        targets = targets.clone()
+        targets[: len(targets) if index % 2 else index % 29] = -100
+        return inputs, targets
+
+    common.data.TokenDataset.__getitem__ = read_and_ignore
+
+
+def frozen():
+    change_model(lambda model: model.model.embed_tokens.requires_grad_(False)
+                 and model.model.layers["1"].mlp.requires_grad_(False))
+
+
+def tied():
+    change_model(lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight))
+
+
+def change_model(change):
+    build = common.model.Transformer.__init__
+
+    def build_and_change(self, config):
+        build(self, config)
+        change(self)
+
+    common.model.Transformer.__init__ = build_and_change
+
+
+globals()[kind]()
+launch(importlib.import_module(script.removesuffix(".py")).main)

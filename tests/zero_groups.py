@@ -1,0 +1,41 @@
+"""On each rank: zero.py's shards carry the names of their parameters, in any order of the groups; a
+parameter in no group, or in two, is refused."""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero
+from common.errors import SettingError
+from common.launch import launch, start_process_group
+
+
+def refused(model, groups, mesh):
+    try:
+        zero.make_buckets(model, groups, mesh, 2)
+    except SettingError as error:
+        return str(error)
+
+
+def main():
+    start_process_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
+    a, b, c = model["a"], model["b"], model["c"]
+    _, shards = zero.make_buckets(model, [[c], [a, b]], mesh, 2)
+    for name, parameter in model.named_parameters():
+        assert shards[name].full_tensor().equal(parameter.detach()), name
+    assert "c.weight is in 0 of the groups" in refused(model, [[a, b]], mesh)
+    assert "b.weight is in 2 of the groups" in refused(model, [[a, b], [b, c]], mesh)
+    a.weight = b.weight
+    assert "a.weight is in 2 of the groups" in refused(model, [[a], [b], [c]], mesh)
+    _, shards = zero.make_buckets(model, [[a, b], [c]], mesh, 2)
+    assert list(shards) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
+    a.weight = nn.Parameter(a.weight.detach().clone())
+    b.requires_grad_(False)
+    _, shards = zero.make_buckets(model, [[a], [c]], mesh, 2)
+    assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
+    print("all groups are right" if dist.get_rank() == 0 else "", flush=True)
+
+
+launch(main)
