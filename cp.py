@@ -73,6 +73,8 @@ def main(argv=None):
     positions = shards[mesh.get_local_rank("cp")]  # (T/cp,)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -114,7 +116,8 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )
@@ -134,10 +137,10 @@ def main(argv=None):
         arrange_buckets(replica, (zeros, positions), zeros, next_token_loss)
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        seed_step(args.seed, step, mesh.get_local_rank("cp"))
+        seed_step(args.seed, step, mesh.get_local_rank("cp"))  # CP: each rank has its own dropout
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
         batch = [next(batches) for _ in range(args.grad_accum)]
         count = count_targets(batch)
         for micro_batch, (inputs, targets) in enumerate(batch):  # (B/accum, T)
@@ -158,7 +161,7 @@ def main(argv=None):
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
-            # DDP: the mean over the batch is the mean of the ranks' equal shares.
+            # DDP: every rank's loss has the factor n, so that their average is the mean.
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)

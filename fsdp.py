@@ -69,6 +69,8 @@ def main(argv=None):
     )
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -102,7 +104,8 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )
@@ -116,12 +119,12 @@ def main(argv=None):
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        seed_step(args.seed, step, sampler.rank)
+        seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
         batch = [next(batches) for _ in range(args.grad_accum)]
-        count = count_targets(batch, dist.group.WORLD)
+        count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
@@ -139,7 +142,7 @@ def main(argv=None):
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
-            # FSDP: the mean over the batch is the mean of the ranks' equal shares.
+            # FSDP: every rank's loss has the factor n, so that their average is the mean.
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)

@@ -112,6 +112,8 @@ def main(argv=None):
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # Model: this rank's stage, built on the meta device
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
     stage_layers = split_layers(args.config.num_hidden_layers, pp)
@@ -180,7 +182,8 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )
@@ -195,12 +198,13 @@ def main(argv=None):
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
+        # FSDP, CP, TP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank)
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
         batch = [next(batches) for _ in range(args.grad_accum)]
-        count = count_targets(batch, mesh.get_group("dp"))
+        count = count_targets(batch, mesh.get_group("dp"))  # FSDP: of all samples
         for inputs, targets in batch:  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]

@@ -112,6 +112,8 @@ def main(argv=None):
 
     # Model: built on the meta device, then this rank's stages are materialised; each parameter is
     # drawn from its own seed
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     stage_layers = split_layers(args.config.num_hidden_layers, n * args.stages_per_rank)
@@ -159,7 +161,8 @@ def main(argv=None):
     # Resume: the step number is the only state of the data
     tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), tensors, optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        tensors, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )

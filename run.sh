@@ -75,6 +75,13 @@ find_python() {
   "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt"
 }
 
+# A script in a folder below this one, such as examples/, imports common/ from here.
+find_common() {
+  local folder
+  folder=$(cd "$(dirname "$script")" && pwd)
+  [[ $folder/ != "$here"/?*/ ]] || export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+}
+
 # Run a command that may begin with variables, and show it so that it can be typed again.
 show_and_run() {
   local word line="+"
@@ -145,6 +152,7 @@ script=$command
 [ -f "$script" ] || fail "$command: no such script; there are $(cd "$here" && echo *.py)"
 check_settings
 find_python
+find_common
 
 if [ "$(basename "$script")" = single.py ]; then
   [[ ${NPROC:-1} -eq 1 && ${NNODES:-1} -eq 1 && ! -v HOSTS ]] ||

@@ -30,6 +30,8 @@ def main(argv=None):
     device = start_process(args.device)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -55,7 +57,8 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), model.state_dict(keep_vars=True), optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )

@@ -52,6 +52,8 @@ def main(argv=None):
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
+    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -83,7 +85,8 @@ def main(argv=None):
     # Resume: the step number is the only state of the data
     tensors = model.state_dict(keep_vars=True) | shards
     checkpoints = Checkpoints(
-        args.out, run_settings(args, len(dataset)), tensors, optimizer,
+        args.out, run_settings(args, vars(args.config), len(dataset)),
+        tensors, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
         in_background=args.async_save,
     )
@@ -99,12 +102,12 @@ def main(argv=None):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
-        seed_step(args.seed, step, sampler.rank)
+        seed_step(args.seed, step, sampler.rank)  # ZeRO: each rank has its own dropout
         lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
         set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
         batch = [next(batches) for _ in range(args.grad_accum)]
-        count = count_targets(batch, dist.group.WORLD)
+        count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
         for inputs, targets in batch:  # (B/dp/accum, T)
             with autocast:
                 micro_loss = next_token_loss(model(inputs), targets) * n / count
@@ -121,7 +124,7 @@ def main(argv=None):
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
-            # ZeRO: the mean over the batch is the mean of the ranks' equal shares.
+            # ZeRO: every rank's loss has the factor n, so that their average is the mean.
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)

@@ -35,8 +35,12 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.nargs == 0 else super()._get_help_string(action)
 
 
-def argument_parser(doc):
-    """A parser with the options of every script; a script adds its own options to it."""
+def argument_parser(doc, model=True, text=True):
+    """A parser with the options of every script; a script adds its own options to it.
+
+    ``model=False`` leaves out the options of the Llama of common/model.py, ``text=False`` those of
+    the text that it is trained on: for a script with a model, or data, of its own.
+    """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
@@ -52,8 +56,6 @@ def argument_parser(doc):
     group.add_argument("--grad-accum", type=at_least(1), default=1, metavar="N",
                        help="gradient-accumulation steps: micro-batches into which each rank cuts "
                        "its share of the batch")
-    group.add_argument("--seq-len", type=at_least(1), default=128, metavar="T",
-                       help="tokens in a sequence")
     group.add_argument("--lr", type=at_least(0, float), default=2e-3, metavar="LR",
                        help="peak learning rate")
     group.add_argument("--min-lr", type=at_least(0, float), default=0.0, metavar="LR",
@@ -73,26 +75,13 @@ def argument_parser(doc):
                        help="seed of the initial weights and of the order of the data")
 
     group = parser.add_argument_group("data")
-    group.add_argument("--data", default=STANDARD_LIBRARY, metavar="PATH",
-                       help="a .bin file of token ids, a text file, or a folder of either; text is "
-                       f"read as bytes; '{STANDARD_LIBRARY}': the source text of Python's standard "
-                       "library")
-    group.add_argument("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-                       help="type of the ids in a .bin file; auto: uint16 if the vocabulary fits, "
-                       "otherwise uint32")
+    if text:
+        _add_text_options(group)
     group.add_argument("--workers", type=at_least(0), default=0, metavar="N",
                        help="processes per rank that read ahead; 0: the training process reads")
 
-    group = parser.add_argument_group(
-        "model", "A preset; every dimension can be changed, by its name in Hugging Face's config."
-    )
-    group.add_argument("--model", default="tiny", metavar="PRESET", help=", ".join(PRESETS))
-    for field in dataclasses.fields(ModelConfig):
-        kind = float if field.type is float else int
-        group.add_argument("--" + field.name.replace("_", "-"), type=at_least(0, kind, above=True),
-                           default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                           help="overrides the preset; tiny has "
-                           f"{getattr(PRESETS['tiny'], field.name)}")
+    if model:
+        _add_model_options(parser)
 
     group = parser.add_argument_group("device and arithmetic")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -128,23 +117,42 @@ def argument_parser(doc):
     return parser
 
 
+def _add_text_options(group):
+    group.add_argument("--data", default=STANDARD_LIBRARY, metavar="PATH",
+                       help="a .bin file of token ids, a text file, or a folder of either; text is "
+                       f"read as bytes; '{STANDARD_LIBRARY}': the source text of Python's standard "
+                       "library")
+    group.add_argument("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
+                       help="type of the ids in a .bin file; auto: uint16 if the vocabulary fits, "
+                       "otherwise uint32")
+    group.add_argument("--seq-len", type=at_least(1), default=128, metavar="T",
+                       help="tokens in a sequence")
+
+
+def _add_model_options(parser):
+    group = parser.add_argument_group(
+        "model", "A preset; every dimension can be changed, by its name in Hugging Face's config."
+    )
+    group.add_argument("--model", default="tiny", metavar="PRESET", help=", ".join(PRESETS))
+    for field in dataclasses.fields(ModelConfig):
+        kind = float if field.type is float else int
+        group.add_argument("--" + field.name.replace("_", "-"), type=at_least(0, kind, above=True),
+                           default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
+                           help="overrides the preset; tiny has "
+                           f"{getattr(PRESETS['tiny'], field.name)}")
+
+
 def parse_arguments(parser, argv=None):
-    """Parse, and add what follows from the arguments: ``config`` (ModelConfig), ``param_dtype``
-    (the torch.dtype of weights and optimizer states) and ``compute_dtype`` (of matrix products).
+    """Parse, and add what follows from the arguments: ``param_dtype`` (the torch.dtype of weights
+    and optimizer states), ``compute_dtype`` (of matrix products) and, with the options of the
+    Llama, ``config`` (ModelConfig).
 
     Raises:
         SettingError: an argument is wrong.
     """
     args = parser.parse_args(argv)
-    if args.model not in PRESETS:
-        _refuse(f"--model {args.model}: no such preset, choose from {', '.join(PRESETS)}")
-    preset = dataclasses.asdict(PRESETS[args.model])
-    given = {name: getattr(args, name) for name in preset if hasattr(args, name)}
-    if "head_dim" not in given and {"hidden_size", "num_attention_heads"} & given.keys():
-        given["head_dim"] = None  # follows from the two
-    args.config = ModelConfig(**preset | given)
-    if args.token_dtype == "auto":
-        args.token_dtype = "uint16" if args.config.vocab_size <= 2**16 else "uint32"
+    if "model" in args:
+        args.config = _model_config(args)
     for name in ("beta1", "beta2"):
         if getattr(args, name) >= 1:
             _refuse(f"--{name} {getattr(args, name)} is not allowed: it must be less than 1")
@@ -157,22 +165,32 @@ def parse_arguments(parser, argv=None):
     return args
 
 
-def run_settings(args, samples):
-    """The settings that must stay the same when a run is resumed, as a dict: the model, and what
-    orders the data. With these the step number is the state of the data."""
-    config = dataclasses.asdict(args.config)
-    return {f"--{name.replace('_', '-')}": value for name, value in config.items()} | {
-        "--seed": args.seed,
-        "--batch-size": args.batch_size,
-        "--seq-len": args.seq_len,
-        "the number of samples in --data": samples,
-    }
+def _model_config(args):
+    """The preset, with the dimensions that the command line changes."""
+    if args.model not in PRESETS:
+        _refuse(f"--model {args.model}: no such preset, choose from {', '.join(PRESETS)}")
+    preset = dataclasses.asdict(PRESETS[args.model])
+    given = {name: getattr(args, name) for name in preset if hasattr(args, name)}
+    if "head_dim" not in given and {"hidden_size", "num_attention_heads"} & given.keys():
+        given["head_dim"] = None  # follows from the two
+    return ModelConfig(**preset | given)
+
+
+def run_settings(args, config, samples):
+    """The settings that must stay the same when a run is resumed, as a dict: ``config``, a dict of
+    the model's, and what orders the data. With these the step number is the state of the data."""
+    settings = {f"--{name.replace('_', '-')}": value for name, value in config.items()}
+    for name in ("seed", "batch_size", "seq_len"):
+        if name in args:
+            settings[f"--{name.replace('_', '-')}"] = getattr(args, name)
+    return settings | {"the number of samples in --data": samples}
 
 
 def describe(args, model):
     """One line on what is trained. ``model`` is whole: unsharded, sharded or on the meta device."""
+    name = args.model if "model" in args else type(model).__name__.removeprefix("FSDP")
     parameters = sum(p.numel() for p in model.parameters())
-    return f"model {args.model}: {parameters:,} parameters, {args.dtype}"
+    return f"model {name}: {parameters:,} parameters, {args.dtype}"
 
 
 def _refuse(message):

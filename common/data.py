@@ -152,7 +152,8 @@ class TokenDataset(Dataset):
             the source text of Python's standard library. The files of a folder are concatenated in
             the order of their paths.
         seq_len: T, the number of tokens in a sample.
-        token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32".
+        token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32"; "auto": uint16 if
+            ``vocab_size`` allows it.
         vocab_size: refuse token ids that are not below this.
 
     Files are memory-mapped; those whose names start with a dot are skipped. A sample is two int64
@@ -163,7 +164,7 @@ class TokenDataset(Dataset):
             too short for one sample; when a sample is read: a token is not in the vocabulary.
     """
 
-    def __init__(self, data, seq_len, token_dtype="uint16", vocab_size=None):
+    def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None):
         self.data, self.vocab_size = data, vocab_size
         self.files = _find_files(data)
         binary = [path.suffix == ".bin" for path in self.files]
@@ -171,6 +172,8 @@ class TokenDataset(Dataset):
             raise SettingError(
                 f"--data {data} mixes .bin files (token ids) with others (text): keep one kind"
             )
+        if token_dtype == "auto":
+            token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
         sizes = np.array([path.stat().st_size for path in self.files], np.int64)
         for path, size in zip(self.files, sizes):

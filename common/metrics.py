@@ -30,7 +30,7 @@ class Metrics:
         optimizer: its parameters, their gradients and its states are counted.
         description: lines to print at the start, strings or objects that print as one line.
         start, stop: the first step of this run, and the number of steps in the whole run.
-        tokens_per_step: tokens in the global batch.
+        tokens_per_step: tokens in the global batch, or what ``unit`` names.
         device: the torch.device of this process.
         mesh: the DeviceMesh of the run, or None.
         log_every: steps between the lines of metrics.jsonl.
@@ -38,10 +38,10 @@ class Metrics:
     """
 
     def __init__(self, folder, optimizer, description, *, start, stop, tokens_per_step, device,
-                 mesh=None, log_every=10, profile=False):
+                 mesh=None, log_every=10, profile=False, unit="tokens"):
         self.folder, self.optimizer = pathlib.Path(folder), optimizer
         self.start, self.stop, self.tokens_per_step = start, stop, tokens_per_step
-        self.device, self.mesh, self.log_every = device, mesh, log_every
+        self.device, self.mesh, self.log_every, self.unit = device, mesh, log_every, unit
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.counted_step = min(start + 2, stop - 1)
         self.counter, self.held = None, {}
@@ -85,14 +85,16 @@ class Metrics:
         self.logged_step, self.logged_at = done, now
         record = {
             "step": done, "loss": loss, "grad_norm": grad_norm, "lr": lr,
-            "tokens": done * self.tokens_per_step, "tokens_per_second": tokens_per_second,
+            self.unit: done * self.tokens_per_step,
+            f"{self.unit}_per_second": tokens_per_second,
         }
         self.history.append(record)
         if self.rank == 0:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} tokens/s", False
+            f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
+            f"{self.unit}/s", False
         )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise SettingError(
@@ -147,7 +149,7 @@ class Metrics:
         if self.rank == 0:
             self.file.close()
             summary = {
-                "loss": self.history[-1]["loss"], "tokens_per_second": rate,
+                "loss": self.history[-1]["loss"], f"{self.unit}_per_second": rate,
                 "held": held, "peak": peak, "sent": sent,
                 "theory": {name: {"formula": f, "bytes": b} for name, (f, b) in theory.items()},
                 "collectives": collectives,
@@ -156,7 +158,8 @@ class Metrics:
         if self.profiler:
             self.say(f"traces of a few steps: {self.folder}/trace-rank*.json")
         self.say(
-            f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} tokens/s | {self.folder}"
+            f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} {self.unit}/s | "
+            f"{self.folder}"
         )
         formulas = {name: f"   {f} = {b:,.0f}" for name, (f, b) in theory.items()}
         self.say(f"{'bytes on rank 0':18}{'after backward':>18}{'at the peak':>18}   theory")

@@ -6,6 +6,7 @@ goes through the end of the interpreter.
 """
 
 import gc
+import importlib
 import json
 import os
 import pathlib
@@ -47,14 +48,20 @@ class Result:
 
 
 class ProcessServer:
-    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``"""
+    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``
+
+    ``modules``: the names of further modules to import once, in the server.
+    """
+
+    def __init__(self, *modules):
+        self.modules = modules
 
     def __enter__(self):
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                         "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=environment, text=True,
+            [sys.executable, __file__, *self.modules], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         return self
@@ -115,6 +122,8 @@ def serve():
 
     from common import arguments, checkpoint, data, metrics, optimizer  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is imported stays: collections in the ranks neither visit nor so copy it
     # More ranks than cores: a rank that wakes does not interrupt another. That is a fifth faster.

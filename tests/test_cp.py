@@ -27,7 +27,7 @@ RUNS = [
     ("allgather", 3, "--seq-len 36"),
     ("allgather", 4, "--grad-accum 2"),
 ]
-SAMPLE = [RUNS[0], RUNS[2], RUNS[3], RUNS[9], RUNS[10], RUNS[11]]  # without --all
+SAMPLE = [RUNS[0], RUNS[2], RUNS[3], RUNS[9], RUNS[11]]  # without --all
 
 
 def option(options, name, otherwise):

@@ -88,6 +88,7 @@ def test_every_rank_has_its_place(run, corpus):
         assert found["given"] == [[row[p] for p in found["positions"]] for row in found["inputs"]]
 
 
+@thorough
 def test_the_picture(run, corpus):
     result = run("hybrid_3d.py", 8, f"{OPTIONS} --data {corpus} --steps 1 --tp 2 --cp 2 --pp 2")
     lines = [line for line in result.lines if line.startswith("pp ")]

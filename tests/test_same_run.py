@@ -25,8 +25,8 @@ SCRIPTS = [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2),
 
 # Without --all: each command on one number of ranks
 STARTS_SAMPLE = [
-    ("ddp.py", 0), ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py --stage 2", 3),
-    ("fsdp.py", 4), ("fsdp.py --no-reshard-after-forward", 2), ("fsdp.py --replicate 2", 4),
+    ("ddp.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("zero.py --stage 2", 3),
+    ("fsdp.py", 3), ("fsdp.py --replicate 2", 4),
 ]
 
 

@@ -1,0 +1,224 @@
+"""fsdp.py with GPT-2 of Hugging Face: tied weights, dropout, a dataset of dicts with padded labels.
+
+    pip install -r examples/requirements.txt
+    torchrun --nproc_per_node=2 -m examples.fsdp_gpt2 --dropout 0.1
+    bash run.sh examples/fsdp_gpt2.py
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+)
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from common.arguments import argument_parser, at_least, describe, parse_arguments, run_settings
+from common.checkpoint import Checkpoints
+from common.data import BatchSampler, load_batches
+from common.environment import rank_and_world_size
+from common.errors import SettingError
+from common.launch import launch, start_process_group
+from common.metrics import Metrics
+from common.model import checkpoint_activations, compile_layers, next_token_loss
+from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
+
+
+def main(argv=None):
+    # Arguments
+    parser = argument_parser(__doc__, model=False, text=False)
+    parser.add_argument("--data", default=argparse.__file__, help="a text file: a sample per line")
+    parser.add_argument("--seq-len", type=at_least(2), default=64, help="longer lines are cut")
+    parser.add_argument("--dropout", type=float, default=0.1, help="probability")
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
+                        default=True, help="free the gathered parameters of a layer after its "
+                        "forward pass, and gather them again for the backward pass")
+    parser.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
+                        help="replicas of the model, each sharded over world size / R ranks")
+    parser.add_argument("--cpu-offload", action="store_true",
+                        help="keep parameters, gradients and optimizer states in host memory")
+    args = parse_arguments(parser, argv)
+    _, n = rank_and_world_size()
+    check(args, n)
+
+    # Start-up
+    device = start_process_group(args.device)
+    mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
+        device.type, (args.replicate, n // args.replicate),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+
+    # Model: built whole on every rank, with the same seed, then sharded
+    config = GPT2Config(
+        vocab_size=256, n_positions=args.seq_len, n_embd=64, n_layer=3, n_head=4, use_cache=False,
+        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
+        bos_token_id=None, eos_token_id=None,
+    )
+    torch.manual_seed(args.seed)
+    model = GPT2LMHeadModel(config).to(device, args.param_dtype)
+    layers = model.transformer.h
+    if args.compile:
+        compile_layers(layers)
+    if args.activation_checkpointing:
+        checkpoint_activations(layers)
+    shard(
+        model, layers, mesh if args.replicate > 1 else mesh["dp_shard"],
+        dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
+        reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
+    )
+
+    # Optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
+    )
+
+    # Data
+    dataset = Lines(args.data, args.seq_len)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+    )
+    batches = load_batches(dataset, sampler, device, args.workers)
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, config.to_dict(), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume()
+
+    # Loop
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
+    for step in range(sampler.start, args.steps):
+        metrics.begin_step(step)
+        seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
+        for micro_batch, inputs in enumerate(batch):
+            labels = inputs.pop("labels")  # (B/dp/accum, T)
+            # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
+            last = micro_batch == args.grad_accum - 1
+            model.set_requires_gradient_sync(last)
+            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
+                model.set_reshard_after_backward(last)
+            micro_loss = next_token_loss(model(**inputs).logits, labels) * n / count
+            micro_loss.backward()
+            loss += micro_loss.detach()
+
+        metrics.after_backward(step)
+        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        if metrics.due(step) or checkpoints.due(step):
+            # FSDP: every rank's loss has the factor n, so that their average is the mean.
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+            metrics.log(step, loss, grad_norm, lr)
+        metrics.end_step(step)
+        checkpoints.after_step(step)
+
+    checkpoints.finish()
+    P = sum(p.nbytes for p in model.parameters())
+    G = P * args.compute_dtype.itemsize // args.param_dtype.itemsize
+    return metrics.close(**theory(
+        P, G, n, args.replicate, args.grad_accum, args.reshard_after_forward
+    ))
+
+
+class Lines:
+    """The lines of a text file, a token per byte, cut or padded to T tokens; -100: no label."""
+
+    def __init__(self, path, T):
+        lines = open(path, "rb").read().splitlines()
+        self.lines, self.T = [line[: T + 1] for line in lines if len(line) > 1], T
+
+    def __len__(self):
+        return len(self.lines)
+
+    def __getitem__(self, index):
+        tokens = torch.tensor(list(self.lines[index]))
+        pad = (0, self.T + 1 - len(tokens))
+        return {"input_ids": F.pad(tokens[:-1], pad), "labels": F.pad(tokens[1:], pad, value=-100)}
+
+
+def count_targets(batch, group):
+    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
+    ranks of ``group``: those that read different samples. At least 1."""
+    count = sum((inputs["labels"] != -100).sum() for inputs in batch)
+    dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
+
+
+def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
+    """Shard each of ``groups``, then what is left of ``model``, in place (FSDP2).
+
+    Args:
+        model: on the meta device or materialised; all ranks have the same.
+        groups: modules of ``model`` whose parameters are gathered together, such as its layers.
+        mesh: one dimension to shard over, or two: to replicate over the first and shard over the
+            second (hybrid sharding).
+        dtype: compute in this type, such as torch.bfloat16, and reduce gradients in float32; None:
+            in the type of the parameters.
+        reshard_after_forward: free gathered parameters between forward and backward.
+        cpu_offload: keep the shards in host memory.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype is not None:  # cast_forward_inputs would round the rotary angles
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for module in [*groups, model]:
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+
+def check(args, n):
+    """Refuse what n ranks, or this machine, cannot do.
+
+    Raises:
+        SettingError: the message says what they can do.
+    """
+    if n % args.replicate:
+        fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
+        raise SettingError(
+            f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"
+        )
+    if args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()):
+        raise SettingError(
+            "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
+            "leave --cpu-offload out"
+        )
+
+
+def theory(P, G, n, R, a, reshard_after_forward):
+    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
+    parameters, of which G are gathered, in R replicas of s = n/R ranks."""
+    s = n // R
+    gathers = 2 * a if reshard_after_forward else 1
+    formula, sent = f"({gathers}G+P)(s-1)/s", (gathers * G + P) * (s - 1) / s
+    if R > 1:
+        formula, sent = f"{formula} + 2P/s(R-1)/R", sent + 2 * P / s * (R - 1) / R
+    formula, sent = f"{formula} + 16(n-1)/n", sent + 16 * (n - 1) / n
+    return {
+        "parameters": ("P/s", P / s), "gradients": ("P/s", P / s),
+        "optimizer_states": ("2P/s", 2 * P / s), "sent": (formula, sent),
+    }
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,287 @@
+"""tp.py with the Llama of Hugging Face, from a folder that ``save_pretrained`` wrote.
+
+    pip install -r examples/requirements.txt
+    torchrun --nproc_per_node=2 -m examples.tp_llama --from-pretrained FOLDER --lr 1e-4
+    bash run.sh examples/tp_llama.py --from-pretrained FOLDER
+"""
+
+import argparse
+import fnmatch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel,
+    loss_parallel, parallelize_module,
+)
+from transformers import AutoConfig, LlamaForCausalLM
+
+from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.checkpoint import Checkpoints
+from common.data import BatchSampler, TokenDataset, load_batches
+from common.environment import rank_and_world_size
+from common.errors import SettingError
+from common.launch import launch, start_process_group
+from common.metrics import Metrics
+from common.model import checkpoint_activations, compile_layers, next_token_loss
+from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.seed import seed_step
+
+
+def main(argv=None):
+    # Arguments
+    parser = argument_parser(__doc__, model=False)
+    parser.add_argument("--from-pretrained", required=True, metavar="FOLDER", help="the model")
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
+                        help="split the norms and the residual stream along the sequence")
+    parser.add_argument("--check-replicas", action="store_true",
+                        help="check in every step that all ranks have read the same samples")
+    args = parse_arguments(parser, argv)
+    args.config = AutoConfig.from_pretrained(args.from_pretrained)
+    _, n = rank_and_world_size()
+    check(args, n)
+
+    # Start-up
+    device = start_process_group(args.device)
+    mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
+    tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
+
+    # Model: loaded whole on every rank, then split
+    model = LlamaForCausalLM.from_pretrained(args.from_pretrained).to(device, args.param_dtype)
+    model.train()
+    layers = model.model.layers
+    positions = torch.arange(args.seq_len, device=device)[None]  # of the whole sequence
+    if args.compile:
+        compile_layers(layers)
+    if args.activation_checkpointing:
+        checkpoint_activations(layers)
+    parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+    if args.compile:
+        wait_for_output(model.model.embed_tokens)
+
+    # Optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
+        fused=True,
+    )
+
+    # Data
+    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
+    )
+    batches = load_batches(dataset, sampler, device, args.workers)
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, args.config.to_dict(), len(dataset)),
+        model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
+        in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume()
+
+    # Loop
+    metrics = Metrics(
+        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
+        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
+        mesh=mesh, log_every=args.log_every, profile=args.profile,
+    )
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    for step in range(sampler.start, args.steps):
+        metrics.begin_step(step)
+        seed_step(args.seed, step, tp_rank)  # TP: dropout is equal where activations are
+        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
+        set_learning_rate(optimizer, lr)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
+        batch = [next(batches) for _ in range(args.grad_accum)]
+        count = count_targets(batch)
+        for inputs, targets in batch:  # (B/accum, T)
+            if args.check_replicas:  # TP: different samples raise no error elsewhere
+                check_replicas(inputs, mesh.get_group("tp"))
+            # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
+            with loss_parallel():
+                with autocast:
+                    logits = model(inputs, position_ids=positions, use_cache=False).logits
+                    micro_loss = next_token_loss(logits, targets) / count
+                micro_loss.backward()
+            loss += micro_loss.detach().full_tensor()  # TP: the loss is a DTensor
+
+        redistribute_gradients(model)  # TP: before clipping and the optimizer use the gradients
+        metrics.after_backward(step)
+        # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        if metrics.due(step) or checkpoints.due(step):
+            metrics.log(step, loss, grad_norm, lr)
+        metrics.end_step(step)
+        checkpoints.after_step(step)
+
+    checkpoints.finish()
+    return metrics.close(**theory(
+        sum(p.nbytes for p in model.parameters()),
+        sum(p.nbytes for p in model.parameters() if p.ndim == 1),
+        args.batch_size, args.seq_len, args.config.hidden_size, args.config.num_hidden_layers, n,
+        args.param_dtype.itemsize, args.compute_dtype.itemsize,
+        args.sequence_parallel, args.activation_checkpointing,
+    ))
+
+
+def count_targets(batch):
+    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
+    """
+    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
+
+
+def plan(sequence_parallel):
+    """How the weights of each module are split, and which layouts its inputs and outputs have.
+
+    A linear layer multiplies by the transpose of its weight (out, in). ColwiseParallel splits
+    ``out``: each rank has some of the heads or columns. RowwiseParallel splits ``in``: each rank
+    computes partial sums, and the all-reduce or reduce-scatter that follows adds them up. Returns a
+    dict for ``parallelize``, from patterns of module names to a ParallelStyle.
+    """
+    # The residual stream between the layers: (B, T/tp, D) or (B, T, D)
+    stream = Shard(1) if sequence_parallel else Replicate()
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "model.layers.*.input_layernorm": norm,
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),
+        "model.layers.*.post_attention_layernorm": norm,
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate()
+        ),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
+        "model.norm": norm,
+        "lm_head": ColwiseParallel(input_layouts=stream, use_local_output=False),
+    }
+
+
+class Replicated(ParallelStyle):
+    """Replicated weights, but as DTensors: clip_grad_norm_ and fused AdamW refuse a mix of Tensor
+    and DTensor."""
+
+    def _apply(self, module, mesh):
+        return distribute_module(
+            module, mesh,
+            input_fn=lambda _, inputs, mesh: DTensor.from_local(
+                inputs[0], mesh, [Replicate()], run_check=False
+            ),
+            output_fn=lambda _, output, mesh: output.to_local(),
+        )
+
+
+def parallelize(model, mesh, plan):
+    """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
+    pipeline stage may lack modules that the plan names. Every rank must hold the same weights
+    before the call: nothing is sent.
+
+    Raises:
+        SettingError: the plan splits tied parameters in different ways.
+    """
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(parameter, []).append(name)
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
+    own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    parallelize_module(model, mesh, own, src_data_rank=None)
+    for first, *others in ties.values():  # parallelize_module has made DTensors of their own
+        tied = model.get_parameter(first)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            if getattr(tied, "placements", None) != getattr(
+                model.get_parameter(other), "placements", None
+            ):
+                raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
+            setattr(model.get_submodule(owner), attribute, tied)
+
+
+def wait_for_output(module):
+    """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
+    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost."""
+    module.register_forward_hook(lambda module, inputs, output: output + 0)
+
+
+def redistribute_gradients(model):
+    """Bring each gradient into the layout of its parameter. Under sequence parallelism the norms'
+    gradients are partial sums: redistribute once here; otherwise clipping and the optimizer would
+    each redistribute."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # a frozen parameter has none
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def check_replicas(tokens, group):
+    """Refuse samples that are not the same on all ranks of ``group``: otherwise the ranks would
+    train on a mixture of them, without an error.
+
+    Raises:
+        SettingError: they differ.
+    """
+    least, most = tokens.clone(), tokens.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    if not torch.equal(least, most):
+        raise SettingError(
+            "the tensor-parallel ranks have read different samples: pass mesh=mesh['dp'] or "
+            "replication=tp to BatchSampler"
+        )
+
+
+def check(args, n):
+    """Refuse sizes that cannot be split over n ranks; each would fail with an obscure error later.
+
+    Raises:
+        SettingError: the message says which sizes can be split.
+    """
+    sizes = {
+        "--num-attention-heads": args.config.num_attention_heads,
+        "--num-key-value-heads": args.config.num_key_value_heads,
+        "--intermediate-size": args.config.intermediate_size,
+        "--vocab-size": args.config.vocab_size,
+    }
+    if args.sequence_parallel:
+        sizes["--seq-len"] = args.seq_len
+    for name, size in sizes.items():
+        if size % n:
+            raise SettingError(
+                f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of "
+                f"{n}, or a number of ranks that divides it"
+            )
+
+
+def theory(P, N, B, T, D, L, n, size, matrix_size, sequence_parallel, activation_checkpointing):
+    """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters, N of them in
+    norms; ``size`` bytes of a number in the residual stream, ``matrix_size`` in matrix products.
+    The other symbols are those of the docstring of this file."""
+    t, X, x = B * T * size, B * T * D * size, B * T * D * matrix_size
+    terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X, "6t": 6 * t}
+    if sequence_parallel:
+        terms["2N"] = 2 * N
+    if activation_checkpointing:
+        again = {"L(2X+x)": L * (2 * X + x)} if sequence_parallel else {"2Lx": 2 * L * x}
+        terms |= again
+    own = (P - N) / n + N
+    return {
+        "parameters": ("(P-N)/n + N", own), "gradients": ("(P-N)/n + N", own),
+        "optimizer_states": ("2((P-N)/n + N)", 2 * own),
+        "sent": (f"({' + '.join(terms)})(n-1)/n", sum(terms.values()) * (n - 1) / n),
+    }
+
+
+if __name__ == "__main__":
+    launch(main)
