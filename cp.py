@@ -125,9 +125,9 @@ def main(argv=None):
 
     # Loop
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
-        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
-        mesh=mesh, log_every=args.log_every, profile=args.profile,
+        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     zeros = torch.zeros(

@@ -1,32 +1,31 @@
 """Fully sharded data parallel (ZeRO-3, FSDP2): each rank stores 1/n of everything.
 
 Split: the batch; parameters, gradients and optimizer states, each parameter by its rows. The ranks
-gather the parameters of one layer at a time, and free them after the layer. Embedding, final norm
-and head are one more group, which stays gathered during a whole forward or backward pass. Use it if
-the model does not fit on one device beside its gradients and optimizer states. (ZeRO,
-arXiv:1910.02054; FSDP, arXiv:2304.11277)
+gather the parameters of one group at a time, such as a layer, and free them after it. Use it if the
+model does not fit on one device beside its gradients and optimizer states. (ZeRO, arXiv:1910.02054;
+FSDP, arXiv:2304.11277)
 
     torchrun --nproc_per_node=2 fsdp.py
     torchrun --nproc_per_node=8 fsdp.py --model small --dtype bfloat16 --compile --lr 1e-3
     torchrun --nproc_per_node=8 fsdp.py --replicate 2    # hybrid: 2 replicas, each on 4 ranks
 
-Sent in a step: for each layer an all-gather of the parameters before the forward pass, another one
-before the backward pass, and a reduce-scatter of the gradients after it. Each of n ranks sends
-(2G + P)(n-1)/n: P is the bytes of the parameters, G the bytes that are gathered, which is P, or P/2
-with bfloat16. Each of a micro-batches gathers again: (2aG + P)(n-1)/n. The gradients add up,
-unsharded, on each rank and are reduced once, after the last micro-batch. With
---no-reshard-after-forward the layers stay gathered until the last backward pass: (G + P)(n-1)/n,
-for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks share a replica: a
-rank sends (2aG + P)(s-1)/s inside its replica, and all-reduces its shard of the gradients over the
-R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this all-reduce crosses
-machines. And one number is all-reduced: how many targets the global batch has (8 bytes, 16(n-1)/n
-sent).
+Sent for a micro-batch: for each group an all-gather of the parameters before the forward pass,
+another one before the backward pass, and a reduce-scatter of the gradients after it. The last group
+(norm and head) stays gathered in between. Each of n ranks sends (2G - H + P)(n-1)/n. P: bytes of
+the parameters. G: bytes that are gathered, P or with bfloat16 P/2; H: those of the last group. With
+--no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
+micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
+share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
+gradients over the R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this
+all-reduce crosses machines. One number more is all-reduced in a step: how many targets the global
+batch has (8 bytes, 16(n-1)/n sent).
 """
 
 import argparse
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -78,8 +77,13 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
+    groups = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
+    last_group = sum(p.nbytes for p in nn.ModuleList(groups[-1]).parameters())
     shard(
-        model, layers, mesh if args.replicate > 1 else mesh["dp_shard"],
+        model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
@@ -113,9 +117,9 @@ def main(argv=None):
 
     # Loop
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
-        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
-        mesh=mesh, log_every=args.log_every, profile=args.profile,
+        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
@@ -126,9 +130,10 @@ def main(argv=None):
         batch = [next(batches) for _ in range(args.grad_accum)]
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
-            # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
+            # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
+            # set_requires_gradient_sync(last) sends less, but holds whole gradients on each rank.
             last = micro_batch == args.grad_accum - 1
-            model.set_requires_gradient_sync(last)
+            model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = next_token_loss(model(inputs), targets) * n / count
@@ -149,10 +154,10 @@ def main(argv=None):
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    G = P * args.compute_dtype.itemsize // args.param_dtype.itemsize
     return metrics.close(**theory(
-        P, G, n, args.replicate, args.grad_accum, args.reshard_after_forward
+        sum(p.nbytes for p in model.parameters()), last_group, args.param_dtype.itemsize,
+        args.compute_dtype.itemsize, n, args.replicate, args.grad_accum,
+        args.reshard_after_forward,
     ))
 
 
@@ -165,27 +170,28 @@ def count_targets(batch, group):
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
-    """Shard each of ``groups``, then what is left of ``model``, in place (FSDP2).
+    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
+    dimensions, with replicas along the first (hybrid sharding).
 
-    Args:
-        model: on the meta device or materialised; all ranks have the same.
-        groups: modules of ``model`` whose parameters are gathered together, such as its layers.
-        mesh: one dimension to shard over, or two: to replicate over the first and shard over the
-            second (hybrid sharding).
-        dtype: compute in this type, such as torch.bfloat16, and reduce gradients in float32; None:
-            in the type of the parameters.
-        reshard_after_forward: free gathered parameters between forward and backward.
-        cpu_offload: keep the shards in host memory.
+    ``groups`` are lists of modules whose parameters are gathered together, in the order of their
+    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more group.
+    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
+    free gathered parameters between forward and backward; the last group keeps them, since its
+    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
+    SettingError if two groups share a parameter.
     """
+    parameters = [p for group in groups for p in nn.ModuleList(group).parameters()]
+    if len(parameters) > len(set(parameters)):
+        raise SettingError("two groups share a parameter: put modules with tied weights in one")
     policy = MixedPrecisionPolicy()
     if dtype is not None:  # cast_forward_inputs would round the rotary angles
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for module in [*groups, model]:
-        fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for group in groups:
+        reshard = reshard_after_forward and group is not groups[-1]
+        fully_shard(group, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)
 
 
 def check(args, n):
@@ -206,12 +212,15 @@ def check(args, n):
         )
 
 
-def theory(P, G, n, R, a, reshard_after_forward):
-    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
-    parameters, of which G are gathered, in R replicas of s = n/R ranks."""
-    s = n // R
-    gathers = 2 * a if reshard_after_forward else 1
-    formula, sent = f"({gathers}G+P)(s-1)/s", (gathers * G + P) * (s - 1) / s
+def theory(P, last_group, size, compute_size, n, R, a, reshard_after_forward):
+    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, in R replicas
+    of s = n/R ranks: P bytes of parameters, ``last_group`` of them in the last group; ``size``
+    bytes of a number in parameters, ``compute_size`` in what is gathered."""
+    s, G, H = n // R, P * compute_size / size, last_group * compute_size / size
+    if reshard_after_forward:
+        formula, sent = "a(2G-H+P)(s-1)/s", a * (2 * G - H + P) * (s - 1) / s
+    else:
+        formula, sent = "(G+aP)(s-1)/s", (G + a * P) * (s - 1) / s
     if R > 1:
         formula, sent = f"{formula} + 2P/s(R-1)/R", sent + 2 * P / s * (R - 1) / R
     formula, sent = f"{formula} + 16(n-1)/n", sent + 16 * (n - 1) / n

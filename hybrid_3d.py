@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_single
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
@@ -80,7 +80,7 @@ def main(argv=None):
                            help=f"{what}; taken from {variable} if that is set",
                            default=os.environ.get(variable, None if name == "dp" else "1"))
     group.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
-                       help="replicas of the parameters, each sharded over dp x cp / R ranks")
+                       help="replicas of the parameters, each sharded over dp / R x cp ranks")
     group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                        help="with --tp: split the norms and the residual stream along the sequence")
     group.add_argument("--microbatches", type=at_least(1), metavar="M",
@@ -92,16 +92,17 @@ def main(argv=None):
     check(args, n)
     dp, cp, tp, pp = args.dp, args.cp, args.tp, args.pp
 
-    # Start-up: two meshes over the same ranks. `mesh` says which samples and positions a rank
-    # reads; `home` says over which ranks its parameters are sharded
+    # Start-up: one mesh. Ranks of one `dp` coordinate read the same samples; parameters are sharded
+    # over `dp_shard` and `cp` together, since for them cp is more data parallelism
     device = start_process_group(args.device)
     mesh = init_device_mesh(
-        device.type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp")
+        device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
-    home = init_device_mesh(
-        device.type, (pp, args.replicate, dp * cp // args.replicate, tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"),
-    )
+    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if args.replicate > 1:
+        shard_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
     stage = mesh.get_local_rank("pp")
     shards = shard_positions(args.seq_len, cp).to(device)  # (cp, T/cp)
     cp_rank = mesh.get_local_rank("cp")
@@ -121,7 +122,8 @@ def main(argv=None):
     layers = model.model.layers.values()
     # 1. TP
     if tp > 1:
-        parallelize(model, home["tp"], plan(args.sequence_parallel))
+        parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+        wait_for_output(model.model.embed_tokens)
     # 2. CP
     if cp > 1:
         mask = positions[:, None] >= shards.flatten()  # (T/cp, T): the keys by ranks
@@ -132,17 +134,18 @@ def main(argv=None):
             )
     if args.compile:
         compile_layers(layers)
-        wait_for_output(model.model.embed_tokens)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    # 3. FSDP: with several micro-batches a stage keeps its parameters gathered, instead of
-    # gathering them for each
+    # 3. FSDP: in a pipeline a stage keeps its parameters gathered for all micro-batches
+    groups = [[model.model.embed_tokens], *([layer] for layer in layers)]
+    groups.append([model.model.norm, model.lm_head])
+    groups = [group for group in groups if list(nn.ModuleList(group).parameters())]  # of this stage
+    last_group = sum(
+        (p.to_local() if tp > 1 else p).nbytes for p in nn.ModuleList(groups[-1]).parameters()
+    )
     shard(
-        model, layers, home["dp_shard_cp"] if args.replicate == 1 else home[
-            "dp_replicate", "dp_shard_cp"
-        ],
+        model, groups, shard_mesh, reshard_after_forward=pp == 1,
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
-        reshard_after_forward=args.microbatches == 1,
     )
     # Materialised; each parameter is drawn from its own seed
     materialise(model, device)
@@ -150,7 +153,7 @@ def main(argv=None):
         # Every rank has drawn the same whole tensor: nothing is sent.
         whole, p.device_mesh, p.placements, src_data_rank=None
     ))
-    # 4. PP: with one stage, a loop over the micro-batches
+    # 4. PP
     model.forward = functools.partial(model.forward, positions=positions)
     micro_batch_size = args.batch_size // (dp * args.grad_accum * args.microbatches)
     with torch.device("meta"):
@@ -159,12 +162,18 @@ def main(argv=None):
         hidden = torch.empty(
             micro_batch_size, length, args.config.hidden_size, dtype=args.compute_dtype
         )
-    schedule = make_1f1b_schedule(
-        model, stage, pp, args.microbatches, tokens, hidden,
-        # A mean over the batch of this step: FSDP averages over dp x cp ranks.
-        lambda logits, targets: local(next_token_loss(logits, targets)) * dp * cp / count,
-        mesh.get_group("pp"), device,
-    )
+
+    def loss_fn(logits, targets):  # a mean over the batch: FSDP averages over dp x cp ranks
+        return local(next_token_loss(logits, targets)) * dp * cp / count
+
+    if pp > 1:
+        schedule = make_1f1b_schedule(
+            model, stage, pp, args.microbatches, tokens, hidden, loss_fn, mesh.get_group("pp"),
+            device,
+        )
+        forward_backward = schedule.step
+    else:
+        forward_backward = functools.partial(one_stage, model, args.microbatches, loss_fn)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -176,7 +185,7 @@ def main(argv=None):
     dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # the tp, cp and pp ranks read the same samples
+        mesh=dp_mesh,  # the tp, cp and pp ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
 
@@ -190,11 +199,12 @@ def main(argv=None):
     sampler.start = checkpoints.resume()
 
     # Loop
-    diagram = describe_grid(mesh.mesh.tolist(), stage_layers)
+    diagram = describe_grid(mesh.mesh.view(pp, dp, cp, tp).tolist(), stage_layers)
     metrics = Metrics(
-        args.out, optimizer, [describe(args, whole), sampler, dataset, *diagram],
+        args.out, optimizer, [model, *layers],
+        [describe(args, whole), sampler, dataset, *diagram],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=home, log_every=args.log_every, profile=args.profile,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
@@ -204,14 +214,14 @@ def main(argv=None):
         set_learning_rate(optimizer, lr)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over this rank's share
         batch = [next(batches) for _ in range(args.grad_accum)]
-        count = count_targets(batch, mesh.get_group("dp"))  # FSDP: of all samples
+        count = count_targets(batch, dp_mesh.get_group())  # FSDP: of all samples
         for inputs, targets in batch:  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
             losses = []
             with loss_parallel():  # TP: the logits are (B/dp/accum/M, T/cp, V/tp)
-                schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+                forward_backward(inputs, target=targets, losses=losses, return_outputs=False)
             loss += sum(micro_loss.detach() for micro_loss in losses)  # PP: on the last stage
 
         metrics.after_backward(step)
@@ -231,7 +241,7 @@ def main(argv=None):
     checkpoints.finish()
     return metrics.close(**theory(
         sum(p.nbytes for p in model.parameters()),
-        sum(p.nbytes for p in model.parameters() if p.ndim == 1),
+        sum(p.nbytes for p in model.parameters() if p.ndim == 1), last_group,
         args.batch_size // dp, args.seq_len // cp, args.config.hidden_size,
         args.config.num_key_value_heads // tp * args.config.head_dim, len(layers),
         args.param_dtype.itemsize, args.compute_dtype.itemsize, dp, cp, tp, stage, pp,
@@ -320,7 +330,8 @@ def parallelize(model, mesh, plan):
 
 def wait_for_output(module):
     """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
-    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost."""
+    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
+    FSDP warns if a module returns a view, as the local part of a DTensor is."""
     module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
@@ -348,27 +359,28 @@ def allgather_attention(q, k, v, attention, mask, group):
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
-    """Shard each of ``groups``, then what is left of ``model``, in place (FSDP2).
+    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
+    dimensions, with replicas along the first (hybrid sharding).
 
-    Args:
-        model: on the meta device or materialised; all ranks have the same.
-        groups: modules of ``model`` whose parameters are gathered together, such as its layers.
-        mesh: one dimension to shard over, or two: to replicate over the first and shard over the
-            second (hybrid sharding).
-        dtype: compute in this type, such as torch.bfloat16, and reduce gradients in float32; None:
-            in the type of the parameters.
-        reshard_after_forward: free gathered parameters between forward and backward.
-        cpu_offload: keep the shards in host memory.
+    ``groups`` are lists of modules whose parameters are gathered together, in the order of their
+    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more group.
+    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
+    free gathered parameters between forward and backward; the last group keeps them, since its
+    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
+    SettingError if two groups share a parameter.
     """
+    parameters = [p for group in groups for p in nn.ModuleList(group).parameters()]
+    if len(parameters) > len(set(parameters)):
+        raise SettingError("two groups share a parameter: put modules with tied weights in one")
     policy = MixedPrecisionPolicy()
     if dtype is not None:  # cast_forward_inputs would round the rotary angles
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for module in [*groups, model]:
-        fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for group in groups:
+        reshard = reshard_after_forward and group is not groups[-1]
+        fully_shard(group, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)
 
 
 def split_layers(num_layers, num_stages):
@@ -408,6 +420,16 @@ def make_1f1b_schedule(part, stage, num_stages, M, tokens, hidden, loss_fn, grou
         input_args=hidden if stage else tokens, output_args=hidden,
     )
     return pipelining.Schedule1F1B(stage, M, loss_fn=loss_fn, scale_grads=False)
+
+
+def one_stage(model, M, loss_fn, inputs, target, losses, return_outputs=False):
+    """``schedule.step`` for a single stage. Under PipelineStage FSDP would keep the parameters and
+    gradients of the whole model; here it frees them group by group, as in fsdp.py."""
+    for micro_batch, (x, y) in enumerate(zip(inputs.chunk(M), target.chunk(M))):
+        model.set_requires_all_reduce(micro_batch == M - 1)
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        losses.append(loss)
 
 
 def local(loss):
@@ -466,11 +488,8 @@ def check(args, n):
             f"--pp {pp} stages are more than the {config.num_hidden_layers} layers: use fewer "
             f"stages, or raise --num-hidden-layers"
         )
-    if dp * cp % args.replicate:
-        raise SettingError(
-            f"--replicate {args.replicate} does not divide dp ({dp}) x cp ({cp}): use a divisor "
-            f"of {dp * cp}"
-        )
+    if dp % args.replicate:
+        raise SettingError(f"--replicate {args.replicate} does not divide dp ({dp}): use a divisor")
     pieces = dp * args.grad_accum * args.microbatches
     parts = {
         "--num-attention-heads": (config.num_attention_heads, tp, "--tp"),
@@ -494,23 +513,28 @@ def check(args, n):
         )
 
 
-def theory(P, N, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
+def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
            sequence_parallel, activation_checkpointing):
     """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
 
-    P bytes of parameters in its stage, N of them in norms; (B, T, D) the shape of its hidden
-    states; KV numbers per position in each of its K and V; L layers in its stage; ``size`` bytes of
-    a number in parameters, ``matrix_size`` in matrix products; dp x cp ranks in R replicas;
-    ``a`` accumulation steps of M micro-batches.
+    P bytes of parameters in its stage, N of them in norms; ``last_group``, of what FSDP shards,
+    the bytes of the last group; (B, T, D) the shape of its hidden states; KV numbers per position
+    in each of its K and V; L layers in its stage; ``size`` bytes of a number in parameters,
+    ``matrix_size`` in matrix products; dp x cp ranks in R replicas; ``a`` accumulation steps of M
+    micro-batches.
     """
     s, half = dp * cp // R, matrix_size / size
     U = (P - N) / tp + N  # bytes that FSDP shards
-    gathers = 2 * a if M == 1 else a
-    fsdp = (gathers * half * U + a * U) * (s - 1) / s + a * 2 * U / s * (R - 1) / R
+    if pp == 1:  # for each micro-batch, as in fsdp.py
+        gathered = a * M * (2 * U - last_group) * half + a * M * U
+    else:  # once for all micro-batches of the pipeline
+        gathered = a * U * half + a * U
+    fsdp = gathered * (s - 1) / s + a * 2 * U / s * (R - 1) / R
     t, x = B * T * size, B * T * D * matrix_size  # one number per token; hidden states
     again = activation_checkpointing
     if sequence_parallel:
-        in_layers, norms = (8 + 3 * again) * x, 2 * N * a  # reduced in float32
+        # The gradients of norms are reduced as they are computed, in a pipeline after adding up.
+        in_layers, norms = (8 + 3 * again) * x, 2 * N * (a * M * half if pp == 1 else a)
     else:
         in_layers, norms = (8 + 2 * again) * x, 0
     ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
@@ -521,7 +545,8 @@ def theory(P, N, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a,
     borders = (stage > 0) + (stage < pp - 1)
     pipeline = borders * x / (tp if sequence_parallel else 1)
     return {
-        "parameters": ("U/s", U / s), "gradients": ("U/s", U / s),
+        "parameters": ("U/s" + ", at the peak U" * (pp > 1), U / s),
+        "gradients": ("U/s" + ", at the peak U" * (pp > 1), U / s),
         "optimizer_states": ("2U/s", 2 * U / s),
         "sent": (
             f"fsdp {fsdp:,.0f} + tp {tensor:,.0f} + cp {context:,.0f} + pp {pipeline:,.0f} + "

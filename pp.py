@@ -173,7 +173,7 @@ def main(argv=None):
         args.schedule, stage_layers, n, args.stages_per_rank, args.microbatches
     )
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler, dataset, *diagram],
+        args.out, optimizer, parts, [describe(args, model), sampler, dataset, *diagram],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
         device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )

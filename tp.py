@@ -116,9 +116,9 @@ def main(argv=None):
 
     # Loop
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler, dataset], start=sampler.start,
-        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
-        mesh=mesh, log_every=args.log_every, profile=args.profile,
+        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for step in range(sampler.start, args.steps):
@@ -239,7 +239,8 @@ def parallelize(model, mesh, plan):
 
 def wait_for_output(module):
     """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
-    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost."""
+    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
+    FSDP warns if a module returns a view, as the local part of a DTensor is."""
     module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 

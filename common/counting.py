@@ -10,7 +10,6 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,15 +41,21 @@ class StepCounter(TorchDispatchMode):
     - ``sent``: the bytes that this rank sends, by (collective, group), and ``calls``, the number of
       calls. A group is named by its dimension of ``mesh``, or "world".
 
+    With torch.compile it counts the compiled layers: what they allocate and send.
+
     Args:
         optimizer: its parameters and states are what this rank holds.
+        modules: the model and its layers. A hook on each finds the parameters that it uses, which
+            may be gathered copies of the optimizer's. Modules within a compiled layer stay without
+            a hook: it would have the layer compiled anew.
         mesh: the DeviceMesh of the run, or None.
         activation_dims: collectives over these dimensions of ``mesh`` move activations, those over
             other dimensions parameters and gradients.
     """
 
-    def __init__(self, optimizer, mesh=None, activation_dims=("tp", "cp", "pp")):
+    def __init__(self, optimizer, modules, mesh=None, activation_dims=("tp", "cp", "pp")):
         super().__init__()
+        self.modules = list(modules)
         self.now, self.peak = collections.Counter(), collections.Counter()
         self.sent, self.calls = collections.Counter(), collections.Counter()
         self.alive = {}  # key of a storage -> [weak reference, kind, bytes]
@@ -67,9 +72,15 @@ class StepCounter(TorchDispatchMode):
             for value in state.values():
                 self.track(value, "optimizer states")
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Without it torch.compile refuses to run while this mode is on, and skips the code for
+        ever."""
+        return True
+
     def __enter__(self):
-        # The parameter that a module uses may be a gathered copy of the optimizer's.
-        self.handles.append(register_module_forward_pre_hook(self.watch))
+        for module in self.modules:
+            self.handles.append(module.register_forward_pre_hook(self.watch))
         # FSDP frees and allocates storages by changing their size.
         self.resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = lambda storage, size: self.resized(storage, size)
@@ -82,7 +93,7 @@ class StepCounter(TorchDispatchMode):
             handle.remove()
 
     def watch(self, module, inputs):
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters():
             self.track(parameter, "parameters")
             if id(parameter) not in self.watched and parameter.requires_grad:
                 self.watched[id(parameter)] = parameter
@@ -149,7 +160,7 @@ class StepCounter(TorchDispatchMode):
     def collective(self, name, args, out):
         label, share = COLLECTIVES[name]
         group = _group(args)
-        dim = self.dims.get(group.group_name, "world")
+        dim = self.dims.get(group.group_name) or self.name_of(group)
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         # The operations of c10d take their output as the first argument.
         into = name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
@@ -165,6 +176,12 @@ class StepCounter(TorchDispatchMode):
                 own = label == "all-gather" and tensor is tensors[0]  # the part that is gathered
                 if isinstance(tensor, torch.Tensor) and not own:
                     self.track(tensor, kind)
+
+    @staticmethod
+    def name_of(group):
+        """The name of a flattened dimension of a mesh, otherwise "world"."""
+        kind, _, name = group.group_desc.partition("mesh_")
+        return name or "world"
 
     def sent_share(self, share, name, args, group):
         position = {"all_to_all_single": 2, "alltoall_base_": 4}.get(name)

@@ -28,6 +28,7 @@ class Metrics:
     Args:
         folder: the run folder, for metrics.jsonl, summary.json and traces.
         optimizer: its parameters, their gradients and its states are counted.
+        modules: the model and its layers, on which the counted step sets hooks.
         description: lines to print at the start, strings or objects that print as one line.
         start, stop: the first step of this run, and the number of steps in the whole run.
         tokens_per_step: tokens in the global batch, or what ``unit`` names.
@@ -37,9 +38,9 @@ class Metrics:
         profile: write a trace of a few steps, from every rank.
     """
 
-    def __init__(self, folder, optimizer, description, *, start, stop, tokens_per_step, device,
-                 mesh=None, log_every=10, profile=False, unit="tokens"):
-        self.folder, self.optimizer = pathlib.Path(folder), optimizer
+    def __init__(self, folder, optimizer, modules, description, *, start, stop, tokens_per_step,
+                 device, mesh=None, log_every=10, profile=False, unit="tokens"):
+        self.folder, self.optimizer, self.modules = pathlib.Path(folder), optimizer, modules
         self.start, self.stop, self.tokens_per_step = start, stop, tokens_per_step
         self.device, self.mesh, self.log_every, self.unit = device, mesh, log_every, unit
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -105,7 +106,7 @@ class Metrics:
     def begin_step(self, step):
         """Call it first in every step."""
         if step == self.counted_step:
-            self.counter = StepCounter(self.optimizer, self.mesh)
+            self.counter = StepCounter(self.optimizer, self.modules, self.mesh)
             self.counter.__enter__()
 
     def after_backward(self, step):

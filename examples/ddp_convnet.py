@@ -61,9 +61,9 @@ def main(argv=None):
 
     # Loop
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler], start=sampler.start,
-        stop=args.steps, tokens_per_step=args.batch_size, unit="images", device=device,
-        mesh=mesh, log_every=args.log_every, profile=args.profile,
+        args.out, optimizer, [model], [describe(args, model), sampler],
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size,
+        unit="images", device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     zeros = torch.zeros(
@@ -101,8 +101,7 @@ def main(argv=None):
         checkpoints.after_step(step)
 
     images, labels = bars(400, args.seed + 1, args.param_dtype)[dist.get_rank() :: n]
-    with torch.no_grad():  # each of n ranks looks at every n-th image
-        right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()
+    right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()
     dist.all_reduce(right)
     if dist.get_rank() == 0:
         print(f"accuracy on the held-out set: {right.item() / 400:.3f}")

@@ -10,6 +10,7 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -65,8 +66,10 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
+    groups = [*([layer] for layer in layers), [model.transformer.wte, model.lm_head]]  # tied
+    last_group = sum(p.nbytes for p in nn.ModuleList(groups[-1]).parameters())
     shard(
-        model, layers, mesh if args.replicate > 1 else mesh["dp_shard"],
+        model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
@@ -78,7 +81,7 @@ def main(argv=None):
     )
 
     # Data
-    dataset = Lines(args.data, args.seq_len)
+    dataset = read_lines(args.data, args.seq_len)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
@@ -95,9 +98,9 @@ def main(argv=None):
 
     # Loop
     metrics = Metrics(
-        args.out, optimizer, [describe(args, model), sampler], start=sampler.start,
-        stop=args.steps, tokens_per_step=args.batch_size * args.seq_len, device=device,
-        mesh=mesh, log_every=args.log_every, profile=args.profile,
+        args.out, optimizer, [model, *layers], [describe(args, model), sampler],
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
@@ -109,9 +112,10 @@ def main(argv=None):
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for micro_batch, inputs in enumerate(batch):
             labels = inputs.pop("labels")  # (B/dp/accum, T)
-            # FSDP: gradients add up on each rank; the last backward pass averages them over ranks.
+            # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
+            # set_requires_gradient_sync(last) sends less, but holds whole gradients on each rank.
             last = micro_batch == args.grad_accum - 1
-            model.set_requires_gradient_sync(last)
+            model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = next_token_loss(model(**inputs).logits, labels) * n / count
@@ -132,27 +136,22 @@ def main(argv=None):
         checkpoints.after_step(step)
 
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    G = P * args.compute_dtype.itemsize // args.param_dtype.itemsize
     return metrics.close(**theory(
-        P, G, n, args.replicate, args.grad_accum, args.reshard_after_forward
+        sum(p.nbytes for p in model.parameters()), last_group, args.param_dtype.itemsize,
+        args.compute_dtype.itemsize, n, args.replicate, args.grad_accum,
+        args.reshard_after_forward,
     ))
 
 
-class Lines:
-    """The lines of a text file, a token per byte, cut or padded to T tokens; -100: no label."""
-
-    def __init__(self, path, T):
-        lines = open(path, "rb").read().splitlines()
-        self.lines, self.T = [line[: T + 1] for line in lines if len(line) > 1], T
-
-    def __len__(self):
-        return len(self.lines)
-
-    def __getitem__(self, index):
-        tokens = torch.tensor(list(self.lines[index]))
-        pad = (0, self.T + 1 - len(tokens))
-        return {"input_ids": F.pad(tokens[:-1], pad), "labels": F.pad(tokens[1:], pad, value=-100)}
+def read_lines(path, T):
+    """A dict for each line of a text file: a token per byte, padded to T; -100: no label."""
+    dataset = []
+    for line in open(path, "rb").read().splitlines():
+        tokens, pad = torch.tensor(list(line[: T + 1])), (0, max(0, T + 1 - len(line)))
+        if len(tokens) > 1:
+            inputs, labels = F.pad(tokens[:-1], pad), F.pad(tokens[1:], pad, value=-100)
+            dataset.append({"input_ids": inputs, "labels": labels})
+    return dataset
 
 
 def count_targets(batch, group):
@@ -164,27 +163,28 @@ def count_targets(batch, group):
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
-    """Shard each of ``groups``, then what is left of ``model``, in place (FSDP2).
+    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
+    dimensions, with replicas along the first (hybrid sharding).
 
-    Args:
-        model: on the meta device or materialised; all ranks have the same.
-        groups: modules of ``model`` whose parameters are gathered together, such as its layers.
-        mesh: one dimension to shard over, or two: to replicate over the first and shard over the
-            second (hybrid sharding).
-        dtype: compute in this type, such as torch.bfloat16, and reduce gradients in float32; None:
-            in the type of the parameters.
-        reshard_after_forward: free gathered parameters between forward and backward.
-        cpu_offload: keep the shards in host memory.
+    ``groups`` are lists of modules whose parameters are gathered together, in the order of their
+    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more group.
+    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
+    free gathered parameters between forward and backward; the last group keeps them, since its
+    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
+    SettingError if two groups share a parameter.
     """
+    parameters = [p for group in groups for p in nn.ModuleList(group).parameters()]
+    if len(parameters) > len(set(parameters)):
+        raise SettingError("two groups share a parameter: put modules with tied weights in one")
     policy = MixedPrecisionPolicy()
     if dtype is not None:  # cast_forward_inputs would round the rotary angles
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for module in [*groups, model]:
-        fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for group in groups:
+        reshard = reshard_after_forward and group is not groups[-1]
+        fully_shard(group, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)
 
 
 def check(args, n):
@@ -205,12 +205,15 @@ def check(args, n):
         )
 
 
-def theory(P, G, n, R, a, reshard_after_forward):
-    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
-    parameters, of which G are gathered, in R replicas of s = n/R ranks."""
-    s = n // R
-    gathers = 2 * a if reshard_after_forward else 1
-    formula, sent = f"({gathers}G+P)(s-1)/s", (gathers * G + P) * (s - 1) / s
+def theory(P, last_group, size, compute_size, n, R, a, reshard_after_forward):
+    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, in R replicas
+    of s = n/R ranks: P bytes of parameters, ``last_group`` of them in the last group; ``size``
+    bytes of a number in parameters, ``compute_size`` in what is gathered."""
+    s, G, H = n // R, P * compute_size / size, last_group * compute_size / size
+    if reshard_after_forward:
+        formula, sent = "a(2G-H+P)(s-1)/s", a * (2 * G - H + P) * (s - 1) / s
+    else:
+        formula, sent = "(G+aP)(s-1)/s", (G + a * P) * (s - 1) / s
     if R > 1:
         formula, sent = f"{formula} + 2P/s(R-1)/R", sent + 2 * P / s * (R - 1) / R
     formula, sent = f"{formula} + 16(n-1)/n", sent + 16 * (n - 1) / n

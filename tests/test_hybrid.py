@@ -65,7 +65,7 @@ def test_all_four_on_16_ranks(run, single, corpus):
     grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
     result = run("hybrid_3d.py", 16, f"{BASE} --dtype float64 --data {corpus} --replicate 2",
                  env=grid)
-    assert "rank grid pp 2 x dp_replicate 2 x dp_shard_cp 2 x tp 2" in result.output
+    assert "rank grid pp 2 x dp_replicate 2 x dp_shard 1 x cp 2 x tp 2" in result.output
     check(result, single(f"{BASE} --dtype float64"))
 
 
@@ -86,6 +86,27 @@ def test_every_rank_has_its_place(run, corpus):
         assert found["inputs"] == batch[dp * 12 : dp * 12 + 12]
         assert found["positions"] == (middle if cp else early + late)
         assert found["given"] == [[row[p] for p in found["positions"]] for row in found["inputs"]]
+
+
+def test_without_a_pipeline_it_is_zero_3(run, corpus):
+    """The peaks of fsdp.py: under PipelineStage parameters and gradients would stay whole."""
+    peaks = {}
+    for script in ("fsdp.py", "hybrid_3d.py"):
+        options = f"{BASE} --steps 3 --num-hidden-layers 4 --data {corpus} --grad-accum 2"
+        peaks[script] = run(script, 2, options, out=script).summary["peak"]
+    for kind in ("parameters", "gradients"):
+        assert peaks["hybrid_3d.py"][kind] == pytest.approx(peaks["fsdp.py"][kind], rel=0.02), peaks
+
+
+def test_traffic_with_bfloat16(run, corpus):
+    """Each part of the theory, where matrices are half as wide as the parameters."""
+    for i, (world, options) in enumerate((
+        (4, "--tp 2 --grad-accum 2"), (4, "--cp 2 --microbatches 2"), (4, "--tp 2 --pp 2"),
+    )):
+        options = f"{OPTIONS} --dtype bfloat16 --steps 3 --data {corpus} {options}"
+        summary = run("hybrid_3d.py", world, options, out=f"out-{i}").summary
+        more = summary["sent"] - summary["theory"]["sent"]["bytes"]
+        assert 0 <= more < 3 * (2 * 30 * 4 / 2) + 40, options
 
 
 @thorough
@@ -111,7 +132,8 @@ def test_the_picture(run, corpus):
      "--microbatches 1 leaves stages without work: use at least --pp 2"),
     (2, "--pp 2 --microbatches 3", "--batch-size 16 cannot be cut into 3 equal parts"),
     (2, "--pp 2 --num-hidden-layers 1", "--pp 2 stages are more than the 1 layers"),
-    (4, "--replicate 3", "--replicate 3 does not divide dp (4) x cp (1)"),
+    (4, "--replicate 3", "--replicate 3 does not divide dp (4)"),
+    (4, "--cp 4 --replicate 2 --seq-len 32", "--replicate 2 does not divide dp (1)"),
 ])
 def test_bad_grids(run, world, options, message):
     (line,) = run("hybrid_3d.py", world, options, expect_ok=False).lines

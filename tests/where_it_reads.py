@@ -10,7 +10,7 @@ from common.data import BatchSampler, TokenDataset
 from common.launch import launch
 
 found = {}
-load_batches, schedule = hybrid_3d.load_batches, hybrid_3d.pipelining.Schedule1F1B
+load_batches, one_stage = hybrid_3d.load_batches, hybrid_3d.one_stage
 
 
 def note_rows(dataset, sampler, *args):
@@ -21,18 +21,14 @@ def note_rows(dataset, sampler, *args):
         yield inputs, targets
 
 
-class NoteInputs(schedule):
-    def __init__(self, stage, *args, **kwargs):
-        found["positions"] = stage.submod.forward.keywords["positions"].tolist()
-        super().__init__(stage, *args, **kwargs)
-
-    def step(self, inputs, **kwargs):
-        found["given"] = inputs.tolist()
-        return super().step(inputs, **kwargs)
+def note_inputs(model, M, loss_fn, inputs, **options):
+    found["positions"] = model.forward.keywords["positions"].tolist()
+    found["given"] = inputs.tolist()
+    return one_stage(model, M, loss_fn, inputs, **options)
 
 
 def main():
-    hybrid_3d.load_batches, hybrid_3d.pipelining.Schedule1F1B = note_rows, NoteInputs
+    hybrid_3d.load_batches, hybrid_3d.one_stage = note_rows, note_inputs
     hybrid_3d.main()
     out = sys.argv[sys.argv.index("--out") + 1]
     with open(f"{out}/rank-{dist.get_rank()}.json", "w") as file:
