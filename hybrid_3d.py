@@ -61,7 +61,9 @@ from common.model import (
     Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
     materialise, next_token_loss,
 )
-from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.optimizer import (
+    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
+)
 from common.seed import seed_step
 
 
@@ -227,6 +229,7 @@ def main(argv=None):
         metrics.after_backward(step)
         # PP: the norm of the gradients of all stages.
         grad_norm = clip_grad_norm(model.parameters(), args.grad_clip, mesh.get_group("pp"))
+        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         optimizer.zero_grad()
 

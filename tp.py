@@ -52,7 +52,9 @@ from common.metrics import Metrics
 from common.model import (
     Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
-from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.optimizer import (
+    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
+)
 from common.seed import seed_step
 
 
@@ -143,6 +145,7 @@ def main(argv=None):
         metrics.after_backward(step)
         # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
+        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         optimizer.zero_grad()
 

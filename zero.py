@@ -34,7 +34,9 @@ from common.metrics import Metrics
 from common.model import (
     Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
-from common.optimizer import decay_groups, learning_rate, set_learning_rate
+from common.optimizer import (
+    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
+)
 from common.seed import seed_step
 
 
@@ -119,6 +121,7 @@ def main(argv=None):
         reduce_gradients(buckets)  # ZeRO: stage 1 reduces all gradients here; stage 2 has none left
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
+        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         gather_parameters(buckets)  # ZeRO: every rank gets the rows that other ranks have updated
         optimizer.zero_grad()

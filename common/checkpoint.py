@@ -18,6 +18,7 @@ import pickle
 import re
 import shutil
 import tempfile
+import time
 import warnings
 
 import torch
@@ -87,17 +88,36 @@ class Checkpoints:
                 f"--out {folder} cannot be written ({error.strerror}): choose another folder"
             ) from None
         _barrier()
-        found = list_checkpoints(folder)
-        if not found:
+        done = self._newest()
+        if not done:
             return 0
-        done = step_of(found[-1])
         if done >= self.stop:
             raise SettingError(
                 f"{folder} holds a run that has finished step {done}, and --steps is {self.stop}: "
                 f"raise --steps to train on, or start anew with --no-resume or another --out"
             )
-        load(found[-1], self.run, self.tensors, self.optimizer)
+        load(self._path(done), self.run, self.tensors, self.optimizer)
         return done
+
+    def _path(self, step):
+        return self.folder / f"step-{step:08d}"
+
+    def _newest(self):
+        """The step of the newest checkpoint, 0 if there is none. Rank 0 decides: on a network file
+        system another machine may not see yet what one machine sees."""
+        steps = [step_of(path) for path in list_checkpoints(self.folder)]
+        newest = torch.tensor(max(steps, default=0))
+        if dist.is_initialized():
+            dist.broadcast(newest, 0)
+        newest, patience = int(newest), time.monotonic() + 60
+        while newest and not self._path(newest).exists():
+            if time.monotonic() > patience:
+                raise SettingError(
+                    f"rank 0 sees {self._path(newest)} and rank {_rank()} does not: --out must be "
+                    f"one folder for all machines"
+                )
+            time.sleep(0.1)
+        return newest
 
     def due(self, step):
         """Whether ``step`` (from 0) is followed by a save: every ``every`` steps, and the last."""
@@ -121,7 +141,7 @@ class Checkpoints:
         # first rank that holds a copy.
         for name, (source, group) in self.buffers.items():
             dist.broadcast(self.tensors[name], source, group)
-        final = self.folder / f"step-{step:08d}"
+        final = self._path(step)
         temporary = final.with_suffix(".tmp")
         if _rank() == 0:
             temporary.mkdir()

@@ -77,7 +77,7 @@ class Metrics:
         norm of all gradients before clipping.
 
         Raises:
-            SettingError: the loss or the norm is not finite.
+            SettingError: the loss or the norm is not finite, or was not since the last call.
         """
         loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
         now, done = time.perf_counter(), step + 1
@@ -97,10 +97,12 @@ class Metrics:
             f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
             f"{self.unit}/s", False
         )
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        skipped = int(getattr(self.optimizer, "first_skipped", -1)) + 1
+        if skipped or not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise SettingError(
-                f"at step {done} the loss is {loss} and the gradient norm {grad_norm}: training "
-                f"diverged; lower --lr ({lr:.3g} in this step) or lengthen --warmup-steps"
+                f"at step {skipped or done} the gradients were not finite (at step {done} the loss "
+                f"is {loss}, the gradient norm {grad_norm}): training diverged; lower --lr "
+                f"({lr:.3g} in step {done}) or lengthen --warmup-steps"
             )
 
     def begin_step(self, step):

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 
 def decay_groups(parameters, weight_decay):
     """Two parameter groups for an optimizer: weight decay acts on matrices, not on vectors."""
@@ -22,6 +24,20 @@ def learning_rate(step, peak, steps, warmup_steps=0, minimum=0.0):
         return peak * (step + 1) / warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
+
+
+@torch.no_grad()
+def skip_if_not_finite(optimizer, grad_norm, step):
+    """Let the next ``optimizer.step()`` change nothing if ``grad_norm`` is infinite or NaN.
+
+    A fused optimizer of torch reads ``found_inf``, which GradScaler sets otherwise: weights, states
+    and the count of steps stay as they are, bit for bit. The first such step stays on the device as
+    ``optimizer.first_skipped`` (-1: none), so that no step waits for the device.
+    """
+    broken = ~grad_norm.isfinite()
+    optimizer.found_inf = broken.float()
+    first = getattr(optimizer, "first_skipped", torch.full_like(broken, -1, dtype=torch.int64))
+    optimizer.first_skipped = torch.where(broken & (first < 0), step, first)
 
 
 def set_learning_rate(optimizer, lr):

@@ -1,7 +1,6 @@
 """ddp.py with a ConvNet: images, BatchNorm, SGD with a scheduler, the accuracy on a held-out set.
 
-    torchrun --nproc_per_node=2 -m examples.ddp_convnet --steps 120 --lr 0.1
-    bash run.sh examples/ddp_convnet.py
+    bash run.sh examples/ddp_convnet.py --steps 150 --lr 0.05
 """
 
 import contextlib
@@ -19,6 +18,7 @@ from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
+from common.optimizer import skip_if_not_finite
 from common.seed import seed_step
 
 
@@ -40,7 +40,7 @@ def main(argv=None):
 
     # Optimizer
     parameters = [{"params": model.parameters(), "initial_lr": args.lr}]  # for the scheduler
-    optimizer = torch.optim.SGD(parameters, args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, args.lr, momentum=0.9, fused=True)
 
     # Data
     dataset = bars(2000, args.seed, args.param_dtype)
@@ -89,6 +89,7 @@ def main(argv=None):
 
         metrics.after_backward(step)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -34,7 +34,7 @@ CASES = {
     "unwritable folder": ("--out empty.txt/run",
                           "empty.txt/run cannot be written (Not a directory)"),
     "diverges": ("--lr 1e30 --grad-clip 0 --warmup-steps 0",
-                 "training diverged; lower --lr (9.97e+29 in this step)"),
+                 "training diverged; lower --lr (9.97e+29 in step 2)"),
 }
 
 

@@ -272,3 +272,26 @@ def test_zero_pairs_names_and_shards_by_identity(run):
 def test_arranging_buckets_leaves_no_trace(run):
     """BatchNorm's running mean and the random state are as before."""
     assert "no trace" in run("tests/arranged_buckets.py", 2, pass_out=False).output
+
+
+# Steps whose gradients are not finite
+
+
+@pytest.mark.parametrize("command, world", sampled(
+    [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), ("tp.py", 2), ("cp.py", 2),
+     ("pp.py", 2), ("hybrid_3d.py --tp 2", 4)],
+    [("single.py", 0), ("zero.py", 2), ("tp.py", 2)],
+))
+def test_a_step_with_infinite_gradients_changes_no_weight(run, corpus, command, world):
+    """Between two logged steps: the weights are those of the step before, and the run ends."""
+    options = f"{EXACT} --data {corpus} --steps 6 --log-every 6 --save-every 6".split()
+    result = run(f"tests/odd_models.py infinite {command}", world, options, expect_ok=False)
+    assert all(result.statuses)
+    (line,) = [line for line in result.lines if "error" in line]
+    assert "at step 4 the gradients were not finite" in line
+    assert "weights are finite and unchanged" in result.output
+    assert not checkpoint.list_checkpoints(result.out)
+
+
+def test_rank_0_decides_which_checkpoint_is_newest(run):
+    assert "rank 0 decides" in run("tests/newest_checkpoint.py", 2).output
