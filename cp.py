@@ -71,6 +71,7 @@ def main(argv=None):
     device = start_process_group(args.device)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     group = mesh.get_group("cp")
+    # CP: the positions in each sequence that this rank computes
     shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)
     positions = shards[mesh.get_local_rank("cp")]  # (T/cp,)
 
@@ -80,7 +81,7 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    attention = {
+    attention = {  # CP: replaces attention(q, k, v) of each layer
         "ring": functools.partial(ring_attention, group=group),
         "ulysses": functools.partial(ulysses_attention, group=group, attention=causal_attention),
         "allgather": functools.partial(
@@ -97,7 +98,7 @@ def main(argv=None):
         checkpoint_activations(layers)
     materialise(model, device)
     init_weights(model, args.seed)
-    # A group of its own: gradients are reduced while attention communicates.
+    # DDP: a group of its own, since gradients are reduced while attention communicates.
     replica = DistributedDataParallel(
         model, process_group=dist.new_group(), gradient_as_bucket_view=True
     )
@@ -112,7 +113,7 @@ def main(argv=None):
     dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
+        mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
 
@@ -208,9 +209,14 @@ def shard_positions(T, n, zigzag=True):
     """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
 
     Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
-    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r. T is a
-    multiple of 2n; without zig-zag, of n.
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
+
+    Raises:
+        SettingError: T is no multiple of 2n, or without zig-zag of n.
     """
+    chunks = 2 * n if zigzag and n > 1 else n
+    if T % chunks:
+        raise SettingError(f"{T} positions cannot be cut into {chunks} equal chunks")
     if n == 1 or not zigzag:
         return torch.arange(T).view(n, -1)
     early, late = torch.arange(T).view(2 * n, -1).chunk(2)
@@ -222,7 +228,8 @@ def shard_positions(T, n, zigzag=True):
 
 
 def allgather_attention(q, k, v, attention, mask, group):
-    """The attention of Llama 3: queries of this rank, keys and values of all ranks.
+    """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
+    ProcessGroup.
 
     ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
     this rank attends to a key. The keys are in the order of the ranks.
@@ -234,9 +241,18 @@ def allgather_attention(q, k, v, attention, mask, group):
 def ulysses_attention(q, k, v, attention, group):
     """DeepSpeed Ulysses: all positions, for 1/cp of the heads.
 
-    ``attention(q, k, v)`` is plain causal attention. The positions of a rank are contiguous: see
-    ``shard_positions`` with ``zigzag=False``.
+    ``attention(q, k, v)`` is plain causal attention; ``group`` a ProcessGroup. The positions of a
+    rank are contiguous: see ``shard_positions`` with ``zigzag=False``.
+
+    Raises:
+        SettingError: the ranks cannot share the heads evenly.
     """
+    n = group.size()
+    if q.shape[1] % n or k.shape[1] % n:
+        raise SettingError(
+            f"{q.shape[1]} query and {k.shape[1]} key/value heads cannot be shared evenly by {n} "
+            f"ranks: use a number of ranks that divides both"
+        )
     q, k, v = (all_to_all(x, 1, 2, group) for x in (q, k, v))  # (B, H/cp, T, K), (B, KV/cp, T, K)
     return all_to_all(attention(q, k, v), 2, 1, group)
 
@@ -250,7 +266,8 @@ def all_to_all(x, split_dim, cat_dim, group):
 
 @torch.compiler.disable  # sends and receives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, group):
-    """Ring attention: the positions of a rank are zig-zag chunks; see ``shard_positions``."""
+    """Ring attention over a ProcessGroup: the positions of a rank are zig-zag chunks; see
+    ``shard_positions``. Causal, with scores scaled by 1/sqrt(K), without dropout."""
     return RingAttention.apply(q, k, v, group)
 
 

@@ -55,7 +55,7 @@ def main(argv=None):
         checkpoint_activations(layers)
     materialise(model, device)
     init_weights(model, args.seed)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 
     # Optimizer
     optimizer = torch.optim.AdamW(

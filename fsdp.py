@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
-from torch.distributed.tensor import distribute_tensor
 
 from common.arguments import argument_parser, at_least, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
@@ -46,6 +45,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.slices import local_slices
 
 
 def main(argv=None):
@@ -79,6 +79,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
+    # FSDP: what is gathered together; before the optimizer, which updates the shards
     groups = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
@@ -90,10 +91,7 @@ def main(argv=None):
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     materialise(model, "cpu" if args.cpu_offload else device)  # only the rows of this rank
-    init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
-        # Every rank has drawn the same whole tensor: nothing is sent.
-        whole, p.device_mesh, p.placements, src_data_rank=None
-    ))
+    init_weights(model, args.seed, local_slices)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

@@ -42,9 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
-from torch.distributed.tensor import (
-    DTensor, Replicate, Shard, distribute_module, distribute_tensor
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel,
     loss_parallel, parallelize_module,
@@ -65,6 +63,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.slices import local_slices
 
 
 def main(argv=None):
@@ -151,10 +150,7 @@ def main(argv=None):
     )
     # Materialised; each parameter is drawn from its own seed
     materialise(model, device)
-    init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
-        # Every rank has drawn the same whole tensor: nothing is sent.
-        whole, p.device_mesh, p.placements, src_data_rank=None
-    ))
+    init_weights(model, args.seed, local_slices)
     # 4. PP
     model.forward = functools.partial(model.forward, positions=positions)
     micro_batch_size = args.batch_size // (dp * args.grad_accum * args.microbatches)
@@ -342,9 +338,14 @@ def shard_positions(T, n, zigzag=True):
     """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
 
     Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
-    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r. T is a
-    multiple of 2n; without zig-zag, of n.
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
+
+    Raises:
+        SettingError: T is no multiple of 2n, or without zig-zag of n.
     """
+    chunks = 2 * n if zigzag and n > 1 else n
+    if T % chunks:
+        raise SettingError(f"{T} positions cannot be cut into {chunks} equal chunks")
     if n == 1 or not zigzag:
         return torch.arange(T).view(n, -1)
     early, late = torch.arange(T).view(2 * n, -1).chunk(2)
@@ -352,7 +353,8 @@ def shard_positions(T, n, zigzag=True):
 
 
 def allgather_attention(q, k, v, attention, mask, group):
-    """The attention of Llama 3: queries of this rank, keys and values of all ranks.
+    """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
+    ProcessGroup.
 
     ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
     this rank attends to a key. The keys are in the order of the ranks.

@@ -156,7 +156,7 @@ def main(argv=None):
     dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
+        mesh=mesh["dp"],  # PP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
 

@@ -34,9 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor, Replicate, Shard, distribute_module, distribute_tensor
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel,
     loss_parallel, parallelize_module,
@@ -56,6 +54,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.slices import local_slices
 
 
 def main(argv=None):
@@ -84,14 +83,11 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+    parallelize(model, mesh["tp"], plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:
         wait_for_output(model.model.embed_tokens)
     materialise(model, device)  # only the rows and columns of this rank
-    init_weights(model, args.seed, shard=lambda p, whole: distribute_tensor(
-        # Every rank has drawn the same whole tensor: nothing is sent.
-        whole, p.device_mesh, p.placements, src_data_rank=None
-    ))
+    init_weights(model, args.seed, local_slices)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -103,7 +99,7 @@ def main(argv=None):
     dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
+        mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
 

@@ -65,13 +65,14 @@ def main(argv=None):
         checkpoint_activations(layers)
     materialise(model, device)
     init_weights(model, args.seed)
+    # ZeRO: what is reduced and gathered together; before the optimizer, which updates the shards
     groups = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
     buckets, shards = make_buckets(model, groups, mesh, args.stage)
 
-    # Optimizer
+    # Optimizer. ZeRO: it updates the shards
     optimizer = torch.optim.AdamW(
         decay_groups(shards.values(), args.weight_decay), betas=(args.beta1, args.beta2),
         fused=True,
@@ -93,7 +94,7 @@ def main(argv=None):
         in_background=args.async_save,
     )
     sampler.start = checkpoints.resume()
-    gather_parameters(buckets)  # a checkpoint restores only the rows that this rank owns
+    gather_parameters(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
 
     # Loop
     metrics = Metrics(
@@ -116,9 +117,9 @@ def main(argv=None):
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        drain(buckets)  # ZeRO: stage 2 waits for the last reduce-scatter
+        drain(buckets)  # ZeRO: for metrics, which counts the gradients now
         metrics.after_backward(step)
-        reduce_gradients(buckets)  # ZeRO: stage 1 reduces all gradients here; stage 2 has none left
+        reduce_gradients(buckets)  # ZeRO: stage 1 reduces all gradients, stage 2 waits for them
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
         skip_if_not_finite(optimizer, grad_norm, step)
@@ -150,10 +151,14 @@ def make_buckets(model, groups, mesh, stage):
     """Make a bucket for each of ``groups``. In stage 2, hooks reduce a bucket as soon as the
     backward pass has its gradients.
 
+    Give ``shards.values()`` to the optimizer and to clip_grad_norm_, and clear their gradients by
+    ``optimizer.zero_grad()``: ``model.zero_grad()`` does not reach them. Unless all ranks start
+    with the same weights, call ``gather_parameters`` before the first step.
+
     Args:
         model: materialised; its frozen parameters stay as they are.
-        groups: lists of modules of ``model`` that together hold all of its parameters, in the order
-            in which the model uses them. Tied parameters belong into one group.
+        groups: lists of modules, or parameters, that together hold all parameters of ``model``, in
+            the order in which the model uses them. Tied parameters belong into one group.
         mesh: a DeviceMesh of one dimension.
         stage: 1 or 2.
 
@@ -161,14 +166,22 @@ def make_buckets(model, groups, mesh, stage):
     optimizer and for checkpoints.
 
     Raises:
-        SettingError: a parameter is in no group, or in two.
+        SettingError: a parameter is in no group, or in two, or has no rows; there is no such stage.
     """
-    buckets = [
-        Bucket([p for p in nn.ModuleList(group).parameters() if p.requires_grad], mesh)
-        for group in groups
-    ]
-    buckets = [bucket for bucket in buckets if bucket.parameters]  # some groups are frozen
-    bucket_of, shards = {}, {}
+    if stage not in (1, 2):
+        raise SettingError(f"stage {stage!r}: it must be 1 or 2")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise SettingError(f"{name} has no rows to share out: give it the shape (1,)")
+    buckets, bucket_of, shards = [], {}, {}
+    for group in groups:
+        found = {  # a dict: each parameter once
+            p: None for part in group
+            for p in ([part] if isinstance(part, nn.Parameter) else part.parameters())
+            if p.requires_grad
+        }
+        if found:
+            buckets.append(Bucket(list(found), mesh))
     for bucket in buckets:
         for parameter in bucket.parameters:
             bucket_of.setdefault(parameter, []).append(bucket)

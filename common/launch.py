@@ -80,7 +80,7 @@ def _store():
 
 def start_process_group(device="auto"):
     """Start-up of one process of many: NCCL for tensors on GPUs, gloo for tensors on CPUs. Returns
-    the torch.device of this process.
+    the torch.device of this process. End the process as ``launch`` does.
 
     Args:
         device: see ``pick_device``.

@@ -207,29 +207,43 @@ def materialise(model, device):
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
-def draw_weight(name, shape, config, seed):
-    """The initial value of one weight, whole, in float32 on the CPU.
+def draw_weight(name, slices, shape, config, seed):
+    """The part ``slices`` of the initial value of a weight of ``shape``, in float32 on the CPU.
 
-    Its generator is seeded by (seed, name) alone. So the value does not depend on which other
-    weights are drawn, on the device or on the number of ranks. Weights are normal with the
-    standard deviation ``initializer_range``; the two projections into the residual stream of each
-    layer are scaled down by sqrt(2 x layers) (GPT-2).
+    Each block of 64 rows has a generator of its own, seeded by (seed, name, block), and only the
+    blocks that ``slices`` touches are drawn. So the values do not depend on how the weight is
+    sharded, on the device or on the number of ranks, and the time falls with the number of ranks.
+    Weights are normal with the standard deviation ``initializer_range``; the two projections into
+    the residual stream of each layer are scaled down by sqrt(2 x layers) (GPT-2).
     """
     std = config.initializer_range
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= (2 * config.num_hidden_layers) ** 0.5
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
+    rows, *columns = slices
+    blocks = []
+    for block in range(rows.start // 64, -(-rows.stop // 64) if rows.stop > rows.start else 0):
+        digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+        first, last = 64 * block, min(64 * (block + 1), shape[0])
+        drawn = torch.randn(last - first, *shape[1:], generator=generator, device="cpu")
+        own = slice(max(rows.start - first, 0), rows.stop - first)
+        blocks.append(drawn[own, *columns])
+    whole = torch.cat(blocks) if blocks else torch.empty(0, *shape[1:], device="cpu")[:, *columns]
+    return whole * std
+
+
+def local_part(parameter):
+    """What this rank holds of a parameter, which may be a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 @torch.no_grad()
-def init_weights(model, seed, shard=None):
+def init_weights(model, seed, local_slices=None):
     """Fill the parameters of a materialised model, one at a time: weights of linear layers and
     embeddings by ``draw_weight``, weights of norms with ones, biases with zeros.
 
-    ``shard(parameter, whole)`` returns the part of the whole tensor that this rank's ``parameter``
-    holds; without it the parameters are whole.
+    ``local_slices(parameter)`` tells which part of a parameter this rank holds: see
+    common/slices.py. Without it the parameters are whole.
 
     Raises:
         SettingError: it does not know how to fill a parameter or a buffer.
@@ -243,8 +257,10 @@ def init_weights(model, seed, shard=None):
         owner, _, kind = name.rpartition(".")
         module = model.get_submodule(owner)
         if kind == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-            whole = draw_weight(name, parameter.shape, model.config, seed).to(parameter.dtype)
-            parameter.copy_(shard(parameter, whole) if shard else whole)
+            own, slices = parameter, [slice(0, size) for size in parameter.shape]
+            if local_slices:
+                own, slices = local_part(parameter), local_slices(parameter)
+            own.copy_(draw_weight(name, slices, parameter.shape, model.config, seed))
         elif kind == "weight" and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parameter.fill_(1)
         elif kind == "bias" and isinstance(module, (nn.Linear, nn.LayerNorm)):

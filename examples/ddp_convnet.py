@@ -36,7 +36,7 @@ def main(argv=None):
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4)
     ).to(device, args.param_dtype)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 
     # Optimizer
     parameters = [{"params": model.parameters(), "initial_lr": args.lr}]  # for the scheduler

@@ -68,6 +68,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
+    # FSDP: what is gathered together; before the optimizer, which updates the shards
     groups = [*([layer] for layer in layers), [model.transformer.wte, model.lm_head]]  # tied
     last_group = sum(p.nbytes for p in nn.ModuleList(groups[-1]).parameters())
     shard(

@@ -60,7 +60,7 @@ def main(argv=None):
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)
-    parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+    parallelize(model, mesh["tp"], plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:
         wait_for_output(model.model.embed_tokens)
 
@@ -74,7 +74,7 @@ def main(argv=None):
     dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # of one rank: all ranks read the same samples
+        mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
 

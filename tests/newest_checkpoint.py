@@ -1,5 +1,5 @@
-"""On each of 2 ranks: rank 1 sees another newest checkpoint than rank 0, as on a network file system,
-and both load what rank 0 sees; what rank 1 does not see yet it waits for."""
+"""On each of 2 ranks: rank 1 sees another newest checkpoint than rank 0, as on a network file
+system, and both load what rank 0 sees; what rank 1 does not see yet it waits for."""
 
 import pathlib
 import sys

@@ -37,6 +37,8 @@ def start(command, cwd, **environment):
         [str(word) for word in command], cwd=cwd, env={**ENVIRONMENT, **environment}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
+        # A shell lets its background jobs ignore Ctrl-C, and what they start: undo that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -118,10 +118,11 @@ def test_init_does_not_depend_on_what_else_is_drawn():
     assert len(list(some.parameters())) > 5
     for name, parameter in some.named_parameters():
         assert torch.equal(parameter, expected[name].double())
-    a, b = (draw_weight("lm_head.weight", (96, 48), CONFIG, seed) for seed in (3, 4))
+    whole_rows = slice(0, 96), slice(0, 48)
+    a, b = (draw_weight("lm_head.weight", whole_rows, (96, 48), CONFIG, seed) for seed in (3, 4))
     assert torch.equal(a, expected["lm_head.weight"]) and not torch.equal(a, b)
     assert 0.018 < a.std() < 0.022
-    assert not torch.equal(a, draw_weight("other.weight", (96, 48), CONFIG, 3))
+    assert not torch.equal(a, draw_weight("other.weight", whole_rows, (96, 48), CONFIG, 3))
 
 
 def test_loss_of_untrained_model_is_that_of_guessing():

@@ -293,5 +293,11 @@ def test_a_step_with_infinite_gradients_changes_no_weight(run, corpus, command, 
     assert not checkpoint.list_checkpoints(result.out)
 
 
+def test_each_rank_draws_its_part_of_the_same_weights(run):
+    """FSDP, hybrid sharding and tensor parallelism, alone and together, on 8 ranks."""
+    result = run("tests/local_slices.py", 8, pass_out=False)
+    assert "all slices are right" in result.output
+
+
 def test_rank_0_decides_which_checkpoint_is_newest(run):
     assert "rank 0 decides" in run("tests/newest_checkpoint.py", 2).output

@@ -6,7 +6,7 @@ import sys
 import torch.distributed as dist
 
 import hybrid_3d
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
 from common.launch import launch
 
 found = {}

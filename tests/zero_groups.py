@@ -1,6 +1,7 @@
 """On each rank: zero.py's shards carry the names of their parameters, in any order of the groups; a
 parameter in no group, or in two, is refused."""
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,8 +34,11 @@ def main():
     assert list(shards) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
     a.weight = nn.Parameter(a.weight.detach().clone())
     b.requires_grad_(False)
-    _, shards = zero.make_buckets(model, [[a], [c]], mesh, 2)
+    groups = [[a], [b], [nn.Dropout(), c.weight], [c.bias]]  # frozen ones, and none, and parameters
+    _, shards = zero.make_buckets(model, groups, mesh, 2)
     assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    assert "scale has no rows" in refused(model, [*groups, [model.scale]], mesh)
     print("all groups are right" if dist.get_rank() == 0 else "", flush=True)
 
 
