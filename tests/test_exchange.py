@@ -36,8 +36,7 @@ RUNS = DATA_PARALLEL + SPLIT_MODELS
 
 # Without --all: a few runs, each of which resumes its own checkpoint and that of the next
 SAMPLE = [
-    ("zero.py --stage 2", 3), ("fsdp.py --replicate 2", 4), ("hybrid_3d.py --tp 2 --pp 2", 4),
-    ("cp.py", 3),
+    ("zero.py --stage 2", 3), ("hybrid_3d.py --tp 2 --pp 2", 4), ("cp.py", 3),
 ]
 
 

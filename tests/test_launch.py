@@ -401,6 +401,7 @@ def slurm(tmp_path_factory):
         wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+@thorough
 def test_a_batch_job(slurm, tmp_path, corpus, expected):
     output = tmp_path / "log"
     job = start(["sbatch", "--parsable", "--nodes=2", f"--output={output}", "run.sh", "ddp.py",

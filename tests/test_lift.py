@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.processes import PATIENCE, ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tests.services import without_services
 
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d"]
@@ -97,6 +97,7 @@ def test_the_copy_runs_alone_also_without_its_services(server, corpus, tmp_path,
     assert not (tmp_path / "bare" / "out").exists()
 
 
+@thorough
 def test_the_copy_runs_under_torchrun(tmp_path, corpus):
     """Real processes, that nothing has prepared."""
     copy("fsdp", tmp_path / "copy")

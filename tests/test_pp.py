@@ -67,12 +67,14 @@ def test_equals_single(run, single, corpus, world_size, schedule, options):
         assert summary["held"][kind] == theory[kind]["bytes"] > 0
 
 
+@thorough
 def test_float32_follows_within_rounding(run, corpus):
     options = f"{BASE} --data {corpus}"
     reference = run("single.py", 0, options, out="single").curve()
     assert furthest(run("pp.py", 2, f"{options} --schedule zerobubble").curve(), reference) < 5e-4
 
 
+@thorough
 def test_bfloat16_learns(run, corpus):
     options = f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01 --schedule zbv"
     losses = [loss for (loss,) in run("pp.py", 2, options).curve("loss")]

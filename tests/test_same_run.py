@@ -48,13 +48,13 @@ def test_single_accumulates(run, single, corpus):
 
 
 @pytest.mark.parametrize("world_size", sampled([2, 3, 4], [3]))
-@pytest.mark.parametrize("command", ["ddp.py", "zero.py", "fsdp.py"])
+@pytest.mark.parametrize("command", sampled(["ddp.py", "zero.py", "fsdp.py"], ["fsdp.py"]))
 def test_float32_follows_within_rounding(run, single, corpus, command, world_size):
     result = run(command, world_size, f"{BASE} --data {corpus} --grad-accum 2")
     assert furthest(result.curve(), single(BASE)) < 5e-4
 
 
-@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[1], SCRIPTS[3]]))
+@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[3]]))
 def test_bfloat16_learns(run, corpus, script, world_size):
     options = f"{BASE} --data {corpus} --dtype bfloat16 --steps 40 --lr 0.01"
     losses = [loss for (loss,) in run(script, world_size, options).curve("loss")]
