@@ -130,6 +130,7 @@ def start(command, cwd, **environment):
     )
 
 
+@thorough
 def test_as_a_module_under_torchrun(tmp_path):
     result = start([sys.executable, "-m", "torch.distributed.run", "--standalone",
                     "--nproc-per-node=2", "-m", "examples.ddp_convnet", "--steps", "4",

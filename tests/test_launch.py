@@ -279,6 +279,7 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
     assert not left_over(tmp_path)
 
 
+@thorough
 def test_what_crosses_ssh(machines, tmp_path):
     """Each host has its number; arguments and settings arrive as they are."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "TP_SIZE", "NCCL_DEBUG")

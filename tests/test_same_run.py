@@ -76,9 +76,9 @@ def test_compiled_layers_follow(run, single, corpus, script, world_size):
     assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
 
 
-def test_compiling_compiles(run, corpus):
+@pytest.mark.parametrize("more", sampled(["", "--activation-checkpointing"],
+                                         ["--activation-checkpointing"]))
+def test_compiling_compiles(run, corpus, more):
     """Also beside activation checkpointing: one graph, for all layers."""
-    for options in ("", "--activation-checkpointing"):
-        options = (f"{EXACT} --data {corpus} --steps 2 --compile {options} --grad-accum 2 "
-                   "--no-resume")
-        assert "1 graphs" in run("tests/compiled_graphs.py", 0, options).output
+    options = f"{EXACT} --data {corpus} --steps 2 --compile {more} --grad-accum 2"
+    assert "1 graphs" in run("tests/compiled_graphs.py", 0, options).output
