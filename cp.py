@@ -68,7 +68,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     group = mesh.get_group("cp")
     # CP: the positions in each sequence that this rank computes

@@ -95,7 +95,7 @@ def main(argv=None):
 
     # Start-up: one mesh. Ranks of one `dp` coordinate read the same samples; parameters are sharded
     # over `dp_shard` and `cp` together, since for them cp is more data parallelism
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     mesh = init_device_mesh(
         device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),

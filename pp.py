@@ -107,7 +107,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
     # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)

@@ -100,6 +100,9 @@ run_here() {
   # Without this torchrun gives each process one thread, and says so at length.
   threads=$(($(nproc) / processes))
   variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
+  # Less fragmentation of the memory of GPUs.
+  [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
+    variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
   if [ "$nodes" -eq 1 ]; then
     rendezvous=(--standalone --local-addr=localhost)  # a free port of the loopback interface
   else

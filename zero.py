@@ -49,7 +49,7 @@ def main(argv=None):
     check(args)
 
     # Start-up
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 

@@ -86,6 +86,8 @@ def argument_parser(doc, model=True, text=True):
     group = parser.add_argument_group("device and arithmetic")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                        help="auto: CUDA if there is a GPU, otherwise the CPU")
+    group.add_argument("--timeout", type=at_least(1), default=600, metavar="SECONDS",
+                       help="fail if a rank does not take part in a collective for this long")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",
                        help="float32: without TF32; bfloat16: matrix products in bfloat16 (in "
                        "fsdp.py and hybrid_3d.py hidden states too), weights and optimizer states "

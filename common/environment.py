@@ -39,6 +39,23 @@ def rank_and_world_size():
     return rank, world_size
 
 
+def local_rank():
+    """The rank of this process on its machine, from LOCAL_RANK, or from RANK and LOCAL_WORLD_SIZE.
+
+    Raises:
+        SettingError: it is not known, so that every process would take the same GPU.
+    """
+    rank, world_size = rank_and_world_size()
+    if "LOCAL_RANK" in os.environ or world_size == 1:
+        return int(os.environ.get("LOCAL_RANK", 0))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return rank % int(os.environ["LOCAL_WORLD_SIZE"])
+    raise SettingError(
+        "RANK is set but neither LOCAL_RANK nor LOCAL_WORLD_SIZE: all processes of a machine would "
+        "take the same GPU; set one of them, as torchrun does"
+    )
+
+
 def _read_slurm():
     """Set the usual variables if ``srun`` has started this process as one of several tasks.
 

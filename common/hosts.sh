@@ -7,7 +7,8 @@
 remote_commands() {
   local name settings=("NNODES=${#hosts[@]}" "NODE_RANK=$1" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
   [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
-  for name in NPROC MASTER_PORT MAX_RESTARTS OMP_NUM_THREADS CUDA_VISIBLE_DEVICES {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}"; do
+  for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" \
+    "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
     [[ ! -v $name ]] || settings+=("$name=${!name}")
   done
   shift

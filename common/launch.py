@@ -1,6 +1,7 @@
 """Start-up and tear-down of a process, alone or as one of many."""
 
 import atexit
+import datetime
 import functools
 import os
 import sys
@@ -10,9 +11,14 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from common.environment import pick_gloo_interface, rank_and_world_size
+from common.environment import local_rank, pick_gloo_interface, rank_and_world_size
 from common.errors import SettingError
+
+
+# What gloo says if a process is lost.
+LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def pick_device(device="auto"):
@@ -28,14 +34,14 @@ def pick_device(device="auto"):
         if device == "cuda":
             raise SettingError("--device cuda: torch finds no GPU here; use --device cpu")
         return torch.device("cpu")
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local_rank >= gpus:
+    number, gpus = local_rank(), torch.cuda.device_count()
+    if number >= gpus:
         raise SettingError(
-            f"LOCAL_RANK {local_rank} has no GPU, this machine has {gpus}: start at most {gpus} "
+            f"LOCAL_RANK {number} has no GPU, this machine has {gpus}: start at most {gpus} "
             f"processes here (--nproc_per_node={gpus}), or use --device cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def start_process(device="auto"):
@@ -78,12 +84,13 @@ def _store():
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def start_process_group(device="auto"):
+def start_process_group(device="auto", timeout=600):
     """Start-up of one process of many: NCCL for tensors on GPUs, gloo for tensors on CPUs. Returns
     the torch.device of this process. End the process as ``launch`` does.
 
     Args:
         device: see ``pick_device``.
+        timeout: seconds after which a collective of any group fails, if a rank does not take part.
 
     Raises:
         SettingError: there is no GPU for this process, ranks are on different types of device, or
@@ -105,11 +112,17 @@ def start_process_group(device="auto"):
         if on_gpu:  # no user can act on these warnings, of gloo in a mesh and of P2P in pipelines
             warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo")
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+            # Otherwise gloo, which is little used beside NCCL, connects each pair of processes.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        # The groups of a mesh, and further ones, do not inherit the timeout of the default group.
+        timeout = datetime.timedelta(seconds=timeout)
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
+            timeout=timeout,
             device_id=device if on_gpu else None,
         )
         dist.barrier()  # a rank that ends before all are connected gives the others obscure errors
@@ -138,6 +151,14 @@ def launch(main):
         status = exit.code or 0
     except KeyboardInterrupt:
         status = 130
+    except RuntimeError as error:
+        failure = traceback.format_exc().rstrip()
+        if any(words in str(error) for words in LOST):
+            rank, _ = rank_and_world_size()
+            failure = (
+                f"{_script()}: error: a collective of rank {rank} failed, since another process "
+                f"has ended or was silent for --timeout seconds: {error}"
+            ).splitlines()[0]
     except BaseException:
         failure = traceback.format_exc().rstrip()
     # The frames of main are gone now, and with them its progress bar and its use of the group.

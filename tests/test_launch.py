@@ -22,7 +22,7 @@ import warnings
 import pytest
 
 from tests.processes import PATIENCE, ROOT, free_port
-from tests.sample import thorough
+from tests.sample import sampled, thorough
 from tests.test_same_run import EXACT
 
 RUN = ["bash", str(ROOT / "run.sh")]
@@ -282,18 +282,19 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
 @thorough
 def test_what_crosses_ssh(machines, tmp_path):
     """Each host has its number; arguments and settings arrive as they are."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "TP_SIZE", "NCCL_DEBUG")
+    forwarded = {"OMP_PROC_BIND": "true", "TP_SIZE": "2", "NCCL_DEBUG": "a b", "CUDA_A": "c",
+                 "TORCH_B": "d", "PYTORCH_C": "e", "FI_D": "f", "UCX_E": "g"}
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", *forwarded)
     (tmp_path / "show.py").write_text(
         f"import os, sys, json\nwords = [os.environ[name] for name in {names}] + sys.argv[1:]\n"
         "os.write(1, (json.dumps(words) + chr(10)).encode())\n"
     )
     odd = ["two  words", "it's", '"$HOME"', "a\nb", "*", "", "~", "é", "--max-restarts=9", "\\"]
-    process = on_hosts(machines, tmp_path, "show.py", *odd, NPROC="2", TP_SIZE="2",
-                       NCCL_DEBUG="a b")
+    process = on_hosts(machines, tmp_path, "show.py", *odd, NPROC="2", **forwarded)
     output = finish(process)
     assert process.returncode == 0, output
     found = sorted(json.loads(line) for line in output.splitlines() if line.startswith('["'))
-    assert found == [[str(rank), "4", machines.hosts[0], "1", "2", "a b", *odd]
+    assert found == [[str(rank), "4", machines.hosts[0], "1", *forwarded.values(), *odd]
                      for rank in range(4)]
 
 
@@ -528,6 +529,34 @@ def test_launchers_that_do_not_say_enough(run, environment, message):
     for script in ("ddp.py", "single.py"):
         result = run(script, 2, env=environment, expect_ok=False)
         assert all(result.statuses) and all(message in line for line in result.lines)
+
+
+def test_the_rank_on_a_machine(monkeypatch):
+    """From LOCAL_RANK, or from what else is known; never 0 for all."""
+    from common.environment import local_rank
+    from common.errors import SettingError
+
+    def found(**environment):
+        monkeypatch.setattr(os, "environ", environment)
+        return local_rank()
+
+    assert found() == 0 and found(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1") == 1
+    assert found(RANK="5", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4") == 1
+    with pytest.raises(SettingError, match="neither LOCAL_RANK nor LOCAL_WORLD_SIZE"):
+        found(RANK="5", WORLD_SIZE="8")
+
+
+@pytest.mark.parametrize("script, options", sampled(
+    [("ddp.py", ""), ("hybrid_3d.py", "--tp 2"), ("hybrid_3d.py", "--pp 2"),
+     ("hybrid_3d.py", "--cp 2")], [("hybrid_3d.py", "--tp 2")]
+))
+def test_a_rank_that_stops_ends_the_run(run, corpus, script, options):
+    """In any group of the mesh: --timeout holds for all, and one line says what has happened."""
+    options = f"{script} {options} {EXACT} --data {corpus} --timeout 5"
+    result = run("tests/stopped_rank.py", 2, options, expect_ok=False)
+    assert result.statuses == [1, -signal.SIGKILL]  # rank 0 kills the other in the end
+    (line,) = [line for line in result.lines if "error" in line]
+    assert "another process has ended or was silent for --timeout seconds" in line
 
 
 def test_the_variables_of_accelerate(run, corpus, expected):
