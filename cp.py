@@ -152,7 +152,7 @@ def main(argv=None):
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
-                with autocast:
+                with autocast:  # DDP: times n, since gradients are averaged over n ranks
                     logits = replica(inputs, positions)  # CP: positions in the whole sequence
                     micro_loss = next_token_loss(logits, targets) * n / count
                 micro_loss.backward()

@@ -136,6 +136,7 @@ def main(argv=None):
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
+            # FSDP: times n, since gradients are averaged over n ranks.
             micro_loss = next_token_loss(model(inputs), targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()

@@ -112,7 +112,7 @@ def main(argv=None):
         batch = [next(batches) for _ in range(args.grad_accum)]
         count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
         for inputs, targets in batch:  # (B/dp/accum, T)
-            with autocast:
+            with autocast:  # ZeRO: times n, since the reduce-scatter averages over n ranks
                 micro_loss = next_token_loss(model(inputs), targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()

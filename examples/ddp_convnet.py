@@ -27,7 +27,7 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__, model=False, text=False), argv)
 
     # Start-up
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
@@ -81,7 +81,7 @@ def main(argv=None):
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
-                with autocast:
+                with autocast:  # DDP: times n, since gradients are averaged over n ranks
                     loss_fn = nn.CrossEntropyLoss(reduction="sum")
                     micro_loss = loss_fn(replica(inputs), targets) * n / count
                 micro_loss.backward()

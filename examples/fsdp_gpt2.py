@@ -49,7 +49,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device)
+    device = start_process_group(args.device, args.timeout)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
@@ -121,6 +121,7 @@ def main(argv=None):
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
+            # FSDP: times n, since gradients are averaged over n ranks.
             micro_loss = next_token_loss(model(**inputs).logits, labels) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()

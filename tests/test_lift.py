@@ -144,7 +144,7 @@ def loop_of(name):
 
 def unmarked(name):
     """Statements of the loop that single.py's loop does not have and that no comment such as
-    ``# TP:`` marks: on their own lines, above the run of such statements, or on a statement around
+    ``# TP:`` marks: on their own line, above the run of such statements, or on a statement around
     them."""
     lines = SOURCES[name].splitlines()
     known = {ast.dump(node) for node in ast.walk(loop_of("single")) if isinstance(node, ast.stmt)}
@@ -165,9 +165,9 @@ def unmarked(name):
                 if not line.strip().startswith("#"):
                     break
                 above.append(line)
-            run = run or bool(marks.search(" ".join(own + above)))
-            if run:
-                run = not body  # a block ends the run
+            run = run or bool(marks.search(" ".join(above)))
+            if run or marks.search(" ".join(own)):
+                run = run and not body  # a block ends the run
                 continue
             if body and not names_of_header(node) - HEADERS:
                 visit(body)
