@@ -88,7 +88,7 @@ def test_zero(summary, stage, world):
     assert found["sent"] == sent(found, "all-gather") * 2 + norms + targets
 
 
-@pytest.mark.parametrize("reshard", sampled([True, False], [True]))
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("world, replicas", sampled([(2, 1), (4, 1), (4, 2)], [(2, 1), (4, 2)]))
 def test_fsdp(summary, world, replicas, reshard):
     shards = world // replicas
@@ -100,7 +100,8 @@ def test_fsdp(summary, world, replicas, reshard):
     # Peaks: either two groups, one of them ahead of its use, or all.
     last = NORM + HEAD
     gathered = (last + LAYER if reshard else P) + LAYER
-    assert P / shards < found["peak"]["parameters"] <= 1.01 * (P / shards + gathered)
+    least = P / shards + (2 * LAYER if reshard else P)
+    assert least <= found["peak"]["parameters"] <= 1.01 * (P / shards + gathered)
     assert P / shards < found["peak"]["gradients"] <= P / shards + last + 2 * LAYER
     ring = (shards - 1) / shards
     assert sent(found, "all-gather") == (2 * P - last if reshard else P) * ring
