@@ -37,7 +37,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_single, all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +56,15 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 
+# torch 2.11 has them by their former names only.
+all_gather_single = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+reduce_scatter_single = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single")
+    else dist.reduce_scatter_tensor
+)
+
 
 def main(argv=None):
     # Arguments
@@ -68,7 +76,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     group = mesh.get_group("cp")
     # CP: the positions in each sequence that this rank computes
@@ -227,6 +235,7 @@ def shard_positions(T, n, zigzag=True):
 # returns (B, H, T/cp, K).
 
 
+@torch.compiler.disable  # compiled by torch 2.11, AllGather would lose its gradient
 def allgather_attention(q, k, v, attention, mask, group):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
     ProcessGroup.
@@ -234,10 +243,29 @@ def allgather_attention(q, k, v, attention, mask, group):
     ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
     this rank attends to a key. The keys are in the order of the ranks.
     """
-    k, v = all_gather_single(torch.stack((k, v)), 3, group)  # (2, B, KV, T, K)
-    return attention(q, k, v, mask)  # the backward pass of the all-gather is a reduce-scatter
+    k, v = torch.cat(tuple(AllGather.apply(torch.stack((k, v)), group)), dim=3)  # (B, KV, T, K)
+    return attention(q, k, v, mask)
 
 
+class AllGather(torch.autograd.Function):
+    """The tensors of all n ranks, stacked: (n, ...). Each rank has used this rank's tensor, so that
+    its gradient is the sum of what the ranks have for it: a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty(group.size() * len(x), *x.shape[1:])
+        all_gather_single(out, x.contiguous(), group)
+        return out.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x = torch.empty_like(grad_out[0])
+        reduce_scatter_single(grad_x, grad_out.flatten(0, 1).contiguous(), group=ctx.group)
+        return grad_x, None
+
+
+@torch.compiler.disable
 def ulysses_attention(q, k, v, attention, group):
     """DeepSpeed Ulysses: all positions, for 1/cp of the heads.
 
@@ -253,15 +281,27 @@ def ulysses_attention(q, k, v, attention, group):
             f"{q.shape[1]} query and {k.shape[1]} key/value heads cannot be shared evenly by {n} "
             f"ranks: use a number of ranks that divides both"
         )
-    q, k, v = (all_to_all(x, 1, 2, group) for x in (q, k, v))  # (B, H/cp, T, K), (B, KV/cp, T, K)
-    return all_to_all(attention(q, k, v), 2, 1, group)
+    # (B, H/cp, T, K) and (B, KV/cp, T, K)
+    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))
+    return AllToAll.apply(attention(q, k, v), 2, 1, group)
 
 
-def all_to_all(x, split_dim, cat_dim, group):
-    """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``."""
-    parts = torch.cat(x.chunk(group.size(), split_dim))  # along the batch: part i is for rank i
-    parts = all_to_all_single(parts, None, None, group)  # part i is from rank i
-    return torch.cat(parts.chunk(group.size()), cat_dim)
+class AllToAll(torch.autograd.Function):
+    """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``. The
+    gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx, x, split_dim, cat_dim, group):
+        ctx.split_dim, ctx.cat_dim, ctx.group = split_dim, cat_dim, group
+        parts = torch.stack(x.chunk(group.size(), split_dim))  # part i is for rank i
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)  # part i is from rank i
+        return torch.cat(tuple(received), cat_dim)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x = AllToAll.apply(grad_out, ctx.cat_dim, ctx.split_dim, ctx.group)
+        return grad_x, None, None, None
 
 
 @torch.compiler.disable  # sends and receives are not compiled: the graph of a layer breaks here

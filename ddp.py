@@ -39,7 +39,7 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__), argv)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 

@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -64,6 +63,15 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 from common.slices import local_slices
+
+# torch 2.11 has them by their former names only.
+all_gather_single = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+reduce_scatter_single = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single")
+    else dist.reduce_scatter_tensor
+)
 
 
 def main(argv=None):
@@ -95,7 +103,7 @@ def main(argv=None):
 
     # Start-up: one mesh. Ranks of one `dp` coordinate read the same samples; parameters are sharded
     # over `dp_shard` and `cp` together, since for them cp is more data parallelism
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     mesh = init_device_mesh(
         device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -160,14 +168,15 @@ def main(argv=None):
         hidden = torch.empty(
             micro_batch_size, length, args.config.hidden_size, dtype=args.compute_dtype
         )
+        logits = torch.empty(*tokens.shape, args.config.vocab_size, dtype=args.compute_dtype)
 
     def loss_fn(logits, targets):  # a mean over the batch: FSDP averages over dp x cp ranks
         return local(next_token_loss(logits, targets)) * dp * cp / count
 
     if pp > 1:
         schedule = make_1f1b_schedule(
-            model, stage, pp, args.microbatches, tokens, hidden, loss_fn, mesh.get_group("pp"),
-            device,
+            model, stage, pp, args.microbatches, tokens, hidden, logits, loss_fn,
+            mesh.get_group("pp"), device,
         )
         forward_backward = schedule.step
     else:
@@ -352,6 +361,7 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
+@torch.compiler.disable  # compiled by torch 2.11, AllGather would lose its gradient
 def allgather_attention(q, k, v, attention, mask, group):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
     ProcessGroup.
@@ -359,8 +369,26 @@ def allgather_attention(q, k, v, attention, mask, group):
     ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
     this rank attends to a key. The keys are in the order of the ranks.
     """
-    k, v = all_gather_single(torch.stack((k, v)), 3, group)  # (2, B, KV, T, K)
-    return attention(q, k, v, mask)  # the backward pass of the all-gather is a reduce-scatter
+    k, v = torch.cat(tuple(AllGather.apply(torch.stack((k, v)), group)), dim=3)  # (B, KV, T, K)
+    return attention(q, k, v, mask)
+
+
+class AllGather(torch.autograd.Function):
+    """The tensors of all n ranks, stacked: (n, ...). Each rank has used this rank's tensor, so that
+    its gradient is the sum of what the ranks have for it: a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty(group.size() * len(x), *x.shape[1:])
+        all_gather_single(out, x.contiguous(), group)
+        return out.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x = torch.empty_like(grad_out[0])
+        reduce_scatter_single(grad_x, grad_out.flatten(0, 1).contiguous(), group=ctx.group)
+        return grad_x, None
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
@@ -416,13 +444,16 @@ def keep_stage(model, layers, stage):
     return model
 
 
-def make_1f1b_schedule(part, stage, num_stages, M, tokens, hidden, loss_fn, group, device):
+def make_1f1b_schedule(
+    part, stage, num_stages, M, tokens, hidden, output, loss_fn, group, device
+):
     """Connect this rank's stage to the pipeline; pp.py's ``make_schedule`` explains the arguments,
     and has further schedules. Returns the schedule."""
     hidden = hidden.requires_grad_()
     stage = pipelining.PipelineStage(
         part, stage, num_stages, device, group=group,
-        input_args=hidden if stage else tokens, output_args=hidden,
+        input_args=hidden if stage else tokens,
+        output_args=hidden if stage < num_stages - 1 else output,
     )
     return pipelining.Schedule1F1B(stage, M, loss_fn=loss_fn, scale_grads=False)
 

@@ -107,7 +107,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
     # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -139,8 +139,9 @@ def main(argv=None):
         tokens = torch.empty(micro_batch_size, args.seq_len, dtype=torch.int64)
         # Autocast leaves the residual stream in the type of the parameters.
         hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
+        logits = torch.empty(*tokens.shape, args.config.vocab_size, dtype=args.compute_dtype)
     schedule = make_schedule(
-        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden,
+        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden, logits,
         # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
         lambda logits, targets: next_token_loss(logits, targets) / count,
         mesh.get_group("pp"), device,
@@ -254,7 +255,9 @@ def keep_stage(model, layers, stage):
     return model
 
 
-def make_schedule(name, parts, own, num_stages, M, tokens, hidden, loss_fn, group, device):
+def make_schedule(
+    name, parts, own, num_stages, M, tokens, hidden, output, loss_fn, group, device
+):
     """Connect this rank's stages to the pipeline.
 
     Args:
@@ -265,6 +268,7 @@ def make_schedule(name, parts, own, num_stages, M, tokens, hidden, loss_fn, grou
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model once.
+        output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
         group: the process group of the pipeline, in the order of the ranks.
@@ -275,10 +279,14 @@ def make_schedule(name, parts, own, num_stages, M, tokens, hidden, loss_fn, grou
     stages = [
         pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,
-            input_args=hidden if stage else tokens, output_args=hidden,
+            input_args=hidden if stage else tokens,
+            output_args=hidden if stage < num_stages - 1 else output,
         )
         for stage, part in zip(own, parts)
     ]
+    if name in V_SHAPED:
+        for stage in stages:  # torch 2.11 first sends from each stage to the next: not to itself
+            stage._get_init_p2p_neighbors_ops = list
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
     )

@@ -5,6 +5,7 @@
 #   NPROC=4 bash run.sh ddp.py        4 processes on each machine
 #   bash run.sh test                  a sample of every kind of test, in 5 minutes on two cores
 #   bash run.sh test --all            every test, in 25 minutes; arguments go to pytest
+#   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
 #
 # On several machines, in one of three ways:
 #
@@ -21,7 +22,8 @@
 # checkpoint. It is 0 by default, since what fails by a wrong setting fails again.
 #
 # Uses the Python that is active if it has what requirements.txt names. Otherwise makes a virtual
-# environment, .venv beside this file, and installs that there, once. PYTHON names another Python.
+# environment, .venv beside this file, and installs that there, once, with the torch that was
+# measured. PYTHON names another Python.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -31,15 +33,16 @@ fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
 [ -f "$here/requirements.txt" ] || fail "$here is not the folder of run.sh: start sbatch in that folder"
 
-# Does this Python have what requirements.txt pins? Only the tests need pytest.
+# Does this Python have what requirements.txt names? Only the tests need pytest.
 has_requirements() {
   "$1" - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
-import sys
+import re, sys
 from importlib.metadata import version
+number = lambda version: [int(part) for part in re.findall("[0-9]+", version)[:2]]
 for line in open(sys.argv[1]):
-    name, pinned = line.strip().split("==")
+    name, least, below = re.split("[<>=,]+", line.strip())
     if name != "pytest" or sys.argv[2] == "test":
-        assert version(name).partition("+")[0] == pinned  # 2.13.0+cpu is 2.13.0
+        assert number(least) <= number(version(name)) < number(below)
 PYTHON
 }
 
@@ -63,16 +66,18 @@ check_settings() {
   fi
 }
 
+# Sets python. With a torch: the Python of the environment that has it.
 find_python() {
+  local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
   python=${PYTHON:-python3}
-  ! has_requirements "$python" || return 0
-  python=$here/.venv/bin/python
+  [ -n "$torch" ] || ! has_requirements "$python" || return 0
+  python=$environment/bin/python
   ! has_requirements "$python" || return 0
   "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed; name one by PYTHON=..."
-  echo "run.sh: installing requirements.txt into $here/.venv" >&2
-  "${PYTHON:-python3}" -m venv "$here/.venv"
-  "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt"
+  echo "run.sh: installing requirements.txt into $environment" >&2
+  "${PYTHON:-python3}" -m venv "$environment"
+  "$python" -m pip install --disable-pip-version-check "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
 }
 
 # A script in a folder below this one, such as examples/, imports common/ from here.
@@ -146,7 +151,13 @@ command=${1:-}
 [ -n "$command" ] || fail "say what to run: bash run.sh ddp.py --steps 50, or bash run.sh test"
 shift
 if [ "$command" = test ]; then
-  find_python
+  torch=
+  if [ "${1:-}" = --torch ]; then
+    torch=${2:-}
+    [[ $torch =~ ^2\.1[1-5]\.[0-9]+$ ]] || fail "--torch '$torch': give a version from 2.11.0 to 2.15, in full"
+    shift 2
+  fi
+  find_python "$torch"
   cd "$here"
   exec "$python" -m pytest "$@"
 fi

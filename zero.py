@@ -39,6 +39,15 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 
+# torch 2.11 has them by their former names only.
+all_gather_single = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+reduce_scatter_single = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single")
+    else dist.reduce_scatter_tensor
+)
+
 
 def main(argv=None):
     # Arguments
@@ -49,7 +58,7 @@ def main(argv=None):
     check(args)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
@@ -254,7 +263,7 @@ class Bucket:
             parameter.grad = None
         self.pending = len(self.parameters)
         self.reduced = whole.new_empty(sum(self.numel_per_rank))
-        self.work = dist.reduce_scatter_single(
+        self.work = reduce_scatter_single(
             self.reduced, whole, dist.ReduceOp.AVG, self.mesh.get_group(), async_op=True
         )
 
@@ -279,7 +288,7 @@ class Bucket:
             F.pad(rows, (0, numel - len(rows))) for rows, numel in zip(own, self.numel_per_rank)
         ])
         whole = own.new_empty(self.n * len(own))
-        dist.all_gather_single(whole, own, self.mesh.get_group())
+        all_gather_single(whole, own, self.mesh.get_group())
         parts = whole.view(self.n, -1).split(self.numel_per_rank, dim=1)
         for parameter, part in zip(self.parameters, parts):
             parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))

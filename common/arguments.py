@@ -86,6 +86,10 @@ def argument_parser(doc, model=True, text=True):
     group = parser.add_argument_group("device and arithmetic")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                        help="auto: CUDA if there is a GPU, otherwise the CPU")
+    group.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto",
+                       help="what carries the collectives; auto: NCCL on GPUs, gloo on CPUs; under "
+                       "gloo several ranks may share a GPU; mpi needs a torch that is built with "
+                       "it, and RANK and WORLD_SIZE as MPI numbers them")
     group.add_argument("--timeout", type=at_least(1), default=600, metavar="SECONDS",
                        help="fail if a rank does not take part in a collective for this long")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32",

@@ -21,11 +21,12 @@ from common.errors import SettingError
 LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def pick_device(device="auto"):
+def pick_device(device="auto", share=False):
     """The torch.device of this process: a GPU of its own, or the CPU.
 
     Args:
         device: "cuda", "cpu", or "auto": a GPU if torch finds one.
+        share: if there are fewer GPUs than processes, several may have the same one.
 
     Raises:
         SettingError: there is no GPU for this process.
@@ -35,13 +36,14 @@ def pick_device(device="auto"):
             raise SettingError("--device cuda: torch finds no GPU here; use --device cpu")
         return torch.device("cpu")
     number, gpus = local_rank(), torch.cuda.device_count()
-    if number >= gpus:
+    if number >= gpus and not share:
         raise SettingError(
             f"LOCAL_RANK {number} has no GPU, this machine has {gpus}: start at most {gpus} "
-            f"processes here (--nproc_per_node={gpus}), or use --device cpu"
+            f"processes here (--nproc_per_node={gpus}), let them share a GPU by --backend gloo, or "
+            f"use --device cpu"
         )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    torch.cuda.set_device(number % gpus)
+    return torch.device("cuda", number % gpus)
 
 
 def start_process(device="auto"):
@@ -84,21 +86,25 @@ def _store():
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def start_process_group(device="auto", timeout=600):
-    """Start-up of one process of many: NCCL for tensors on GPUs, gloo for tensors on CPUs. Returns
-    the torch.device of this process. End the process as ``launch`` does.
+def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
+    """Start-up of one process of many. Returns its torch.device. End the process as ``launch``
+    does.
 
     Args:
         device: see ``pick_device``.
+        backend: "nccl" for tensors on GPUs, beside gloo for tensors on CPUs; "gloo", which can also
+            let several ranks share a GPU; "mpi"; or "auto": nccl on GPUs, otherwise gloo.
         timeout: seconds after which a collective of any group fails, if a rank does not take part.
+        folder: where NCCL then leaves a record of the last collectives of each rank.
 
     Raises:
-        SettingError: there is no GPU for this process, ranks are on different types of device, or
-            a launcher's variable is missing.
+        SettingError: there is no GPU for this process, ranks are on different types of device,
+            torch lacks the backend, or a launcher's variable is missing.
     """
     rank, world_size = rank_and_world_size()
     store = _store()  # first: if only some ranks fail below, one of them can say why
-    device = pick_device(device)
+    device = pick_device(device, share=backend == "gloo")
+    backend = _check_backend(backend, device)
     if not dist.is_initialized():
         if rank == 0:
             store.set("device", device.type)
@@ -108,25 +114,54 @@ def start_process_group(device="auto", timeout=600):
                 f"torch finds no GPU, or use --device cpu"
             )
         pick_gloo_interface()
-        on_gpu = device.type == "cuda"
-        if on_gpu:  # no user can act on these warnings, of gloo in a mesh and of P2P in pipelines
+        if backend == "nccl":
+            # No user can act on these warnings, of gloo in a mesh and of P2P in pipelines.
             warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo")
-            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
-            # Otherwise gloo, which is little used beside NCCL, connects each pair of processes.
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            for name, value in nccl_variables(folder).items():
+                os.environ.setdefault(name, value)
         # The groups of a mesh, and further ones, do not inherit the timeout of the default group.
         timeout = datetime.timedelta(seconds=timeout)
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "cpu:mpi,cuda:mpi"}[backend],
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if on_gpu else None,
+            device_id=device if backend == "nccl" else None,
         )
         dist.barrier()  # a rank that ends before all are connected gives the others obscure errors
     return device
+
+
+def nccl_variables(folder):
+    """The environment variables that are set beside NCCL, where nobody has: a dict."""
+    return {
+        # If a collective fails, by --timeout for one, each rank leaves a record of its last ones:
+        # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(folder, "flight-record-rank"),
+        # Otherwise gloo, which is little used beside NCCL, connects each pair of processes.
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    }
+
+
+def _check_backend(backend, device):
+    """The backend that "auto" stands for, if this torch has it.
+
+    Raises:
+        SettingError: it has not, or it cannot work on ``device``.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise SettingError("--backend nccl needs a GPU for each process: use gloo")
+    if not {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available,
+            "mpi": dist.is_mpi_available}[backend]():
+        raise SettingError(f"--backend {backend}: this torch is built without it, use another")
+    return backend
 
 
 def launch(main):

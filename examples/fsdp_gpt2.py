@@ -49,7 +49,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),

@@ -47,7 +47,7 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.timeout)
+    device = start_process_group(args.device, args.backend, args.timeout, args.out)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 

@@ -1,0 +1,84 @@
+"""Which torch these scripts need: every private name in use is listed here, with the reason why no
+public one does, and exists in the torch that is installed."""
+
+import ast
+
+import pytest
+import torch
+from packaging.version import Version
+from torch.distributed import distributed_c10d, pipelining
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _utils
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils import _python_dispatch, _pytree
+
+from tests.processes import ROOT
+
+SCRIPTS = ("single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d")
+INSTALLED = Version(torch.__version__).release[:2]
+
+# Name: where torch has it, and why no public name does.
+PRIVATE = {
+    "_apply": (ParallelStyle, "a ParallelStyle of one's own overrides it"),
+    "_cdata": (torch.UntypedStorage, "identifies a storage while it changes its size"),
+    "_concatenate": (DeviceMesh, "a mesh of one dimension and a flattened one; slicing warns"),
+    "_flatten": (DeviceMesh, "a group over two dimensions of a mesh"),
+    "_get_init_p2p_neighbors_ops": (
+        pipelining.PipelineStage, "torch 2.11 sends to the rank itself; gone from 2.15"
+    ),
+    "_local_tensor": (DTensor, "to_local() is an operation of autograd, and would be counted"),
+    "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
+    "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
+    "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
+    "_schema": (torch.ops.aten.add.Tensor, "the name of an operation"),
+    "_type": (torch.ScriptObject, "which arguments of an operation are process groups"),
+    "_utils": (torch.distributed.tensor, "compute_local_shape_and_global_offset"),
+}
+# Without a dash, but in no documentation; and names within strings.
+UNDOCUMENTED = {
+    "default_pg_timeout": (distributed_c10d, "the timeout of groups that are made later"),
+    "default_pg_nccl_timeout": (distributed_c10d, "the same, of NCCL"),
+    "_StorageInfo": (filesystem, "the index of a checkpoint names it"),
+    "_MEM_FORMAT_ENCODING": (metadata, "the index of a checkpoint names it"),
+    "_get_layout": (torch.serialization, "the index of a checkpoint names it"),
+    "ignore_compile_internals": (
+        _python_dispatch.TorchDispatchMode, "torch.compile runs while operations are counted"
+    ),
+    "tree_leaves": (_pytree, "see _pytree"),
+    "compute_local_shape_and_global_offset": (_utils, "which rows of a tensor a rank holds"),
+}
+GONE = {"_get_init_p2p_neighbors_ops": (2, 15)}  # since when nothing asks for it
+
+
+def names_with_a_dash(source):
+    """Private names that the source uses and does not itself define, also those that it overrides
+    in a subclass of torch's."""
+    nodes = list(ast.walk(ast.parse(source)))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used = called - own
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            used.update(node.module.split("."), (alias.name for alias in node.names))
+        if isinstance(node, ast.ClassDef) and node.bases:
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            used |= methods - called
+    return {name for name in used if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_private_name_is_listed():
+    paths = [ROOT / f"{name}.py" for name in SCRIPTS]
+    paths += [*ROOT.glob("common/*.py"), *ROOT.glob("examples/*.py")]
+    assert len(paths) > 20
+    found = set().union(*(names_with_a_dash(path.read_text()) for path in paths))
+    pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # os, atexit, argparse
+    assert found - pythons == PRIVATE.keys()
+
+
+@pytest.mark.parametrize("name, owner, reason", [
+    (name, owner, reason) for name, (owner, reason) in (PRIVATE | UNDOCUMENTED).items()
+])
+def test_it_exists(name, owner, reason):
+    assert reason
+    assert hasattr(owner, name) or INSTALLED >= GONE.get(name, (99,))
