@@ -10,6 +10,7 @@ A checkpoint is written under a temporary name and renamed when all of it is on 
 step-NNNNNNNN is always complete. Loading runs no code that a file chose (see ``_SafeReader``).
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError
@@ -48,7 +50,8 @@ class Checkpoints:
         keep: how many of the newest checkpoints to keep.
         resume: resume from the newest checkpoint. Without one, or with False, move the files of an
             earlier run into ``previous-N`` and start afresh.
-        in_background: write while training continues.
+        in_background: write while training continues. It takes memory on the host for what this
+            rank writes.
     """
 
     def __init__(self, folder, run, tensors, optimizer, *, stop, every=100, keep=2, resume=True,
@@ -60,11 +63,15 @@ class Checkpoints:
         self.stop, self.every, self.keep, self.from_newest = stop, every, keep, resume
         self.in_background = in_background
         self.saving = None  # (future, temporary path, final path) of a save in the background
-        # dcp.async_save runs collectives in a thread: they need a process group of their own.
+        self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop need not wait for
+        self.removing = None
+        self.staged = {}
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        # Saving in the background runs collectives in a thread: they need a group of their own.
         self.group = None
         if in_background and dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
-        self.buffers = _groups_with_copies(tensors) if dist.is_initialized() else {}
+        self.written, self.buffers = _share_out(tensors)
 
     def resume(self):
         """Prepare the run folder, and load its newest complete checkpoint if there is one. Returns
@@ -126,7 +133,7 @@ class Checkpoints:
     def after_step(self, step):
         """Save if a checkpoint is due; call it at the end of every step."""
         if self.saving and self.saving[0].done():
-            self.finish()
+            self.publish_saved()
         if self.due(step):
             self.save(step + 1)
 
@@ -136,7 +143,7 @@ class Checkpoints:
         Raises:
             SettingError: it cannot be written; the checkpoints before it are intact.
         """
-        self.finish()
+        self.publish_saved()
         # DCP takes equal tensors from different ranks: first make buffers equal, to those of the
         # first rank that holds a copy.
         for name, (source, group) in self.buffers.items():
@@ -151,40 +158,61 @@ class Checkpoints:
             raise SettingError(
                 f"--out {self.folder} is not one folder for all machines: choose a shared one"
             )
-        tensors = _with_states(self.tensors, self.optimizer)
-        writer = dcp.FileSystemWriter(temporary)
+        own = {name: self.tensors[name] for name in self.written}
+        tensors = _with_states(own, self.optimizer)
         with _in_words(step, self.folder):
             if self.in_background:
-                # DCP copies tensors from a GPU to the host, and tensors on the host by deepcopy.
-                # deepcopy fails for a DTensor whose local part begins inside a storage.
-                tensors = {
-                    name: tensor.clone() if tensor.device.type == "cpu" else tensor
-                    for name, tensor in tensors.items()
-                }
-                future = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
-                self.saving = future, temporary, final
+                tensors = self.stage(tensors)
+                self.saving = self.aside.submit(self.write, tensors, temporary), temporary, final
             else:
-                dcp.save(tensors, storage_writer=writer)
+                self.write(tensors, temporary)
                 self.publish(temporary, final)
         _barrier()
 
-    def finish(self):
-        """Wait for a save in the background; call it at the end of a run."""
+    def write(self, tensors, folder):
+        """Write a state dict into ``folder``: each rank what it holds in ``tensors``."""
+        with warnings.catch_warnings():  # DCP warns that a single process saves alone
+            warnings.simplefilter("ignore")
+            dcp.save(
+                tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group,
+                planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
+            )
+
+    def stage(self, tensors):
+        """Copies of ``tensors`` on the host, in memory that is allocated at the first save, and
+        pinned if they are on a GPU."""
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            return self.stager.stage(tensors)
+        for name, tensor in tensors.items():
+            if name not in self.staged:
+                self.staged[name] = tensor.clone()
+            self.staged[name].copy_(tensor)
+        return self.staged
+
+    def publish_saved(self):
+        """Wait for a save in the background, and publish it."""
         if self.saving:
             (future, temporary, final), self.saving = self.saving, None
             with _in_words(step_of(final), self.folder):
                 future.result()
             self.publish(temporary, final)
 
+    def finish(self):
+        """Wait for what runs in the background; call it at the end of a run."""
+        self.publish_saved()
+        if self.removing:
+            self.removing.result()
+
     def publish(self, temporary, final):
-        """Rank 0 renames a checkpoint that all ranks have written, and removes older ones."""
+        """Rank 0 renames a checkpoint that all ranks have written, and removes older ones aside."""
         if _rank() == 0:
             _flush_to_disk(temporary)
             temporary.rename(final)
             _flush_to_disk(self.folder)
             for old in list_checkpoints(self.folder)[: -self.keep]:
                 # Rename first: if the removal is killed, the rest must not look complete.
-                shutil.rmtree(old.rename(old.with_suffix(".old")))
+                renamed = old.rename(old.with_suffix(".old"))
+                self.removing = self.aside.submit(shutil.rmtree, renamed, ignore_errors=True)
 
 
 def list_checkpoints(folder):
@@ -266,11 +294,9 @@ def _load(tensors, reader):
 
 @contextlib.contextmanager
 def _in_words(step, out):
-    """Around a save: turn a failure into a SettingError; silence the one-process warning."""
+    """Around a save: turn a failure into a SettingError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     except dcp.CheckpointException as error:  # raised on all ranks, though one failed
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SettingError(
@@ -289,24 +315,54 @@ def _with_states(tensors, optimizer):
     return named
 
 
+def _share_out(tensors):
+    """Who writes what. Returns the names of the tensors whose part on this rank this rank writes:
+    of the ranks that hold equal parts one does, and all write about as much. And for each buffer of
+    this rank of which others hold copies, the first such rank and their group.
+    """
+    own = [
+        (name, _part(tensor), _local(tensor).nbytes, _is_buffer(tensor))
+        for name, tensor in tensors.items()
+    ]
+    of_all = [own]
+    if dist.is_initialized():
+        of_all = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, own)
+    holders = {}
+    for rank, parts in enumerate(of_all):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    written, load = set(), [0] * len(of_all)
+    buffers, groups = {}, {}
+    for (name, _, size, is_buffer), ranks in sorted(holders.items(), key=lambda item: -item[0][2]):
+        writer = min(ranks, key=load.__getitem__)
+        load[writer] += size
+        if writer == _rank():
+            written.add(name)
+        if is_buffer and len(ranks) > 1:
+            ranks = tuple(ranks)
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(ranks)  # all ranks call it, in the same order
+            if _rank() in ranks:
+                buffers[name] = ranks[0], groups[ranks]
+    return [name for name in tensors if name in written], buffers
+
+
+def _part(tensor):
+    """Which part of a tensor this rank holds: its place along the dimensions of the mesh that split
+    the tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+    return tuple(place for place, placement in places if not placement.is_replicate())
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _is_buffer(tensor):
     return not isinstance(tensor, (torch.nn.Parameter, DTensor))
-
-
-def _groups_with_copies(tensors):
-    """For each buffer of this rank, the first rank that holds a copy, and the group of those that
-    do."""
-    own = sorted(name for name, tensor in tensors.items() if _is_buffer(tensor))
-    of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, own)
-    groups, found = {}, {}
-    for name in sorted(set().union(*of_all)):
-        ranks = tuple(rank for rank, names in enumerate(of_all) if name in names)
-        if ranks not in groups:
-            groups[ranks] = dist.new_group(ranks)  # all ranks call it, in the same order
-        if name in own and len(ranks) > 1:
-            found[name] = ranks[0], groups[ranks]
-    return found
 
 
 def _names_that_no_rank_has(stored, tensors):

@@ -192,6 +192,7 @@ class Metrics:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(
             activities=activities,
+            acc_events=True,  # otherwise it warns that there is one cycle
             # After the counted step, which takes its time.
             schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),
             on_trace_ready=lambda p: p.export_chrome_trace(

@@ -7,7 +7,7 @@ import torch
 import common.launch
 import ddp
 
-common.launch.pick_device = lambda args: torch.device(
+common.launch.pick_device = lambda device, share: torch.device(
     "cuda" if os.environ["RANK"] == "1" else "cpu"
 )
 common.launch.launch(ddp.main)

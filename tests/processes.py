@@ -152,7 +152,8 @@ def serve():
         sys.stderr = open(2, "w", closefd=False, buffering=1)
         sys.argv = [job["script"], *job["argv"]]
         if not job["script"].startswith(f"{ROOT}/"):  # a copy finds what lies beside it, no more
-            sys.path[:] = [path for path in sys.path if not f"{path}/".startswith(f"{ROOT}/")]
+            here = str(ROOT), str(ROOT / "tests")
+            sys.path[:] = [path for path in sys.path if path not in here]
             for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
                 del sys.modules[name]
         sys.path.insert(0, os.path.dirname(job["script"]))

@@ -141,3 +141,7 @@ def test_loading_runs_no_code(run, corpus, uninterrupted, tmp_path, where, monke
     with pytest.raises(SettingError):
         checkpoint.read(folder)
     assert not list(tmp_path.rglob("ran"))
+
+
+def test_each_tensor_is_staged_and_written_once(run):
+    assert "each is written once" in run("tests/who_writes.py", 4).output

@@ -56,7 +56,9 @@ def test_metrics_lines(run, corpus):
 
 def test_profile_writes_a_trace_per_rank(run, corpus):
     result = run("ddp.py", 2, f"{SMALL} --steps 6 --profile --data {corpus}")
-    assert "error" not in result.output.lower() and "warn" not in result.output.lower()
+    # What a torch with CUDA says on a machine without GPUs
+    said = re.sub("ERROR.*DeviceProperties.*\n", "", result.output).lower()
+    assert "error" not in said and "warn" not in said
     for rank in (0, 1):
         events = json.loads((result.out / f"trace-rank{rank}.json").read_text())["traceEvents"]
         names = " ".join(event.get("name", "") for event in events)
