@@ -8,6 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scripts see them
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -69,6 +69,8 @@ def test_bad_input(run, files, case, script, world):
 
 
 @pytest.mark.parametrize("command, world, message", [
+    ("ddp.py --backend nccl", 2, "--backend nccl needs a GPU for each process: use gloo"),
+    ("ddp.py --backend mpi", 2, "--backend mpi: this torch is built without it, use another"),
     ("zero.py --stage 3", 2, "--stage 3: zero.py has 1 and 2; stage 3 is fsdp.py"),
     ("fsdp.py --replicate 2", 3, "--replicate 2 does not divide the world size 3: use 1 or 3"),
     ("fsdp.py --replicate 4", 2, "--replicate 4 does not divide the world size 2: use 1 or 2"),

@@ -559,6 +559,16 @@ def test_a_rank_that_stops_ends_the_run(run, corpus, script, options):
     assert "another process has ended or was silent for --timeout seconds" in line
 
 
+def test_nccl_leaves_its_record_in_the_run_folder():
+    """torch reads these variables; they stay as they are where a user has set them."""
+    from common.launch import nccl_variables
+
+    variables = nccl_variables(pathlib.Path("runs/fsdp"))
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == "runs/fsdp/flight-record-rank"
+    assert int(variables["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == variables["TORCH_GLOO_LAZY_INIT"] == "1"
+
+
 def test_the_variables_of_accelerate(run, corpus, expected):
     """It sets those of torchrun; ACCELERATE_* beside them change nothing."""
     env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true",
