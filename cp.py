@@ -12,7 +12,7 @@ only attention communicates:
   after plain attention another one turns them back. The more ranks, the less each sends. The
   numbers of heads must be multiples of the number of ranks.
 - allgather (Llama 3, arXiv:2407.21783): every rank gathers K and V of the whole sequence and keeps
-  its own queries. The simplest; works with any mask; stores K and V of the whole sequence.
+  its own queries. The simplest; holds K and V of the whole sequence, of one layer at a time.
 
     torchrun --nproc_per_node=2 cp.py
     torchrun --nproc_per_node=4 cp.py --attention ulysses --seq-len 4096 --batch-size 1
@@ -24,7 +24,8 @@ of their gradients, in float32 at least. H, KV: numbers of query heads and of ke
 
     ring       forward n-1 sends of kv;              backward n-1 sends of kv and n-1 of grad_kv
     ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; each pass (1+H/KV) kv (n-1)/n
-    allgather  forward 1 all-gather, kv (n-1);       backward 1 reduce-scatter, kv (n-1)
+    allgather  forward 1 all-gather, kv (n-1);       backward the same, and 1 reduce-scatter,
+                                                     grad_kv (n-1)
 
 Activation checkpointing repeats the forward pass and what it sends. To combine context parallelism
 with FSDP, use fully_shard over the flattened dimensions mesh["dp", "cp"] instead of DDP: for
@@ -37,6 +38,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +58,7 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 
+aten = torch.ops.aten
 # torch 2.11 has them by their former names only.
 all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -92,10 +95,7 @@ def main(argv=None):
     attention = {  # CP: replaces attention(q, k, v) of each layer
         "ring": functools.partial(ring_attention, group=group),
         "ulysses": functools.partial(ulysses_attention, group=group, attention=causal_attention),
-        "allgather": functools.partial(
-            allgather_attention, group=group, attention=causal_attention,
-            mask=positions[:, None] >= shards.flatten(),  # (T/cp, T): the keys by ranks
-        ),
+        "allgather": functools.partial(allgather_attention, group=group),
     }[args.attention]
     for layer in layers:
         if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
@@ -235,34 +235,237 @@ def shard_positions(T, n, zigzag=True):
 # returns (B, H, T/cp, K).
 
 
-@torch.compiler.disable  # compiled by torch 2.11, AllGather would lose its gradient
-def allgather_attention(q, k, v, attention, mask, group):
-    """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
-    ProcessGroup.
+@torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
+def ring_attention(q, k, v, group):
+    """Ring attention over a ProcessGroup: the positions of a rank are zig-zag chunks; see
+    ``shard_positions``. Causal, with scores scaled by 1/sqrt(K), without dropout."""
+    return RingAttention.apply(q, k, v, group)
 
-    ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
-    this rank attends to a key. The keys are in the order of the ranks.
+
+class RingAttention(torch.autograd.Function):
+    """K and V travel around the ring. Queries stay, and accumulate their output block by block.
+
+    No rank ever has more of the sequence than its own shard, one block, and the block that arrives
+    next. In the backward pass K and V travel again. Each block's gradient travels with it, in
+    float32 at least, and ends at the block's owner.
     """
-    k, v = torch.cat(tuple(AllGather.apply(torch.stack((k, v)), group)), dim=3)  # (B, KV, T, K)
-    return attention(q, k, v, mask)
-
-
-class AllGather(torch.autograd.Function):
-    """The tensors of all n ranks, stacked: (n, ...). Each rank has used this rank's tensor, so that
-    its gradient is the sum of what the ranks have for it: a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, q, k, v, group):
         ctx.group = group
-        out = x.new_empty(group.size() * len(x), *x.shape[1:])
-        all_gather_single(out, x.contiguous(), group)
-        return out.unflatten(0, (group.size(), -1))
+        out, lse = attend_to_blocks(q, around_the_ring(torch.stack((k, v)), group), group)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_x = torch.empty_like(grad_out[0])
-        reduce_scatter_single(grad_x, grad_out.flatten(0, 1).contiguous(), group=ctx.group)
-        return grad_x, None
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.group
+        grad_q, arriving = torch.zeros_like(q, dtype=wide(q)), None
+        for source, block in around_the_ring(torch.stack((k, v)), group):
+            queries, keys = in_sight(source, group, q.shape[2])
+            block_grad_q, block_grad_kv = attend_backward(
+                *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
+                out[..., queries, :], lse[..., queries], causal=source == group.rank(),
+            )
+            grad_q[..., queries, :] += block_grad_q
+            if source == group.rank():
+                grad_kv = block_grad_kv.to(wide(k))  # waits here for the part of the other ranks
+            else:  # add to the gradient that travels with this block, and pass it on
+                travelling = arriving() if arriving else torch.zeros_like(grad_kv)
+                travelling[..., keys, :] += block_grad_kv
+                arriving = pass_on(travelling, group)
+        if arriving:
+            grad_kv += arriving()
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def around_the_ring(block, group):
+    """Yields (source, block) for all ranks: ``block`` belongs to rank ``source``. The first block
+    is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
+    n, rank = group.size(), group.rank()
+    for step in range(n):
+        arriving = pass_on(block, group) if step < n - 1 else None
+        yield (rank - step) % n, block
+        if arriving:
+            block = arriving()
+
+
+def pass_on(tensor, group):
+    """Start to send ``tensor`` to the next rank, and to receive a tensor from the previous one.
+
+    Returns a function that waits for both and returns what was received. Until then it keeps both
+    tensors alive, and the caller must not change them.
+    """
+    n, rank = group.size(), group.rank()
+    ops = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, torch.empty_like(tensor), group=group, group_peer=(rank - 1) % n),
+    ]
+    works = dist.batch_isend_irecv(ops)
+
+    def received():
+        for work in works:
+            work.wait()
+        return ops[1].tensor
+
+    return received
+
+
+@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without a word
+def allgather_attention(q, k, v, group):
+    """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
+    ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal, with
+    scores scaled by 1/sqrt(K), without dropout."""
+    return AllGatherAttention.apply(q, k, v, group)
+
+
+class AllGatherAttention(torch.autograd.Function):
+    """Gathers K and V, and gathers them again in the backward pass: only the own ones are kept.
+
+    Each rank has used this rank's K and V, so that their gradients are the sums of what the ranks
+    have for them: a reduce-scatter, in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        ctx.group = group
+        blocks = all_gather_blocks(torch.stack((k, v)), group)
+        out, lse = attend_to_blocks(q, own_first(blocks, group), group)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.group
+        blocks = all_gather_blocks(torch.stack((k, v)), group)
+        grad_q = torch.zeros_like(q, dtype=wide(q))
+        grad_blocks = torch.zeros_like(blocks, dtype=wide(k))
+        for source, block in own_first(blocks, group):
+            queries, keys = in_sight(source, group, q.shape[2])
+            block_grad_q, block_grad_kv = attend_backward(
+                *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
+                out[..., queries, :], lse[..., queries], causal=source == group.rank(),
+            )
+            grad_q[..., queries, :] += block_grad_q
+            grad_blocks[source][..., keys, :] += block_grad_kv
+        grad_kv = torch.empty_like(grad_blocks[0])
+        reduce_scatter_single(grad_kv, grad_blocks.flatten(0, 1), group=group)
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def all_gather_blocks(block, group):
+    """The blocks of all n ranks, in the order of the ranks: (n, ...)."""
+    blocks = block.new_empty(group.size() * len(block), *block.shape[1:])
+    all_gather_single(blocks, block, group)
+    return blocks.unflatten(0, (group.size(), -1))
+
+
+def own_first(blocks, group):
+    """Yields (source, block) for all ranks, this rank first."""
+    n, rank = group.size(), group.rank()
+    for source in ((rank - step) % n for step in range(n)):
+        yield source, blocks[source]
+
+
+def in_sight(source, group, length):
+    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
+    ``length`` positions.
+
+    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
+    exactly half of the block is visible, whichever rank it is from.
+    """
+    if source == group.rank():
+        return slice(None), slice(None)  # under the causal mask
+    if source < group.rank():  # its early chunk is before both of mine, its late one after both
+        return slice(None), slice(length // 2)
+    return slice(length // 2, None), slice(None)  # both of its chunks are between my two
+
+
+def attend_to_blocks(q, blocks, group):
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): K and V of
+    rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
+    log-sum-exp of all scores, as ``attend`` does."""
+    for source, block in blocks:
+        queries, keys = in_sight(source, group, q.shape[2])
+        block_out, block_lse = attend(
+            q[..., queries, :], block[..., keys, :], causal=source == group.rank()
+        )
+        if source == group.rank():
+            out, lse = block_out.to(wide(q)), block_lse
+        else:
+            merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
+    return out.to(q.dtype), lse
+
+
+def wide(x):
+    """The type in which partial results are added up: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def attend(q, kv, causal):
+    """Attention of Q queries, q (B, H, Q, K), to S keys and values, kv (2, B, KV, S, K): the output
+    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. ``causal``
+    takes as many queries as keys.
+
+    The kernels are those of F.scaled_dot_product_attention, which does not return the log-sum-exp.
+    They keep no scores: memory is proportional to Q and S (FlashAttention, arXiv:2205.14135).
+
+    Raises:
+        SettingError: there is no such kernel for float64 on a GPU.
+    """
+    k, v = kv
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    if q.dtype == torch.float64:
+        raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
+    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+        return out, lse
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+
+
+def attend_backward(grad_out, q, kv, out, lse, causal):
+    """The contribution of S keys and values to the gradients: of q, (B, H, Q, K), and of kv,
+    (2, B, KV, S, K).
+
+    ``out`` and ``lse`` are over the keys of all blocks, so that the probabilities are the final
+    ones. Shapes as in ``attend``.
+    """
+    k, v = kv
+    out, lse = out.to(q.dtype), lse.contiguous()
+    if q.device.type == "cpu":
+        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal
+        )
+        return grad_q, torch.stack(grad_kv)
+    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
+    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
+        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed,
+            offset,
+        )
+        return grad_q, torch.stack(grad_kv)
+    shared = q.shape[1] // k.shape[1]  # query heads that share a K and V
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, None, out, padded, seed, offset, 0.0, (True, True, True, False), causal
+    )
+    return grad_q, torch.stack(grad_kv).unflatten(2, (-1, shared)).sum(3)
+
+
+def merge(out, lse, block_out, block_lse):
+    """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
+    the sums of exponentials. Shapes as ``attend`` returns them."""
+    both = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - both).exp()[..., None]).add_(block_out * (block_lse - both).exp()[..., None])
+    lse.copy_(both)
 
 
 @torch.compiler.disable
@@ -304,169 +507,6 @@ class AllToAll(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-@torch.compiler.disable  # sends and receives are not compiled: the graph of a layer breaks here
-def ring_attention(q, k, v, group):
-    """Ring attention over a ProcessGroup: the positions of a rank are zig-zag chunks; see
-    ``shard_positions``. Causal, with scores scaled by 1/sqrt(K), without dropout."""
-    return RingAttention.apply(q, k, v, group)
-
-
-class RingAttention(torch.autograd.Function):
-    """K and V travel around the ring. Queries stay, and accumulate their output block by block.
-
-    No rank ever has more of the sequence than its own shard, one block, and the block that arrives
-    next. In the backward pass K and V travel again. Each block's gradient travels with it and ends
-    at the block's owner.
-
-    Arithmetic is in float32 at least, in plain matrix products that run on every device. The scores
-    of one block are in memory at a time: B H (T/cp)^2 numbers for this rank's own block, half as
-    many for another rank's block, in up to three copies. One copy takes 34 GB with B = 1, 32 heads
-    and 16,384 positions on a rank. Then use more ranks, or a kernel that returns the log-sum-exp,
-    such as FlashAttention, in place of ``attend`` and ``attend_backward``.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        ctx.group = group
-        wide = grouped(q, k)
-        for source, block in around_the_ring(torch.stack((k, v)), group):
-            queries, keys = in_sight(source, group, q.shape[2])
-            block_out, block_lse = attend(
-                wide[..., queries, :], *block[..., keys, :].to(wide.dtype),
-                causal=source == group.rank(),
-            )
-            if source == group.rank():  # the first block
-                out, lse = block_out, block_lse
-            else:
-                merge(out[..., queries, :], lse[..., queries, :], block_out, block_lse)
-        out = out.flatten(1, 2).to(q.dtype)  # (B, H, T/cp, K)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        q, k, v, out, lse = ctx.saved_tensors
-        group = ctx.group
-        wide, out, grad_out = (grouped(x, k) for x in (q, out, grad_out))
-        # For each query, the sum over all keys of a probability times its gradient.
-        delta = (grad_out * out).sum(-1, keepdim=True)
-        grad_q, arriving = torch.zeros_like(wide), None
-        for source, block in around_the_ring(torch.stack((k, v)), group):
-            queries, keys = in_sight(source, group, q.shape[2])
-            block_grad_q, block_grad_kv = attend_backward(
-                *(x[..., queries, :] for x in (wide, lse, delta, grad_out)),
-                *block[..., keys, :].to(wide.dtype), causal=source == group.rank(),
-            )
-            grad_q[..., queries, :] += block_grad_q
-            if source == group.rank():
-                grad_kv = block_grad_kv  # waits here for the part of the other ranks
-            else:  # add to the gradient that travels with this block, and pass it on
-                travelling = arriving() if arriving else torch.zeros_like(grad_kv)
-                travelling[..., keys, :] += block_grad_kv
-                arriving = pass_on(travelling, group)
-        if arriving:
-            grad_kv += arriving()
-        grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.flatten(1, 2).to(q.dtype), grad_k, grad_v, None
-
-
-def grouped(x, k):
-    """x (B, H, T/cp, K) as (B, KV, H/KV, T/cp, K), in float32 at least: H/KV query heads share one
-    K and V."""
-    return x.unflatten(1, (k.shape[1], -1)).to(torch.promote_types(x.dtype, torch.float32))
-
-
-def around_the_ring(block, group):
-    """Yields (source, block) for all ranks: ``block`` belongs to rank ``source``. The first block
-    is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
-    n, rank = group.size(), group.rank()
-    for step in range(n):
-        arriving = pass_on(block, group) if step < n - 1 else None
-        yield (rank - step) % n, block
-        if arriving:
-            block = arriving()
-
-
-def pass_on(tensor, group):
-    """Start to send ``tensor`` to the next rank, and to receive a tensor from the previous one.
-
-    Returns a function that waits for both and returns what was received. Until then it keeps both
-    tensors alive, and the caller must not change them.
-    """
-    n, rank = group.size(), group.rank()
-    ops = [
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, torch.empty_like(tensor), group=group, group_peer=(rank - 1) % n),
-    ]
-    works = dist.batch_isend_irecv(ops)
-
-    def received():
-        for work in works:
-            work.wait()
-        return ops[1].tensor
-
-    return received
-
-
-def in_sight(source, group, length):
-    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
-    ``length`` positions.
-
-    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
-    exactly half of the block is visible, whichever rank it is from.
-    """
-    if source == group.rank():
-        return slice(None), slice(None)  # under the causal mask
-    if source < group.rank():  # its early chunk is before both of mine, its late one after both
-        return slice(None), slice(length // 2)
-    return slice(length // 2, None), slice(None)  # both of its chunks are between my two
-
-
-def scores(q, k, causal):
-    """Attention scores (B, KV, H/KV, Q, S) of Q queries q (B, KV, H/KV, Q, K) and S keys k
-    (B, KV, S, K)."""
-    out = torch.einsum("bhgqd,bhsd->bhgqs", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        future = torch.ones(out.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        out.masked_fill_(future, -torch.inf)
-    return out
-
-
-def attend(q, k, v, causal):
-    """Attention to the S keys of one block: the output (B, KV, H/KV, Q, K), and the log-sum-exp of
-    the scores, (B, KV, H/KV, Q, 1). q, k and v as in ``scores``."""
-    with torch.autocast(q.device.type, enabled=False):  # autocast would round to bfloat16
-        score = scores(q, k, causal)
-        lse = score.logsumexp(-1, keepdim=True)
-        return torch.einsum("bhgqs,bhsd->bhgqd", (score - lse).exp(), v), lse
-
-
-def merge(out, lse, block_out, block_lse):
-    """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
-    the sums of exponentials. Shapes as ``attend`` returns them."""
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp()).add_(block_out * (block_lse - both).exp())
-    lse.copy_(both)
-
-
-def attend_backward(q, lse, delta, grad_out, k, v, causal):
-    """The contribution of one block to the gradients: of q, (B, KV, H/KV, Q, K), and of k and v
-    stacked, (2, B, KV, S, K).
-
-    ``lse`` and ``delta`` (B, KV, H/KV, Q, 1) are over all keys, so the probabilities are the final
-    ones (FlashAttention, arXiv:2205.14135).
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        probabilities = (scores(q, k, causal) - lse).exp()
-        # Summed over g, the query heads that share a K and V.
-        grad_v = torch.einsum("bhgqs,bhgqd->bhsd", probabilities, grad_out)
-        grad_scores = probabilities * (torch.einsum("bhgqd,bhsd->bhgqs", grad_out, v) - delta)
-        grad_scores *= q.shape[-1] ** -0.5
-        grad_q = torch.einsum("bhgqs,bhsd->bhgqd", grad_scores, k)
-        grad_k = torch.einsum("bhgqs,bhgqd->bhsd", grad_scores, q)
-        return grad_q, torch.stack((grad_k, grad_v))
-
-
 def check(args, n):
     """Refuse a sequence, or heads, that n ranks cannot share evenly.
 
@@ -494,15 +534,14 @@ def check(args, n):
 def theory(P, B, T, H, KV, K, L, n, a, size, grad_size, attention, activation_checkpointing):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches: P bytes of
     parameters, L layers, H and KV heads of K numbers, of ``size`` bytes each in attention and of
-    ``grad_size`` bytes in the gradients of the ring. Returns (formula, bytes) for each kind."""
+    ``grad_size`` bytes in the gradients. Returns (formula, bytes) for each kind."""
     numbers = 2 * (B // a) * KV * (T // n) * K
     kv, grad_kv = numbers * size, numbers * grad_size
     passes = 3 if activation_checkpointing else 2  # forward, perhaps again, and backward
-    formula, sent = {
-        "ring": (f"aL({passes} kv + grad_kv)(n-1)", (passes * kv + grad_kv) * (n - 1)),
-        "ulysses": (f"{passes}aL(1+H/KV) kv (n-1)/n", passes * (1 + H // KV) * kv * (n - 1) / n),
-        "allgather": (f"{passes}aL kv (n-1)", passes * kv * (n - 1)),
-    }[attention]
+    formula, sent = f"aL({passes} kv + grad_kv)(n-1)", (passes * kv + grad_kv) * (n - 1)
+    if attention == "ulysses":
+        formula = f"{passes}aL(1+H/KV) kv (n-1)/n"
+        sent = passes * (1 + H // KV) * kv * (n - 1) / n
     return {
         "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
         "sent": (f"2P(n-1)/n + {formula}", 2 * P * (n - 1) / n + a * L * sent),

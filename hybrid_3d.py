@@ -35,6 +35,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,8 +56,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
-    materialise, next_token_loss,
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -64,6 +64,7 @@ from common.optimizer import (
 from common.seed import seed_step
 from common.slices import local_slices
 
+aten = torch.ops.aten
 # torch 2.11 has them by their former names only.
 all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -135,11 +136,9 @@ def main(argv=None):
         wait_for_output(model.model.embed_tokens)
     # 2. CP
     if cp > 1:
-        mask = positions[:, None] >= shards.flatten()  # (T/cp, T): the keys by ranks
         for layer in layers:
             layer.self_attn.attention = functools.partial(
-                allgather_attention, attention=causal_attention, mask=mask,
-                group=mesh.get_group("cp"),
+                allgather_attention, group=mesh.get_group("cp")
             )
     if args.compile:
         compile_layers(layers)
@@ -361,34 +360,159 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
-@torch.compiler.disable  # compiled by torch 2.11, AllGather would lose its gradient
-def allgather_attention(q, k, v, attention, mask, group):
+@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without a word
+def allgather_attention(q, k, v, group):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
-    ProcessGroup.
+    ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal, with
+    scores scaled by 1/sqrt(K), without dropout."""
+    return AllGatherAttention.apply(q, k, v, group)
 
-    ``attention(q, k, v, mask)`` is plain attention; ``mask`` (T/cp, T) is true where a query of
-    this rank attends to a key. The keys are in the order of the ranks.
+
+class AllGatherAttention(torch.autograd.Function):
+    """Gathers K and V, and gathers them again in the backward pass: only the own ones are kept.
+
+    Each rank has used this rank's K and V, so that their gradients are the sums of what the ranks
+    have for them: a reduce-scatter, in float32 at least.
     """
-    k, v = torch.cat(tuple(AllGather.apply(torch.stack((k, v)), group)), dim=3)  # (B, KV, T, K)
-    return attention(q, k, v, mask)
-
-
-class AllGather(torch.autograd.Function):
-    """The tensors of all n ranks, stacked: (n, ...). Each rank has used this rank's tensor, so that
-    its gradient is the sum of what the ranks have for it: a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, q, k, v, group):
         ctx.group = group
-        out = x.new_empty(group.size() * len(x), *x.shape[1:])
-        all_gather_single(out, x.contiguous(), group)
-        return out.unflatten(0, (group.size(), -1))
+        blocks = all_gather_blocks(torch.stack((k, v)), group)
+        out, lse = attend_to_blocks(q, own_first(blocks, group), group)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_x = torch.empty_like(grad_out[0])
-        reduce_scatter_single(grad_x, grad_out.flatten(0, 1).contiguous(), group=ctx.group)
-        return grad_x, None
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.group
+        blocks = all_gather_blocks(torch.stack((k, v)), group)
+        grad_q = torch.zeros_like(q, dtype=wide(q))
+        grad_blocks = torch.zeros_like(blocks, dtype=wide(k))
+        for source, block in own_first(blocks, group):
+            queries, keys = in_sight(source, group, q.shape[2])
+            block_grad_q, block_grad_kv = attend_backward(
+                *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
+                out[..., queries, :], lse[..., queries], causal=source == group.rank(),
+            )
+            grad_q[..., queries, :] += block_grad_q
+            grad_blocks[source][..., keys, :] += block_grad_kv
+        grad_kv = torch.empty_like(grad_blocks[0])
+        reduce_scatter_single(grad_kv, grad_blocks.flatten(0, 1), group=group)
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def all_gather_blocks(block, group):
+    """The blocks of all n ranks, in the order of the ranks: (n, ...)."""
+    blocks = block.new_empty(group.size() * len(block), *block.shape[1:])
+    all_gather_single(blocks, block, group)
+    return blocks.unflatten(0, (group.size(), -1))
+
+
+def own_first(blocks, group):
+    """Yields (source, block) for all ranks, this rank first."""
+    n, rank = group.size(), group.rank()
+    for source in ((rank - step) % n for step in range(n)):
+        yield source, blocks[source]
+
+
+def in_sight(source, group, length):
+    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
+    ``length`` positions.
+
+    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
+    exactly half of the block is visible, whichever rank it is from.
+    """
+    if source == group.rank():
+        return slice(None), slice(None)  # under the causal mask
+    if source < group.rank():  # its early chunk is before both of mine, its late one after both
+        return slice(None), slice(length // 2)
+    return slice(length // 2, None), slice(None)  # both of its chunks are between my two
+
+
+def attend_to_blocks(q, blocks, group):
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): K and V of
+    rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
+    log-sum-exp of all scores, as ``attend`` does."""
+    for source, block in blocks:
+        queries, keys = in_sight(source, group, q.shape[2])
+        block_out, block_lse = attend(
+            q[..., queries, :], block[..., keys, :], causal=source == group.rank()
+        )
+        if source == group.rank():
+            out, lse = block_out.to(wide(q)), block_lse
+        else:
+            merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
+    return out.to(q.dtype), lse
+
+
+def wide(x):
+    """The type in which partial results are added up: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def attend(q, kv, causal):
+    """Attention of Q queries, q (B, H, Q, K), to S keys and values, kv (2, B, KV, S, K): the output
+    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. ``causal``
+    takes as many queries as keys.
+
+    The kernels are those of F.scaled_dot_product_attention, which does not return the log-sum-exp.
+    They keep no scores: memory is proportional to Q and S (FlashAttention, arXiv:2205.14135).
+
+    Raises:
+        SettingError: there is no such kernel for float64 on a GPU.
+    """
+    k, v = kv
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    if q.dtype == torch.float64:
+        raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
+    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+        return out, lse
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+
+
+def attend_backward(grad_out, q, kv, out, lse, causal):
+    """The contribution of S keys and values to the gradients: of q, (B, H, Q, K), and of kv,
+    (2, B, KV, S, K).
+
+    ``out`` and ``lse`` are over the keys of all blocks, so that the probabilities are the final
+    ones. Shapes as in ``attend``.
+    """
+    k, v = kv
+    out, lse = out.to(q.dtype), lse.contiguous()
+    if q.device.type == "cpu":
+        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal
+        )
+        return grad_q, torch.stack(grad_kv)
+    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
+    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
+        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed,
+            offset,
+        )
+        return grad_q, torch.stack(grad_kv)
+    shared = q.shape[1] // k.shape[1]  # query heads that share a K and V
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, None, out, padded, seed, offset, 0.0, (True, True, True, False), causal
+    )
+    return grad_q, torch.stack(grad_kv).unflatten(2, (-1, shared)).sum(3)
+
+
+def merge(out, lse, block_out, block_lse):
+    """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
+    the sums of exponentials. Shapes as ``attend`` returns them."""
+    both = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - both).exp()[..., None]).add_(block_out * (block_lse - both).exp()[..., None])
+    lse.copy_(both)
 
 
 def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
@@ -576,7 +700,8 @@ def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stag
     ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
     loss = 6 * t * (stage == pp - 1)
     tensor = (L * in_layers + ends + loss + norms) * (tp - 1) / tp
-    context = L * (2 + again) * 2 * B * T * KV * matrix_size * (cp - 1)
+    # K and V are gathered in each pass, and their gradients reduced.
+    context = L * 2 * B * T * KV * ((2 + again) * matrix_size + size) * (cp - 1)
     targets = 16 * (dp - 1) / dp  # the number of targets in the global batch, all-reduced over dp
     borders = (stage > 0) + (stage < pp - 1)
     pipeline = borders * x / (tp if sequence_parallel else 1)

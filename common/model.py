@@ -93,16 +93,13 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
-def causal_attention(q, k, v, mask=None):
-    """Plain attention: q (B, H, T, K), k and v (B, KV, S, K) -> (B, H, T, K). ``mask`` (T, S) is
-    true where a query attends to a key; without it T equals S and attention is causal."""
-    if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # Of the CUDA kernels only flash attention shares k and v between heads. It takes neither a
-        # mask nor float32; the fallback would keep all T x S scores. So k and v are repeated.
+def causal_attention(q, k, v):
+    """Plain causal attention: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K)."""
+    if q.is_cuda and q.dtype == torch.float32:
+        # Of the CUDA kernels only flash attention shares k and v between heads, and it does not take
+        # float32; the fallback would keep all T x T scores. So k and v are repeated.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class Attention(nn.Module):

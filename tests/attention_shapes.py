@@ -1,6 +1,4 @@
-"""On each rank: which tensors attention makes, forward and backward."""
-
-import functools
+"""On each rank: which tensors attention makes, forward and backward, and which it keeps."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +7,6 @@ from torch.utils._pytree import tree_leaves
 
 import cp
 from common.launch import launch, start_process_group
-from common.model import causal_attention
 
 # No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
 B, H, KV, T, K = 1, 6, 2, 88, 10
@@ -23,29 +20,35 @@ class Shapes(TorchDispatchMode):
         return out
 
 
-def shapes(attention, n, **options):
+def shapes(attention, n, group):
+    """All shapes that were seen, and those kept from the forward to the backward pass."""
     q, k, v = (torch.randn(B, heads, T // n, K, requires_grad=True) for heads in (H, KV, KV))
-    mode = Shapes()
+    mode, kept = Shapes(), set()
     mode.seen = set()
     with mode:
-        attention(q, k, v, **options).sum().backward()
-    return mode.seen
+        def keep(tensor):
+            kept.add(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = attention(q, k, v, group)
+        out.sum().backward()
+    return mode.seen, kept
 
 
 def main():
     start_process_group()
     group, n = dist.group.WORLD, dist.get_world_size()
-    ring = shapes(cp.ring_attention, n, group=group)
-    assert (B, KV, H // KV, T // n, T // n) in ring, "the scores of the own block should be seen"
+    ring, kept = shapes(cp.ring_attention, n, group)
+    assert (B, H, T // n) in kept, "the log-sum-exp should be kept"
+    most = 2 * B * H * T // n * K  # elements of two queries
     for shape in ring:
         assert all(size < T for size in shape), f"{shape} has a whole sequence"
-        assert torch.Size(shape).numel() <= B * H * (T // n) ** 2, (
-            f"{shape} is larger than a block of scores"
-        )
-    # The same eyes see whole sequences where there are some.
-    mask = torch.ones(T // n, T, dtype=torch.bool)
-    gathered = functools.partial(cp.allgather_attention, attention=causal_attention, mask=mask)
-    assert any(T in shape for shape in shapes(gathered, n, group=group))
+        assert torch.Size(shape).numel() <= most, f"{shape} has scores"
+    # The same eyes see whole sequences where there are some; but none is kept.
+    gathered, kept_gathered = shapes(cp.allgather_attention, n, group)
+    assert (n, 2, B, KV, T // n, K) in gathered
+    assert kept_gathered == kept == {(B, H, T // n, K), (B, KV, T // n, K), (B, H, T // n)}
     print("no whole sequence in the ring" if dist.get_rank() == 0 else "", flush=True)
 
 
