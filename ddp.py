@@ -26,7 +26,7 @@ from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -90,7 +90,7 @@ def main(argv=None):
         args.batch_size // (n * args.grad_accum), args.seq_len, dtype=torch.int64, device=device
     )
     with autocast:
-        arrange_buckets(replica, (zeros,), zeros, next_token_loss)
+        arrange_buckets(replica, lambda: replica(zeros, zeros))
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
@@ -104,7 +104,7 @@ def main(argv=None):
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:  # DDP: times n, since gradients are averaged over n ranks
-                    micro_loss = next_token_loss(replica(inputs), targets) * n / count
+                    micro_loss = replica(inputs, targets) * n / count
                 micro_loss.backward()
             loss += micro_loss.detach()
 
@@ -133,19 +133,19 @@ def count_targets(batch, group):
     return count.clamp(min=1)
 
 
-def arrange_buckets(replica, inputs, targets, loss_fn):
+def arrange_buckets(replica, compute_loss):
     """Run one forward and backward pass, and drop the gradients.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
     resume would add gradients in another order than the same step of an uninterrupted run.
-    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel. Buffers and
-    the random state are afterwards as they were before.
+    ``compute_loss()`` calls ``replica``, a DistributedDataParallel. Buffers and the random state
+    are afterwards as they were before.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
-    gpus = [inputs[0].device] if inputs[0].is_cuda else []
+    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
     with torch.random.fork_rng(gpus):
-        loss_fn(replica(*inputs), targets).backward()
+        compute_loss().backward()
     replica.zero_grad()
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):

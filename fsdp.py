@@ -39,7 +39,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -137,7 +137,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             # FSDP: times n, since gradients are averaged over n ranks.
-            micro_loss = next_token_loss(model(inputs), targets) * n / count
+            micro_loss = model(inputs, targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()
 

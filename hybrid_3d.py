@@ -56,7 +56,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    MAX_LOGITS, Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -133,7 +133,8 @@ def main(argv=None):
     # 1. TP
     if tp > 1:
         parallelize(model, mesh["tp"], plan(args.sequence_parallel))
-        wait_for_output(model.model.embed_tokens)
+        for module in (model.model.embed_tokens, model.lm_head):
+            wait_for_output(module)
     # 2. CP
     if cp > 1:
         for layer in layers:
@@ -167,15 +168,15 @@ def main(argv=None):
         hidden = torch.empty(
             micro_batch_size, length, args.config.hidden_size, dtype=args.compute_dtype
         )
-        logits = torch.empty(*tokens.shape, args.config.vocab_size, dtype=args.compute_dtype)
 
-    def loss_fn(logits, targets):  # a mean over the batch: FSDP averages over dp x cp ranks
-        return local(next_token_loss(logits, targets)) * dp * cp / count
+    def loss_fn(micro_loss, targets):  # a mean over the batch: FSDP averages over dp x cp ranks
+        return micro_loss * dp * cp / count
 
     if pp > 1:
         schedule = make_1f1b_schedule(
-            model, stage, pp, args.microbatches, tokens, hidden, logits, loss_fn,
-            mesh.get_group("pp"), device,
+            model, stage, pp, args.microbatches, tokens, hidden,
+            torch.empty((), dtype=args.param_dtype, device="meta"),  # the loss, of the last stage
+            loss_fn, mesh.get_group("pp"), device,
         )
         forward_backward = schedule.step
     else:
@@ -227,7 +228,9 @@ def main(argv=None):
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
             losses = []
             with loss_parallel():  # TP: the logits are (B/dp/accum/M, T/cp, V/tp)
-                forward_backward(inputs, target=targets, losses=losses, return_outputs=False)
+                forward_backward(
+                    inputs, targets=targets, target=targets, losses=losses, return_outputs=False
+                )
             loss += sum(micro_loss.detach() for micro_loss in losses)  # PP: on the last stage
 
         metrics.after_backward(step)
@@ -253,7 +256,7 @@ def main(argv=None):
         args.config.num_key_value_heads // tp * args.config.head_dim, len(layers),
         args.param_dtype.itemsize, args.compute_dtype.itemsize, dp, cp, tp, stage, pp,
         args.replicate, args.grad_accum, args.microbatches, args.sequence_parallel,
-        args.activation_checkpointing,
+        args.activation_checkpointing, tokens.numel() * args.config.vocab_size > MAX_LOGITS,
     ))
 
 
@@ -292,7 +295,8 @@ def plan(sequence_parallel):
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
         "model.norm": norm,
-        "lm_head": ColwiseParallel(input_layouts=stream, use_local_output=False),
+        # The loss is a replicated scalar. Logits, without targets, would be gathered.
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
 
 
@@ -582,19 +586,14 @@ def make_1f1b_schedule(
     return pipelining.Schedule1F1B(stage, M, loss_fn=loss_fn, scale_grads=False)
 
 
-def one_stage(model, M, loss_fn, inputs, target, losses, return_outputs=False):
+def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
     """``schedule.step`` for a single stage. Under PipelineStage FSDP would keep the parameters and
     gradients of the whole model; here it frees them group by group, as in fsdp.py."""
-    for micro_batch, (x, y) in enumerate(zip(inputs.chunk(M), target.chunk(M))):
+    for micro_batch, (x, y) in enumerate(zip(inputs.chunk(M), targets.chunk(M))):
         model.set_requires_all_reduce(micro_batch == M - 1)
-        loss = loss_fn(model(x), y)
+        loss = loss_fn(model(x, targets=y), y)
         loss.backward()
         losses.append(loss)
-
-
-def local(loss):
-    """The loss as a plain tensor: under ``loss_parallel`` it is a DTensor."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def clip_grad_norm(parameters, max_norm, group):
@@ -674,7 +673,7 @@ def check(args, n):
 
 
 def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
-           sequence_parallel, activation_checkpointing):
+           sequence_parallel, activation_checkpointing, loss_in_chunks):
     """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
 
     P bytes of parameters in its stage, N of them in norms; ``last_group``, of what FSDP shards,
@@ -698,7 +697,7 @@ def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stag
     else:
         in_layers, norms = (8 + 2 * again) * x, 0
     ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
-    loss = 6 * t * (stage == pp - 1)
+    loss = (12 if loss_in_chunks else 6) * t * (stage == pp - 1)
     tensor = (L * in_layers + ends + loss + norms) * (tp - 1) / tp
     # K and V are gathered in each pass, and their gradients reduced.
     context = L * 2 * B * T * KV * ((2 + again) * matrix_size + size) * (cp - 1)

@@ -70,7 +70,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -139,11 +139,11 @@ def main(argv=None):
         tokens = torch.empty(micro_batch_size, args.seq_len, dtype=torch.int64)
         # Autocast leaves the residual stream in the type of the parameters.
         hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
-        logits = torch.empty(*tokens.shape, args.config.vocab_size, dtype=args.compute_dtype)
     schedule = make_schedule(
-        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden, logits,
+        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden,
+        torch.empty((), dtype=args.param_dtype, device="meta"),  # the loss, of the last stage
         # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
-        lambda logits, targets: next_token_loss(logits, targets) / count,
+        lambda micro_loss, targets: micro_loss / count,
         mesh.get_group("pp"), device,
     )
 
@@ -191,7 +191,9 @@ def main(argv=None):
         for inputs, targets in batch:  # (B/accum, T)
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
             losses = []
-            schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+            schedule.step(
+                inputs, targets=targets, target=targets, losses=losses, return_outputs=False
+            )
             loss += sum(micro_loss.detach() for micro_loss in losses)  # PP: on the last stage
 
         metrics.after_backward(step)

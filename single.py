@@ -16,7 +16,7 @@ from common.data import BatchSampler, TokenDataset, load_batches
 from common.launch import launch, start_process
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -83,7 +83,7 @@ def main(argv=None):
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
             with autocast:
-                micro_loss = next_token_loss(model(inputs), targets) / count
+                micro_loss = model(inputs, targets) / count
             micro_loss.backward()
             loss += micro_loss.detach()
 

@@ -23,6 +23,7 @@ of one number per token. N: bytes of the norms' weights.
     loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
     norms            with sequence parallelism, 1 all-reduce of each gradient    2N(n-1)/n
 
+A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
 sends (2X+x)(n-1)/n more, or 2x(n-1)/n more without sequence parallelism.
 """
@@ -48,7 +49,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    MAX_LOGITS, Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -133,9 +134,9 @@ def main(argv=None):
             # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
             with loss_parallel():
                 with autocast:
-                    micro_loss = next_token_loss(model(inputs), targets) / count
+                    micro_loss = model(inputs, targets) / count
                 micro_loss.backward()
-            loss += micro_loss.detach().full_tensor()  # TP: the loss is a DTensor
+            loss += micro_loss.detach()
 
         redistribute_gradients(model)  # TP: before clipping and the optimizer use the gradients
         metrics.after_backward(step)
@@ -157,6 +158,7 @@ def main(argv=None):
         args.batch_size, args.seq_len, args.config.hidden_size, args.config.num_hidden_layers, n,
         args.param_dtype.itemsize, args.compute_dtype.itemsize,
         args.sequence_parallel, args.activation_checkpointing,
+        args.batch_size // args.grad_accum * args.seq_len * args.config.vocab_size > MAX_LOGITS,
     ))
 
 
@@ -193,7 +195,8 @@ def plan(sequence_parallel):
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
         "model.norm": norm,
-        "lm_head": ColwiseParallel(input_layouts=stream, use_local_output=False),
+        # The loss is a replicated scalar. Logits, without targets, would be gathered.
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
 
 
@@ -291,12 +294,14 @@ def check(args, n):
             )
 
 
-def theory(P, N, B, T, D, L, n, size, matrix_size, sequence_parallel, activation_checkpointing):
+def theory(P, N, B, T, D, L, n, size, matrix_size, sequence_parallel, activation_checkpointing,
+           loss_in_chunks):
     """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters, N of them in
     norms; ``size`` bytes of a number in the residual stream, ``matrix_size`` in matrix products.
     The other symbols are those of the docstring of this file."""
     t, X, x = B * T * size, B * T * D * size, B * T * D * matrix_size
-    terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X, "6t": 6 * t}
+    terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X}
+    terms |= {"12t": 12 * t} if loss_in_chunks else {"6t": 6 * t}
     if sequence_parallel:
         terms["2N"] = 2 * N
     if activation_checkpointing:

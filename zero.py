@@ -32,7 +32,7 @@ from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise, next_token_loss
+    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
 )
 from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
@@ -122,7 +122,7 @@ def main(argv=None):
         count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
         for inputs, targets in batch:  # (B/dp/accum, T)
             with autocast:  # ZeRO: times n, since the reduce-scatter averages over n ranks
-                micro_loss = next_token_loss(model(inputs), targets) * n / count
+                micro_loss = model(inputs, targets) * n / count
             micro_loss.backward()
             loss += micro_loss.detach()
 

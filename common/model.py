@@ -68,6 +68,7 @@ def _llama3(hidden, intermediate, layers, heads):
     return ModelConfig(128256, hidden, intermediate, layers, heads, 8, None, 1e-5, 500000.0)
 
 
+MAX_LOGITS = 2**24  # beyond it the loss goes in chunks
 PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
     "small": ModelConfig(256, 384, 1024, 6, 6, 2),  # 9.6 M
@@ -96,8 +97,8 @@ def rotate(x, cos, sin):
 def causal_attention(q, k, v):
     """Plain causal attention: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K)."""
     if q.is_cuda and q.dtype == torch.float32:
-        # Of the CUDA kernels only flash attention shares k and v between heads, and it does not take
-        # float32; the fallback would keep all T x T scores. So k and v are repeated.
+        # Of the CUDA kernels only flash attention shares k and v between heads, but not in float32;
+        # the fallback would keep all T x T scores. So k and v are repeated.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -149,13 +150,38 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Head(nn.Linear):
+    """The projection of hidden states x (B, T, D) to logits (B, T, V). Given targets (B, T), it
+    returns their summed loss instead: see ``next_token_loss``.
+
+    Above ``MAX_LOGITS`` the loss is computed for one of 16 chunks of the tokens at a time, and the
+    logits of a chunk again in the backward pass: at the peak some 0.8 bytes per logit instead of
+    12. All chunks are in one call, so that FSDP gathers the weight, and reduces its gradient, once.
+    """
+
+    def forward(self, x, targets=None):
+        if targets is None:
+            return super().forward(x)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if len(targets) * self.out_features <= MAX_LOGITS:
+            return self.loss(x, targets)
+        chunks = zip(x.chunk(16), targets.chunk(16))
+        return sum(
+            checkpoint(self.loss, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        )
+
+    def loss(self, x, targets):
+        return next_token_loss(F.linear(x, self.weight), targets)
+
+
 class Transformer(nn.Module):
-    """Tokens (B, T) in, logits (B, T, V) out.
+    """Tokens (B, T) in, logits (B, T, V) out; with targets (B, T), their summed loss out.
 
     ``layers`` is a ModuleDict: deleting some layers leaves the names of the others as they are.
     With ``nn.Identity`` in place of the embedding the model takes hidden states (B, T, D); with
-    ``nn.Identity`` in place of final norm and head it returns hidden states. Pipeline stages need
-    both.
+    ``nn.Identity`` in place of final norm and head it returns hidden states, and does not use the
+    targets. Pipeline stages need both.
     """
 
     def __init__(self, config):
@@ -168,9 +194,9 @@ class Transformer(nn.Module):
             }),
             "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         })
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens, positions=None):
+    def forward(self, tokens, targets=None, positions=None):
         """``positions`` (T,) or (B, T): the positions of the tokens in the whole sequence, if
         ``tokens`` is a shard of it."""
         if positions is None:
@@ -181,14 +207,17 @@ class Transformer(nn.Module):
         cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, dtype)
         for layer in self.model.layers.values():
             x = layer(x, cos, sin)
-        return self.lm_head(self.model.norm(x))
+        x = self.model.norm(x)
+        if targets is None or isinstance(self.lm_head, nn.Identity):
+            return self.lm_head(x)
+        return self.lm_head(x, targets=targets)
 
 
 def next_token_loss(logits, targets):
     """The sum of the cross-entropies in nats, in float32 at least. Targets of -100 do not count.
-    logits (B, T, V), targets (B, T)."""
+    logits (B, T, V) or (N, V), targets (B, T) or (N,)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def materialise(model, device):

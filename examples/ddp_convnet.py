@@ -70,7 +70,7 @@ def main(argv=None):
         args.batch_size // (n * args.grad_accum), 1, 8, 8, dtype=args.param_dtype, device=device
     )
     with autocast:
-        arrange_buckets(replica, (zeros,), zeros[:, 0, 0, 0].long(), nn.functional.cross_entropy)
+        arrange_buckets(replica, lambda: replica(zeros).sum())
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
@@ -129,19 +129,19 @@ def count_targets(batch, group):
     return count.clamp(min=1)
 
 
-def arrange_buckets(replica, inputs, targets, loss_fn):
+def arrange_buckets(replica, compute_loss):
     """Run one forward and backward pass, and drop the gradients.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
     resume would add gradients in another order than the same step of an uninterrupted run.
-    ``inputs`` is the tuple of the arguments of ``replica``, a DistributedDataParallel. Buffers and
-    the random state are afterwards as they were before.
+    ``compute_loss()`` calls ``replica``, a DistributedDataParallel. Buffers and the random state
+    are afterwards as they were before.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
-    gpus = [inputs[0].device] if inputs[0].is_cuda else []
+    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
     with torch.random.fork_rng(gpus):
-        loss_fn(replica(*inputs), targets).backward()
+        compute_loss().backward()
     replica.zero_grad()
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):

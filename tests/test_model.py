@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import common.model
+from common.counting import StepCounter
 from common.errors import SettingError
 from common.model import (
     PRESETS, ModelConfig, Transformer, draw_weight, init_weights, next_token_loss
@@ -90,7 +92,7 @@ def test_positions_place_a_shard_in_the_sequence(model):
     tokens = torch.arange(16)[None] % 96
     whole = model(tokens)
     for positions in (torch.arange(8, 16), torch.arange(8, 16)[None]):
-        assert torch.equal(model(tokens[:, 8:], positions), whole[:, 8:])
+        assert torch.equal(model(tokens[:, 8:], positions=positions), whole[:, 8:])
     assert not torch.equal(model(tokens[:, 8:]), whole[:, 8:])
 
 
@@ -133,6 +135,35 @@ def test_loss_of_untrained_model_is_that_of_guessing():
     targets[:, :60] = -100  # these do not count
     loss = next_token_loss(model(tokens), targets) / 16
     assert abs(loss.item() - torch.tensor(96.0).log()) < 0.1
+
+
+def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(0, 96, (2, 3, 37), generator=generator)
+    targets[0, :20] = -100
+    found = []
+    for most in (2**24, 100):  # 111 tokens x 96: in one piece, and in 16 chunks, of 7 and 6 tokens
+        monkeypatch.setattr(common.model, "MAX_LOGITS", most)
+        loss = model(tokens, targets)
+        found.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
+    expected = next_token_loss(model(tokens), targets)
+    assert torch.equal(found[0][0], expected)
+    for whole, chunked in zip(*found):
+        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("V, least, most", [(2**15, 11, 13), (2**16, 0.5, 1.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_per_logit(V, least, most, dtype):
+    """512 tokens: 2^24 logits are one chunk, 2^25 are 16."""
+    head = common.model.Head(8, V, bias=False)
+    x = torch.randn(1, 512, 8, requires_grad=True)
+    targets = torch.randint(0, V, (1, 512))
+    counter = StepCounter(torch.optim.SGD(head.parameters()), [head])
+    with counter, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        head(x, targets=targets).backward()
+    per_logit = counter.peak["activations"] / (512 * V)
+    assert least < per_logit < most, per_logit
 
 
 @pytest.mark.parametrize("change, named", [

@@ -10,8 +10,8 @@ MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-at
 BASE = (f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 "
         "--save-every 0")
 EXACT = f"{BASE} --dtype float64"
-# torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected scalar
-# type Double but found Float".
+# torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
+# scalar type Double but found Float".
 RECOMPUTED = (BASE, 5e-4) if torch.__version__.startswith(("2.11.", "2.12.")) else (EXACT, 1e-10)
 
 SHARDED = ["zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
@@ -69,6 +69,26 @@ def test_bfloat16_learns(run, corpus, script, world_size):
 def test_activation_checkpointing_changes_nothing(run, single, corpus, script, world_size):
     options = f"{EXACT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
     assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
+
+
+@pytest.mark.parametrize("script, world_size", sampled(
+    [*SCRIPTS, ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4)],
+    [("fsdp.py", 2), ("tp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4)],
+))
+def test_a_loss_in_chunks_follows(run, single, corpus, script, world_size):
+    """And the weights of the head are still gathered, and their gradients reduced, once."""
+    options = f"{EXACT} --data {corpus}"
+    result = run(f"tests/loss_in_chunks.py {script}", world_size, options)
+    assert furthest(result.curve(), single(EXACT)) < 1e-10
+    whole = run(script, world_size, f"{options} --steps 3", out="whole").summary
+    expected = {(c["collective"], c["group"]): c["bytes"] for c in whole["collectives"]}
+    found = {(c["collective"], c["group"]): c["bytes"] for c in result.summary["collectives"]}
+    difference = {key: size - expected.pop(key) for key, size in found.items()}
+    again = difference.pop(("all-reduce", "tp"), 0)  # of the loss: 3 numbers for each token
+    assert not expected and not any(difference.values())
+    if whole["theory"]["sent"]["bytes"]:
+        theory = result.summary["theory"]["sent"]["bytes"] - whole["theory"]["sent"]["bytes"]
+        assert again == pytest.approx(theory)
 
 
 @pytest.mark.parametrize("script, world_size", sampled(SCRIPTS[1:], [("tp.py", 2)]))
