@@ -101,6 +101,7 @@ def main(argv=None):
         if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
             layer.self_attn.attention = attention
     if args.compile:
+        torch._dynamo.config.optimize_ddp = False  # it would cut the graph of a layer at 25 MB
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)

@@ -50,6 +50,7 @@ def main(argv=None):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
     if args.compile:
+        torch._dynamo.config.optimize_ddp = False  # it would cut the graph of a layer at 25 MB
         compile_layers(layers)
     if args.activation_checkpointing:
         checkpoint_activations(layers)

@@ -21,7 +21,7 @@ of one number per token. N: bytes of the norms' weights.
     embedding, head  1 all-gather and 1 reduce-scatter of X in each,
                      or 1 all-reduce of X in each                                4X(n-1)/n
     loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
-    norms            with sequence parallelism, 1 all-reduce of each gradient    2N(n-1)/n
+    norms            with sequence parallelism, 1 all-reduce of all gradients    2N(n-1)/n
 
 A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
@@ -138,7 +138,7 @@ def main(argv=None):
                 micro_loss.backward()
             loss += micro_loss.detach()
 
-        redistribute_gradients(model)  # TP: before clipping and the optimizer use the gradients
+        redistribute_gradients(model, mesh.get_group("tp"))  # TP: before anything uses them
         metrics.after_backward(step)
         # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
@@ -246,13 +246,21 @@ def wait_for_output(module):
     module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
-def redistribute_gradients(model):
-    """Bring each gradient into the layout of its parameter. Under sequence parallelism the norms'
-    gradients are partial sums: redistribute once here; otherwise clipping and the optimizer would
-    each redistribute."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:  # a frozen parameter has none
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+def redistribute_gradients(model, group):
+    """Bring each gradient into the layout of its parameter: once here, since clipping and the
+    optimizer would each do so. Those of an embedding lack only the cut. Under sequence parallelism
+    those of norms are partial sums: one all-reduce over ``group`` adds up all of them."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    partial = [p for p in parameters if p.grad.placements[0].is_partial()]
+    if partial:
+        whole = torch.cat([p.grad.to_local().flatten() for p in partial])
+        dist.all_reduce(whole, group=group)
+        for p, part in zip(partial, whole.split([p.numel() for p in partial])):
+            p.grad = DTensor.from_local(
+                part.view_as(p), p.device_mesh, p.placements, run_check=False
+            )
+    for p in parameters:
+        p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def check_replicas(tokens, group):

@@ -9,10 +9,13 @@ model, but the model itself does. fsdp.py is stage 3. (ZeRO, arXiv:1910.02054)
     torchrun --nproc_per_node=8 zero.py --stage 2 --model small --dtype bfloat16 --compile --lr 1e-3
 
 Sent in a step: a reduce-scatter of the gradients and an all-gather of the updated parameters. For P
-bytes of parameters, each of n ranks sends P(n-1)/n in both: together as much as DDP. Stage 1 adds
-whole gradients over the micro-batches and reduces them once. Stage 2 reduces a bucket of gradients
-as soon as the backward pass has them, in every micro-batch, and frees them: this saves memory, and
-sends P(n-1)/n more for each further micro-batch. And one number is all-reduced: how many targets
+bytes of parameters, each of n ranks sends P(n-1)/n in both: together as much as DDP. A bucket of
+gradients is reduced as soon as the backward pass has them, and freed. Stage 1 does so in the last
+micro-batch, and adds up whole gradients before; stage 2 does so in every micro-batch: this saves
+memory, and sends P(n-1)/n more for each further micro-batch. With one micro-batch they are equal.
+Overlap: reductions run during the backward pass, gathers during the next forward pass, each for the
+bucket before it is used. Exposed: the reduction of the last bucket, the embedding's; the gather of
+the first; and all that computing does not hide. And one number is all-reduced: how many targets
 the global batch has (8 bytes, 16(n-1)/n sent). PyTorch's ZeroRedundancyOptimizer is stage 1 only,
 and sends more: it all-reduces the gradients and broadcasts the parameters, 3P(n-1)/n. So this
 script writes the collectives itself.
@@ -79,7 +82,7 @@ def main(argv=None):
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    buckets, shards = make_buckets(model, groups, mesh, args.stage)
+    buckets, shards = make_buckets(model, groups, mesh)
 
     # Optimizer. ZeRO: it updates the shards
     optimizer = torch.optim.AdamW(
@@ -103,7 +106,7 @@ def main(argv=None):
         in_background=args.async_save,
     )
     sampler.start = checkpoints.resume()
-    gather_parameters(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
+    start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
 
     # Loop
     metrics = Metrics(
@@ -120,7 +123,10 @@ def main(argv=None):
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
         batch = [next(batches) for _ in range(args.grad_accum)]
         count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
-        for inputs, targets in batch:  # (B/dp/accum, T)
+        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
+            # ZeRO: stage 1 reduces the gradients in the last backward pass, stage 2 in each.
+            last = micro_batch == args.grad_accum - 1
+            reduce_in_backward(buckets, last or args.stage == 2)
             with autocast:  # ZeRO: times n, since the reduce-scatter averages over n ranks
                 micro_loss = model(inputs, targets) * n / count
             micro_loss.backward()
@@ -128,12 +134,12 @@ def main(argv=None):
 
         drain(buckets)  # ZeRO: for metrics, which counts the gradients now
         metrics.after_backward(step)
-        reduce_gradients(buckets)  # ZeRO: stage 1 reduces all gradients, stage 2 waits for them
+        reduce_gradients(buckets)  # ZeRO: of parameters that the last backward pass did not reach
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
         skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
-        gather_parameters(buckets)  # ZeRO: every rank gets the rows that other ranks have updated
+        start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see there
         optimizer.zero_grad()
 
         if metrics.due(step) or checkpoints.due(step):
@@ -143,6 +149,7 @@ def main(argv=None):
         metrics.end_step(step)
         checkpoints.after_step(step)
 
+    wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()
     P = sum(p.nbytes for p in model.parameters())
     return metrics.close(**theory(P, n, args.grad_accum, args.stage))
@@ -156,29 +163,27 @@ def count_targets(batch, group):
     return count.clamp(min=1)
 
 
-def make_buckets(model, groups, mesh, stage):
-    """Make a bucket for each of ``groups``. In stage 2, hooks reduce a bucket as soon as the
-    backward pass has its gradients.
+def make_buckets(model, groups, mesh):
+    """Make a bucket for each of ``groups``. Hooks reduce a bucket as soon as the backward pass has
+    its gradients, where ``reduce_in_backward`` says so, and wait for its parameters before the
+    forward pass uses them.
 
     Give ``shards.values()`` to the optimizer and to clip_grad_norm_, and clear their gradients by
     ``optimizer.zero_grad()``: ``model.zero_grad()`` does not reach them. Unless all ranks start
-    with the same weights, call ``gather_parameters`` before the first step.
+    with the same weights, call ``start_gathering`` before the first step.
 
     Args:
         model: materialised; its frozen parameters stay as they are.
         groups: lists of modules, or parameters, that together hold all parameters of ``model``, in
             the order in which the model uses them. Tied parameters belong into one group.
         mesh: a DeviceMesh of one dimension.
-        stage: 1 or 2.
 
     Returns the buckets, and a dict from the name of each parameter to its shard: a DTensor for the
     optimizer and for checkpoints.
 
     Raises:
-        SettingError: a parameter is in no group, or in two, or has no rows; there is no such stage.
+        SettingError: a parameter is in no group, or in two, or has no rows.
     """
-    if stage not in (1, 2):
-        raise SettingError(f"stage {stage!r}: it must be 1 or 2")
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise SettingError(f"{name} has no rows to share out: give it the shape (1,)")
@@ -191,6 +196,12 @@ def make_buckets(model, groups, mesh, stage):
         }
         if found:
             buckets.append(Bucket(list(found), mesh))
+            for part in group:
+                # Parameters are not called, nor are containers, such as a ModuleList.
+                called = isinstance(part, nn.Module) and type(part).forward is not nn.Module.forward
+                (part if called else model).register_forward_pre_hook(
+                    lambda *_, number=len(buckets) - 1: wait_for_parameters(buckets, number)
+                )
     for bucket in buckets:
         for parameter in bucket.parameters:
             bucket_of.setdefault(parameter, []).append(bucket)
@@ -208,13 +219,12 @@ def make_buckets(model, groups, mesh, stage):
         """Post-accumulate-grad hook: the last gradient of a bucket starts its reduce-scatter."""
         (bucket,) = bucket_of[parameter]
         bucket.pending -= 1
-        if not bucket.pending:
+        if not bucket.pending and bucket.reduces:
             drain(buckets)  # only one runs, so that only one bucket's gradients exist twice
             bucket.start_reduce_scatter()
 
-    if stage == 2:
-        for parameter in bucket_of:
-            parameter.register_post_accumulate_grad_hook(on_gradient)
+    for parameter in bucket_of:
+        parameter.register_post_accumulate_grad_hook(on_gradient)
     return buckets, shards
 
 
@@ -230,8 +240,11 @@ class Bucket:
         self.parameters, self.mesh, self.n = parameters, mesh, mesh.size()
         self.shards = {p: self.as_shard(self.own_rows(p.detach()), p) for p in parameters}
         self.numel_per_rank = [-(-len(p) // self.n) * p[0].numel() for p in parameters]
-        self.pending = len(parameters)  # gradients that the backward pass has yet to compute
+        self.reduces = True  # as soon as the backward pass has computed all gradients
+        self.pending = len(parameters)  # those that it has yet to compute
         self.work = None  # the reduce-scatter that is running
+        self.stale = False  # other ranks have updated their rows, and this one lacks them
+        self.gathering = self.whole = None  # the all-gather that is running, and where to
 
     def own_rows(self, whole):
         pieces, rank = whole.chunk(self.n), self.mesh.get_local_rank()
@@ -247,8 +260,13 @@ class Bucket:
         """Start averaging the gradients over the ranks, and free the whole gradients.
 
         Raises:
-            SettingError: a parameter has no gradient.
+            SettingError: a parameter has no gradient, or was used before its rows arrived.
         """
+        if self.stale:
+            raise SettingError(
+                f"parameters of the shapes {[tuple(p.shape) for p in self.parameters]} were used "
+                f"without a call of a module of their group: put the module that uses them there"
+            )
         missing = [tuple(p.shape) for p in self.parameters if p.grad is None]
         if missing:
             raise SettingError(
@@ -261,7 +279,6 @@ class Bucket:
         ], dim=1).flatten()  # one part for each rank, one after another
         for parameter in self.parameters:
             parameter.grad = None
-        self.pending = len(self.parameters)
         self.reduced = whole.new_empty(sum(self.numel_per_rank))
         self.work = reduce_scatter_single(
             self.reduced, whole, dist.ReduceOp.AVG, self.mesh.get_group(), async_op=True
@@ -281,17 +298,25 @@ class Bucket:
         self.reduced = self.work = None
 
     @torch.no_grad()
-    def all_gather(self):
-        """Send the rows that this rank has updated, and receive those of the other ranks."""
+    def start_all_gather(self):
+        """Start to send the rows that this rank has updated, and to receive the others' rows."""
         own = [shard.to_local().flatten() for shard in self.shards.values()]
         own = torch.cat([
             F.pad(rows, (0, numel - len(rows))) for rows, numel in zip(own, self.numel_per_rank)
         ])
-        whole = own.new_empty(self.n * len(own))
-        all_gather_single(whole, own, self.mesh.get_group())
-        parts = whole.view(self.n, -1).split(self.numel_per_rank, dim=1)
+        self.whole = own.new_empty(self.n * len(own))
+        self.gathering = all_gather_single(
+            self.whole, own, self.mesh.get_group(), async_op=True
+        )
+
+    @torch.no_grad()
+    def wait_and_copy(self):
+        """Wait for the rows of the other ranks, and copy them into the parameters."""
+        self.gathering.wait()
+        parts = self.whole.view(self.n, -1).split(self.numel_per_rank, dim=1)
         for parameter, part in zip(self.parameters, parts):
             parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
+        self.gathering = self.whole = None
 
 
 def drain(buckets):
@@ -301,9 +326,16 @@ def drain(buckets):
             bucket.wait_and_accumulate()
 
 
+def reduce_in_backward(buckets, reduces):
+    """Call it before each micro-batch: whether the next backward pass reduces the gradients that it
+    completes, or leaves them to be added to."""
+    for bucket in buckets:
+        bucket.reduces, bucket.pending = reduces, len(bucket.parameters)
+
+
 def reduce_gradients(buckets):
-    """Reduce the gradients that are still whole: all of them in stage 1, none in stage 2. Call it
-    after the last backward pass of a step."""
+    """Reduce the gradients that are still whole, since not all of their bucket arrived in the last
+    backward pass, and wait for all. Call it after the last backward pass of a step."""
     for bucket in reversed(buckets):
         if any(parameter.grad is not None for parameter in bucket.parameters):
             drain(buckets)
@@ -311,11 +343,27 @@ def reduce_gradients(buckets):
     drain(buckets)
 
 
-def gather_parameters(buckets):
-    """All-gather the rows of every parameter from their owners. Call it after loading a checkpoint
-    and after each step of the optimizer."""
+def start_gathering(buckets):
+    """All-gather the rows of every parameter from their owners, during the next forward pass: two
+    buckets are on their way while another one is used. Call it after loading a checkpoint and after
+    each step of the optimizer. To read parameters otherwise than by a forward pass of the modules
+    in the groups, call ``wait_for_parameters`` first."""
+    wait_for_parameters(buckets)  # of modules that the last forward pass did not use
     for bucket in buckets:
-        bucket.all_gather()
+        bucket.stale = True
+    for bucket in buckets[:2]:
+        bucket.start_all_gather()
+
+
+def wait_for_parameters(buckets, number=None):
+    """Wait until the bucket ``number`` and those before it, or all, have the rows of all ranks."""
+    for i, bucket in enumerate(buckets if number is None else buckets[: number + 1]):
+        if bucket.stale:
+            bucket.wait_and_copy()
+            bucket.stale = False
+            for later in buckets[i + 1 : i + 3]:
+                if later.stale and not later.gathering:
+                    later.start_all_gather()
 
 
 def check(args):
@@ -333,13 +381,14 @@ def check(args):
 def theory(P, n, a, stage):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
     parameters."""
-    gradients, sent = {
-        1: (("P", P), ("(2P+16)(n-1)/n", (2 * P + 16) * (n - 1) / n)),
-        2: (("P/n", P / n), ("((1+a)P+16)(n-1)/n", ((1 + a) * P + 16) * (n - 1) / n)),
+    whole = ", at the peak P" if stage == 1 and a > 1 else ""
+    sent = {
+        1: ("(2P+16)(n-1)/n", (2 * P + 16) * (n - 1) / n),
+        2: ("((1+a)P+16)(n-1)/n", ((1 + a) * P + 16) * (n - 1) / n),
     }[stage]
     return {
-        "parameters": ("P", P), "gradients": gradients, "optimizer_states": ("2P/n", 2 * P / n),
-        "sent": sent,
+        "parameters": ("P", P), "gradients": ("P/n" + whole, P / n),
+        "optimizer_states": ("2P/n", 2 * P / n), "sent": sent,
     }
 
 

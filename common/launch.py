@@ -104,7 +104,6 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
     rank, world_size = rank_and_world_size()
     store = _store()  # first: if only some ranks fail below, one of them can say why
     device = pick_device(device, share=backend == "gloo")
-    backend = _check_backend(backend, device)
     if not dist.is_initialized():
         if rank == 0:
             store.set("device", device.type)
@@ -113,6 +112,7 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
                 f"rank {rank} is on {device.type} and rank 0 on {first}: fix the machine on which "
                 f"torch finds no GPU, or use --device cpu"
             )
+        backend = _check_backend(backend, device)
         pick_gloo_interface()
         if backend == "nccl":
             # No user can act on these warnings, of gloo in a mesh and of P2P in pipelines.

@@ -71,15 +71,11 @@ def test_whole_models(summary, world):
 def test_zero(summary, stage, world):
     found = summary(f"zero.py --stage {stage}", world)
     assert found["held"]["parameters"] == P
-    # Peaks: on top is one bucket in flight; a thread of gloo may still hold the one before it.
-    assert P + LAYER <= found["peak"]["parameters"] <= P + 2 * LAYER
-    if stage == 1:
-        assert found["held"]["gradients"] == P
-        assert P <= found["peak"]["gradients"] <= P + 2 * max(LAYER, EMBEDDING)
-    else:
-        assert found["held"]["gradients"] == P / world
-        assert P / world < found["peak"]["gradients"] <= P / world + 2 * LAYER
-        assert found["peak"]["gradients"] < P  # never a full set
+    # Peaks: on top are two buckets in flight; a thread of gloo may still hold the one before.
+    assert P + LAYER <= found["peak"]["parameters"] <= P + 3 * LAYER
+    assert found["held"]["gradients"] == P / world
+    assert P / world < found["peak"]["gradients"] <= P / world + 2 * LAYER
+    assert found["peak"]["gradients"] < P  # never a full set
     check_states(found, world)
     assert sent(found, "reduce-scatter") == sent(found, "all-gather") == P * (world - 1) / world
     norms = 2 * 4 * TENSORS * (world - 1) / world  # for clipping: a number per tensor, all-reduced
@@ -124,8 +120,9 @@ def test_accumulation(summary):
     ):
         found = summary(command, 2, "--grad-accum 2", command)
         assert found["sent"] == expected + 2 * COUNT * ring, command
-        whole = command in ("ddp.py", "zero.py --stage 1")
-        assert found["held"]["gradients"] == (P if whole else P / 2)
+        assert found["held"]["gradients"] == (P if command == "ddp.py" else P / 2)
+        if "zero" in command:  # between micro-batches stage 1 has whole gradients
+            assert (found["peak"]["gradients"] >= P) == ("stage 1" in command)
 
 
 @pytest.mark.parametrize("command", ["zero.py --stage 2", "fsdp.py"])

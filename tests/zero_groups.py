@@ -13,7 +13,7 @@ from common.launch import launch, start_process_group
 
 def refused(model, groups, mesh):
     try:
-        zero.make_buckets(model, groups, mesh, 2)
+        zero.make_buckets(model, groups, mesh)
     except SettingError as error:
         return str(error)
 
@@ -23,22 +23,35 @@ def main():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
     a, b, c = model["a"], model["b"], model["c"]
-    _, shards = zero.make_buckets(model, [[c], [a, b]], mesh, 2)
+    _, shards = zero.make_buckets(model, [[c], [a, b]], mesh)
     for name, parameter in model.named_parameters():
         assert shards[name].full_tensor().equal(parameter.detach()), name
     assert "c.weight is in 0 of the groups" in refused(model, [[a, b]], mesh)
     assert "b.weight is in 2 of the groups" in refused(model, [[a, b], [b, c]], mesh)
     a.weight = b.weight
     assert "a.weight is in 2 of the groups" in refused(model, [[a], [b], [c]], mesh)
-    _, shards = zero.make_buckets(model, [[a, b], [c]], mesh, 2)
+    _, shards = zero.make_buckets(model, [[a, b], [c]], mesh)
     assert list(shards) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
     a.weight = nn.Parameter(a.weight.detach().clone())
     b.requires_grad_(False)
     groups = [[a], [b], [nn.Dropout(), c.weight], [c.bias]]  # frozen ones, and none, and parameters
-    _, shards = zero.make_buckets(model, groups, mesh, 2)
+    _, shards = zero.make_buckets(model, groups, mesh)
     assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     assert "scale has no rows" in refused(model, [*groups, [model.scale]], mesh)
+
+    # A module of the group must be called: otherwise its parameters would be used as they were.
+    model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
+    layers = nn.ModuleList([model["a"], model["b"]])  # a container, which is never called
+    buckets, _ = zero.make_buckets(model, [[layers], [model["c"]]], mesh)
+    zero.start_gathering(buckets)
+    x = torch.ones(1, 6)
+    try:
+        (model["b"](model["a"](x)) + x @ model["c"].weight + model["c"].bias).sum().backward()
+    except SettingError as error:
+        assert "were used without a call" in str(error)
+    else:
+        raise AssertionError("stale parameters were used")
     print("all groups are right" if dist.get_rank() == 0 else "", flush=True)
 
 
