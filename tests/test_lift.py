@@ -77,7 +77,7 @@ def weights(server, script, name, folder, corpus):
 
 def assert_equal(found, expected):
     for rank, other in zip(found, expected, strict=True):
-        assert len(rank) == len(other) > 3
+        assert len(rank) == len(other) > 1
         assert all(torch.equal(a, b) for a, b in zip(rank, other))
 
 

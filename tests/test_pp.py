@@ -125,17 +125,25 @@ def test_the_picture(run, corpus):
 
 
 def test_split_layers():
-    assert pp.split_layers(4, 2) == [range(0, 2), range(2, 4)]
-    assert pp.split_layers(5, 4) == [range(0, 1), range(1, 3), range(3, 5), range(5, 5)]
-    assert pp.split_layers(1, 3) == [range(0), range(0, 1), range(1, 1)]
-    for num_layers in range(1, 20):
+    assert pp.split_layers(4, 2, head=0) == [range(0, 2), range(2, 4)]
+    assert pp.split_layers(32, 4, head=2.4) == [  # an 8B Llama 3
+        range(0, 8), range(8, 17), range(17, 26), range(26, 32)
+    ]
+    assert pp.split_layers(1, 3, head=1) == [range(0), range(0, 1), range(1, 1)]
+    for num_layers, head in itertools.product(range(1, 9), (0, 0.3, 1, 2.4, 20)):
         for num_stages in range(1, num_layers + 3):
-            stages = pp.split_layers(num_layers, num_stages)
+            stages = pp.split_layers(num_layers, num_stages, head)
+            assert len(stages) == num_stages
             assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-            loads = [len(stage) for stage in stages]
-            loads[0] += 1
-            loads[-1] += 1
-            assert max(loads) - min(loads) <= 1 and min(loads) > 0
+            assert all(stages[1:-1])  # the first has the embedding, the last the head
+            slowest = max(*map(len, stages), len(stages[-1]) + head)
+            cuts = itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1)
+            best = min(
+                max(*(end - first for first, end in itertools.pairwise((0, *cut, num_layers))),
+                    num_layers - (0, *cut)[-1] + head)
+                for cut in cuts
+            )
+            assert slowest == best
 
 
 def settings(**changes):
