@@ -140,6 +140,7 @@ def main(argv=None):
         args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
         device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
+        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     zeros = torch.zeros(

@@ -185,6 +185,7 @@ def main(argv=None):
         args.out, optimizer, parts, [describe(args, model), sampler, dataset, *diagram],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
         device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
+        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)

@@ -118,6 +118,9 @@ def argument_parser(doc, model=True, text=True):
     group.add_argument("--log-every", type=at_least(1), default=10, metavar="N",
                        help="steps between lines of metrics.jsonl; the first step, the last step "
                        "and each saved step have a line too")
+    group.add_argument("--peak-tflops", type=at_least(0, float, above=True), metavar="X",
+                       help="what one device can compute in bfloat16, in 10^12 operations per "
+                       "second, for the model FLOPs utilisation (MFU); None: by the GPU's name")
     group.add_argument("--profile", action="store_true",
                        help="write a Chrome trace of a few steps to --out, for each rank")
     return parser

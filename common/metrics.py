@@ -14,6 +14,13 @@ from tqdm import tqdm
 from common.counting import HELD, StepCounter
 from common.errors import SettingError
 
+# Dense matrix products in bfloat16, from NVIDIA's data sheets, in 10^12 operations per second.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "A10G": 70, "L40S": 362, "L4": 121,
+    "RTX 4090": 165, "RTX 3090": 71,
+}
+
 
 class Metrics:
     """Reports the steps ``start`` to ``stop`` of a run; rank 0 prints and writes.
@@ -36,16 +43,24 @@ class Metrics:
         mesh: the DeviceMesh of the run, or None.
         log_every: steps between the lines of metrics.jsonl.
         profile: write a trace of a few steps, from every rank.
+        unit: what ``tokens_per_step`` counts.
+        flops_per_token: of forward and backward pass; with it, and a known peak, MFU is reported:
+            the share of the device's peak that the model's operations take.
+        peak_tflops: the peak of one device; None: that of the GPU, by its name.
     """
 
     def __init__(self, folder, optimizer, modules, description, *, start, stop, tokens_per_step,
-                 device, mesh=None, log_every=10, profile=False, unit="tokens"):
+                 device, mesh=None, log_every=10, profile=False, unit="tokens",
+                 flops_per_token=0, peak_tflops=None):
         self.folder, self.optimizer, self.modules = pathlib.Path(folder), optimizer, modules
         self.start, self.stop, self.tokens_per_step = start, stop, tokens_per_step
         self.device, self.mesh, self.log_every, self.unit = device, mesh, log_every, unit
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        peak = (peak_tflops or _peak_tflops(device)) * 1e12 * world_size
+        self.mfu_per_rate = flops_per_token / peak if peak else 0
         self.counted_step = min(start + 2, stop - 1)
-        self.counter, self.held = None, {}
+        self.counter, self.held, self.allocated = None, {}, None
         self.history = []
         self.say(self._place())
         for line in description:
@@ -89,13 +104,17 @@ class Metrics:
             self.unit: done * self.tokens_per_step,
             f"{self.unit}_per_second": tokens_per_second,
         }
+        mfu = ""
+        if self.mfu_per_rate:
+            record["mfu"] = tokens_per_second * self.mfu_per_rate
+            mfu = f", MFU {record['mfu']:.1%}"
         self.history.append(record)
         if self.rank == 0:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
         self.bar.set_postfix_str(
             f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
-            f"{self.unit}/s", False
+            f"{self.unit}/s{mfu}", False
         )
         skipped = int(getattr(self.optimizer, "first_skipped", -1)) + 1
         if skipped or not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -108,6 +127,8 @@ class Metrics:
     def begin_step(self, step):
         """Call it first in every step."""
         if step == self.counted_step:
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
             self.counter = StepCounter(self.optimizer, self.modules, self.mesh)
             self.counter.__enter__()
 
@@ -121,6 +142,8 @@ class Metrics:
         """Call it last in every step."""
         if step == self.counted_step:
             self.counter.__exit__(None, None, None)
+            if self.device.type == "cuda":
+                self.allocated = torch.cuda.max_memory_allocated(self.device)
         if step <= self.counted_step:  # such a step compiles, allocates, or counts
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the GPU may be steps behind
@@ -145,6 +168,7 @@ class Metrics:
         held, peak, counter = self.held, self.counter.peak, self.counter
         held["optimizer states"] = counter.now["optimizer states"]  # the first step allocates them
         sent = round(sum(counter.sent.values()))
+        mfu = f" | MFU {rate * self.mfu_per_rate:.1%}" if self.mfu_per_rate else ""
         collectives = [
             {"collective": kind, "group": dim, "calls": counter.calls[kind, dim], "bytes": size}
             for (kind, dim), size in counter.sent.items()
@@ -153,7 +177,8 @@ class Metrics:
             self.file.close()
             summary = {
                 "loss": self.history[-1]["loss"], f"{self.unit}_per_second": rate,
-                "held": held, "peak": peak, "sent": sent,
+                "mfu": rate * self.mfu_per_rate or None,
+                "held": held, "peak": peak, "allocated": self.allocated, "sent": sent,
                 "theory": {name: {"formula": f, "bytes": b} for name, (f, b) in theory.items()},
                 "collectives": collectives,
             }
@@ -161,7 +186,7 @@ class Metrics:
         if self.profiler:
             self.say(f"traces of a few steps: {self.folder}/trace-rank*.json")
         self.say(
-            f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} {self.unit}/s | "
+            f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} {self.unit}/s{mfu} | "
             f"{self.folder}"
         )
         formulas = {name: f"   {f} = {b:,.0f}" for name, (f, b) in theory.items()}
@@ -170,6 +195,8 @@ class Metrics:
             formula = formulas.get(name.replace(" ", "_"), "")
             self.say(f"{name:18}{held[name]:18,}{peak[name]:18,}{formula}")
         self.say(f"{'in all':18}{'':18}{peak['in all']:18,}")
+        if self.allocated:  # on a GPU, with the workspaces of kernels, which are no tensors
+            self.say(f"{'torch allocated':18}{'':18}{self.allocated:18,}")
         self.say(f"{'sent in a step':18}{sent:18,}{'':18}{formulas.get('sent', '')}")
         return self.history
 
@@ -201,6 +228,11 @@ class Metrics:
         )
         profiler.start()
         return profiler
+
+
+def _peak_tflops(device):
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), 0)
 
 
 def _open_log(path, start):

@@ -64,6 +64,18 @@ class ModelConfig:
             )
 
 
+    def flops_per_token(self, seq_len):
+        """Floating-point operations per token of a forward and a backward pass, as PaLM counts them
+        (arXiv:2204.02311, appendix B): 6 for each parameter of a matrix product, and 12 L D T for
+        attention, half of it under a causal mask."""
+        width = self.num_attention_heads * self.head_dim
+        layer = self.hidden_size * (
+            2 * width + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
+        )
+        products = self.num_hidden_layers * layer + self.hidden_size * self.vocab_size
+        return 6 * products + 6 * self.num_hidden_layers * width * seq_len
+
+
 def _llama3(hidden, intermediate, layers, heads):
     return ModelConfig(128256, hidden, intermediate, layers, heads, 8, None, 1e-5, 500000.0)
 
