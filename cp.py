@@ -27,10 +27,14 @@ of their gradients, in float32 at least. H, KV: numbers of query heads and of ke
     allgather  forward 1 all-gather, kv (n-1);       backward the same, and 1 reduce-scatter,
                                                      grad_kv (n-1)
 
-Activation checkpointing repeats the forward pass and what it sends. To combine context parallelism
-with FSDP, use fully_shard over the flattened dimensions mesh["dp", "cp"] instead of DDP: for
-parameters, cp is more data parallelism; hybrid_3d.py does this. PyTorch's own context_parallel is
-not used, because it does not run on the CPU and could not be checked here.
+Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
+travels while attention to the one before is computed; a block of c positions hides its transfer if
+c is large, since computing grows with c^2. The collectives of ulysses and allgather are exposed.
+The gradients' all-reduce overlaps with the backward pass, as in ddp.py.
+
+To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
+"cp"] instead of DDP: for parameters, cp is more data parallelism; hybrid_3d.py does this. PyTorch's
+own context_parallel is not used, because it does not run on the CPU and could not be checked here.
 """
 
 import contextlib

@@ -11,6 +11,8 @@ Sent in a step: one all-reduce of the gradients, in buckets. It runs during the 
 last micro-batch: a bucket is sent while the gradients of the next one are computed. In a ring, each
 of n ranks sends 2P(n-1)/n, where P is the bytes of the gradients, whatever the batch size. And one
 number is all-reduced: how many targets the global batch has (8 bytes).
+Exposed, as nothing is left to compute meanwhile: the last bucket, with the gradients of the first
+layers.
 """
 
 import contextlib

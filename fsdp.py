@@ -19,6 +19,11 @@ share a replica: s takes the place of n, and in each step a rank all-reduces its
 gradients over the R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this
 all-reduce crosses machines. One number more is all-reduced in a step: how many targets the global
 batch has (8 bytes, 16(n-1)/n sent).
+
+Overlap, on GPUs: while a group computes, the next one is gathered, and backward the gradients of
+the one before are reduced. Exposed: the gather of the first group, the reduce-scatter of the last
+one in the backward pass (both the embedding's), the norm, and what a group's computing does not
+hide: long sequences hide most, since they compute more with the same parameters.
 """
 
 import argparse

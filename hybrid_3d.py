@@ -21,6 +21,9 @@ Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send 
 share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and
 between stages the hidden states forward and their gradients backward.
 
+Overlap: as in fsdp.py; what tp and cp send is exposed. With --pp the gradients are reduced after
+the last micro-batch, behind nothing.
+
 The order of composition: tensor parallel first, because it changes what a layer computes; then the
 attention of context parallel; then FSDP, which shards what the rank now holds; then the pipeline
 around all of it.

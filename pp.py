@@ -47,7 +47,9 @@ dualpipev        r, 2n-1-r           stages in a V; overlaps a forward with a ba
                                      (DeepSeek-V3, arXiv:2412.19437)
 
 The bubble is (n-1)/(vM+n-1) of a step; with the backward pass in two parts (n-1)/(3vM+n-1), if each
-part takes as long as the forward pass. The zero-bubble schedules reach zero only if a rank may
+part takes as long as the forward pass. Stages are weighed by their parameters, the embedding's not
+counted. Overlap: sends and receives run while the rank computes on another micro-batch. Exposed:
+the bubble, and the norm. The zero-bubble schedules reach zero only if a rank may
 start the next step before the global gradient norm is known; here no rank may.
 """
 

@@ -26,6 +26,9 @@ of one number per token. N: bytes of the norms' weights.
 A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
 sends (2X+x)(n-1)/n more, or 2x(n-1)/n more without sequence parallelism.
+
+Overlap: none. Each matrix product needs what the collective before it brings, so all of this time
+is exposed; hence the fast links of one machine.
 """
 
 import argparse

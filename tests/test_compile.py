@@ -2,12 +2,28 @@
 
 import pytest
 
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tests.test_same_run import BASE
 
 RUNS = [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), ("tp.py", 2),
         ("tp.py --no-sequence-parallel", 2), ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 4)]
 OPTIONS = BASE.replace("--steps 20", "--steps 6")
+
+
+@thorough
+@pytest.mark.parametrize("command", ["ddp.py", "cp.py"])
+def test_a_large_layer_is_one_graph(run, corpus, command):
+    """DDP's own optimizer would cut it where a bucket of 25 MB is full."""
+    options = (
+        f"{OPTIONS} --data {corpus} --steps 2 --hidden-size 1024 --intermediate-size 4096 "
+        f"--num-hidden-layers 1 --compile"
+    )
+    found = []
+    for large in (options, options.replace("1024", "32").replace("4096", "64")):
+        result = run(f"tests/compiled_calls.py {command}", 2, large, out=str(len(found)))
+        (line,) = [line for line in result.lines if line.startswith("calls")]
+        found.append(line.partition(" graphs ")[2])
+    assert found[0] == found[1]  # the ring breaks the graph of any layer
 
 
 @pytest.mark.parametrize("command, world", sampled(RUNS, [RUNS[4]]))

@@ -137,6 +137,14 @@ def test_loss_of_untrained_model_is_that_of_guessing():
     assert abs(loss.item() - torch.tensor(96.0).log()) < 0.1
 
 
+def test_operations_are_palms():
+    """An 8B Llama 3 at 8,192 tokens: 8.03 B parameters, less those that multiply no matrix."""
+    config = PRESETS["llama3-8b"]
+    products = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without embedding and norms
+    attention = 12 * 32 * 4096 * 8192 / 2  # causal
+    assert config.flops_per_token(8192) == 6 * products + attention
+
+
 def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(0, 96, (2, 3, 37), generator=generator)

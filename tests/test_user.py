@@ -54,6 +54,33 @@ def test_metrics_lines(run, corpus):
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(result.out)] == [5, 7]
 
 
+def test_the_share_of_the_peak_is_reported(run, corpus):
+    """By the GPU's name, or as given: here 2 ranks of 0.1 TFLOP/s."""
+    from common.model import ModelConfig
+
+    options = f"{SMALL} --steps 6 --log-every 1 --data {corpus}"
+    result = run("ddp.py", 2, f"{options} --peak-tflops 0.1")
+    flops = ModelConfig(
+        hidden_size=32, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4,
+    ).flops_per_token(32)
+    for record in result.history:
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 0.2e12)
+    assert f"MFU {result.summary['mfu']:.1%}" in result.output
+    assert "MFU" not in run("ddp.py", 2, options, out="other").output  # of no CPU the peak is known
+
+
+def test_the_benchmark_runs(tmp_path):
+    command = ["bash", ROOT / "run.sh", "bench", "--rounds", "1", "--least", "2", "--most", "4"]
+    result = subprocess.run(
+        [*command, "--only", "ddp.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=PATIENCE, env=os.environ | {"PYTHON": sys.executable},
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == ["tools/tutorial.py", "ddp.py"]
+
+
 def test_profile_writes_a_trace_per_rank(run, corpus):
     result = run("ddp.py", 2, f"{SMALL} --steps 6 --profile --data {corpus}")
     # What a torch with CUDA says on a machine without GPUs
