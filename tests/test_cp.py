@@ -98,8 +98,7 @@ def first_gradients(server, corpus, tmp_path_factory):
 @pytest.mark.parametrize("attention, world_size, options", sampled([
     ("ring", 2, ""), ("ring", 4, ""), ("ulysses", 2, ""), ("allgather", 4, ""),
     ("ring", 2, "--compile"), ("ulysses", 2, "--compile"), ("allgather", 2, "--compile"),
-], [("ring", 4, ""), ("allgather", 4, ""), ("ulysses", 2, "--compile"),
-    ("allgather", 2, "--compile")]))
+], [("ulysses", 2, "--compile"), ("allgather", 2, "--compile")]))
 def test_first_gradients_equal_those_of_single(first_gradients, attention, world_size, options):
     """Compiled too: torch 2.11 loses the gradient of a collective in a graph without a word."""
     expected = first_gradients("single.py", 0)
@@ -142,7 +141,7 @@ def test_no_whole_sequence_in_the_ring(run):
 @pytest.mark.parametrize("attention", sampled(["ring", "ulysses", "allgather"], ["ring"]))
 def test_activations_fall_with_the_ranks(run, corpus, attention):
     options = (f"{MODEL} --seq-len 256 --batch-size 4 --steps 3 --save-every 0 --data {corpus} "
-               f"--attention {attention}")
+               f"--attention {attention} --num-key-value-heads 4")
     peaks = []
     for world_size in (1, 2, 4):
         out = run("cp.py", world_size, options, out=f"cp{world_size}").out

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.processes import PATIENCE, ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 
 CASES = {
     "no such data file": ("--data nowhere.bin", "--data nowhere.bin: no such file"),
@@ -141,7 +141,7 @@ def test_a_launcher_that_sets_half_of_the_variables(run):
 
 
 @pytest.mark.parametrize("script, message", [
-    ("ddp.py", "--data nowhere: no such file"),
+    pytest.param("ddp.py", "--data nowhere: no such file", marks=thorough),
     # Found by one rank, while others connect
     ("tests/different_devices.py", "rank 1 is on cuda and rank 0 on cpu"),
 ])

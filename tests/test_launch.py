@@ -110,6 +110,7 @@ def test_two_agents_on_one_machine(tmp_path, corpus, expected):
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
 
 
+@thorough
 def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     """A process of the second machine is killed: both resume, and end as if undisturbed."""
     processes = two_machines(tmp_path, f"{EXACT} --data {corpus} --save-every 2", MAX_RESTARTS="1")
@@ -298,6 +299,7 @@ def test_what_crosses_ssh(machines, tmp_path):
                      for rank in range(4)]
 
 
+@thorough
 def test_a_host_that_cannot_start(machines, tmp_path, corpus):
     """None goes on alone, and the message names the host that is to blame."""
     options = ("--steps", "100000", "--data", corpus)
@@ -324,6 +326,7 @@ def starts_only_on_first(tmp_path):
     return path
 
 
+@thorough
 def test_stopping_run_sh_stops_all_hosts(machines, tmp_path):
     """By Ctrl-C, by a plain kill, and by one that leaves run.sh no time to do anything."""
     (tmp_path / "wait.py").write_text(

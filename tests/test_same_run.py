@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 
 MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
          "--num-key-value-heads 2")
@@ -73,7 +73,7 @@ def test_activation_checkpointing_changes_nothing(run, single, corpus, script, w
 
 @pytest.mark.parametrize("script, world_size", sampled(
     [*SCRIPTS, ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4)],
-    [("fsdp.py", 2), ("tp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4)],
+    [("tp.py", 2)],
 ))
 def test_a_loss_in_chunks_follows(run, single, corpus, script, world_size):
     """And the weights of the head are still gathered, and their gradients reduced, once."""
@@ -91,7 +91,8 @@ def test_a_loss_in_chunks_follows(run, single, corpus, script, world_size):
         assert again == pytest.approx(theory)
 
 
-@pytest.mark.parametrize("script, world_size", sampled(SCRIPTS[1:], [("tp.py", 2)]))
+@thorough
+@pytest.mark.parametrize("script, world_size", SCRIPTS[1:])
 def test_compiled_layers_follow(run, single, corpus, script, world_size):
     # Micro-batches of 12 everywhere: scripts that compile the same kernels find them compiled.
     grad_accum = 2 if script.startswith("tp.py") else 1

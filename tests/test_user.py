@@ -70,6 +70,7 @@ def test_the_share_of_the_peak_is_reported(run, corpus):
     assert "MFU" not in run("ddp.py", 2, options, out="other").output  # of no CPU the peak is known
 
 
+@thorough
 def test_the_benchmark_runs(tmp_path):
     command = ["bash", ROOT / "run.sh", "bench", "--rounds", "1", "--least", "2", "--most", "4"]
     result = subprocess.run(
