@@ -40,6 +40,18 @@ def main():
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     assert "scale has no rows" in refused(model, [*groups, [model.scale]], mesh)
 
+    # At most two buckets are on their way: while one is used, the next two.
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    buckets, _ = zero.make_buckets(model, [[layer] for layer in model], mesh)
+    zero.start_gathering(buckets)
+    moving = []
+    for layer in model:
+        layer.register_forward_hook(
+            lambda *_: moving.append([i for i, bucket in enumerate(buckets) if bucket.gathering])
+        )
+    model(torch.ones(1, 6))
+    assert moving == [[1, 2], [2, 3], [3, 4], [4, 5], [5], []], moving
+
     # A module of the group must be called: otherwise its parameters would be used as they were.
     model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
     layers = nn.ModuleList([model["a"], model["b"]])  # a container, which is never called
