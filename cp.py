@@ -46,9 +46,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
@@ -83,7 +83,9 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     group = mesh.get_group("cp")
     # CP: the positions in each sequence that this rank computes
@@ -131,11 +133,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, vars(args.config), len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -183,7 +185,8 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(

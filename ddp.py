@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
@@ -41,7 +41,9 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__), argv)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
@@ -74,11 +76,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, vars(args.config), len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -123,7 +125,8 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(sum(p.nbytes for p in model.parameters()), n))

@@ -64,9 +64,11 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.arguments import argument_parser, at_least, describe, parse_arguments, run_settings
+from common.arguments import (
+    all_options, argument_parser, at_least, describe, parse_arguments, run_settings
+)
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
@@ -109,7 +111,9 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
     # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -171,11 +175,11 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
+    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, vars(args.config), len(dataset)),
-        tensors, optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, tensors, optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -216,7 +220,8 @@ def main(argv=None):
             dist.all_reduce(loss)  # PP: the rank of the last stage has the loss, all others 0
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(

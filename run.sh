@@ -11,10 +11,14 @@
 # On several machines, in one of three ways:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     the same on each machine, with its
-#                                     own NODE_RANK; MASTER_ADDR is where all others reach the first
+#                                     own NODE_RANK; MASTER_ADDR is where all others reach the first;
+#                                     NNODES=1:2 with MAX_RESTARTS=9 goes on when the second dies
 #   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one place; all stop
 #                                     when one fails, or when this one is stopped; SSH="ssh -p 2222"
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
+#
+# SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A second
+# one ends it at once.
 #
 # Every machine needs this folder and the working folder at the same path, and --out on a file system
 # that all share. Ports: MASTER_PORT (29500; under Slurm one for each job), and free ones.
@@ -36,7 +40,7 @@ fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
 # Does this Python have what requirements.txt names? Only the tests need pytest.
 has_requirements() {
-  "$1" - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
+  [ "$("$1" - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
 import re, sys
 from importlib.metadata import version
 number = lambda version: [int(part) for part in re.findall("[0-9]+", version)[:2]]
@@ -44,11 +48,18 @@ for line in open(sys.argv[1]):
     name, least, below = re.split("[<>=,]+", line.strip())
     if name != "pytest" or sys.argv[2] == "test":
         assert number(least) <= number(version(name)) < number(below)
+print("yes")
 PYTHON
+  )" = yes ]
 }
 
 check_settings() {
   local name least
+  if [[ ${NNODES:-} =~ ^[0-9]{1,9}:[0-9]{1,9}$ ]]; then  # from as few machines to as many
+    local fewest=${NNODES%:*} NNODES=${NNODES#*:}
+    [[ $fewest -ge 1 && $fewest -le $NNODES ]] ||
+      fail "NNODES is '$fewest:$NNODES': of MIN:MAX machines MIN is at least 1 and at most MAX"
+  fi
   while read -r name least; do
     [[ ! -v $name || (${!name} =~ ^(0|[1-9][0-9]{0,8})$ && ${!name} -ge $least) ]] ||
       fail "$name is '${!name}': it must be a whole number, at least $least"
@@ -71,6 +82,7 @@ check_settings() {
 find_python() {
   local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
   python=${PYTHON:-python3}
+  [[ ! -v PYTHON || $("$PYTHON" -c 'print("yes")' 2>/dev/null) = yes ]] || fail "PYTHON is '$PYTHON': that is no Python"
   [ -n "$torch" ] || ! has_requirements "$python" || return 0
   python=$environment/bin/python
   ! has_requirements "$python" || return 0
@@ -109,8 +121,8 @@ run_here() {
   # Less fragmentation of the memory of GPUs.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
-  if [ "$nodes" -eq 1 ]; then
-    rendezvous=(--standalone --local-addr=localhost)  # a free port of the loopback interface
+  if [ "$nodes" = 1 ]; then
+    rendezvous=(--rdzv-backend=c10d --rdzv-conf=store_type=file --local-addr=127.0.0.1)
   else
     "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine knows no other of that name"
@@ -121,10 +133,10 @@ run_here() {
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
       "--local-addr=$([ "$NODE_RANK" -eq 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
     )
-    # A store of its own for each start, not the rendezvous', which still has the dead processes' addresses.
-    variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
-  show_and_run "${variables[@]}" "$python" -m torch.distributed.run "${rendezvous[@]}" \
+  # A store of its own for each start, not the rendezvous', which still has the dead processes' addresses.
+  variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+  show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${rendezvous[@]}" \
     "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
@@ -169,12 +181,13 @@ fi
 script=$command
 [ -f "$script" ] || script=$here/$command
 [ -f "$script" ] || fail "$command: no such script; there are $(cd "$here" && echo *.py)"
+[[ $script = *.py ]] || fail "$command is no Python script; there are $(cd "$here" && echo *.py)"
 check_settings
 find_python
 find_common
 
 if [ "$(basename "$script")" = single.py ]; then
-  [[ ${NPROC:-1} -eq 1 && ${NNODES:-1} -eq 1 && ! -v HOSTS ]] ||
+  [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 && ! -v HOSTS ]] ||
     fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares the work, such as ddp.py"
   exec "$python" "$script" "$@"
 elif [[ -v HOSTS ]]; then

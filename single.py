@@ -12,7 +12,7 @@ import torch
 
 from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.launch import launch, start_process
 from common.metrics import Metrics
 from common.model import (
@@ -58,11 +58,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, vars(args.config), len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -97,7 +97,8 @@ def main(argv=None):
         if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(sum(p.nbytes for p in model.parameters())))

@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.errors import SettingError
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
@@ -61,7 +61,9 @@ def main(argv=None):
     check(args)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
@@ -99,11 +101,11 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     tensors = model.state_dict(keep_vars=True) | shards
+    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, vars(args.config), len(dataset)),
-        tensors, optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, tensors, optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
     start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
@@ -148,7 +150,8 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()

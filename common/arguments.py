@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 import pathlib
 import sys
 
@@ -14,18 +15,37 @@ from common.errors import SettingError
 from common.model import PRESETS, ModelConfig
 
 
-def at_least(minimum, kind=int, above=False):
-    """An argparse type: a finite number >= ``minimum``, or > ``minimum`` with ``above``."""
+# When a run is resumed
+MUST = "seed", "batch_size", "seq_len"
+MAY = (
+    "steps", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dtype",
+)
+
+
+def at_least(minimum, kind=int, above=False, most=2**31 - 1):
+    """An argparse type: a finite number >= ``minimum``, or > ``minimum`` with ``above``, and for
+    whole numbers <= ``most``."""
     allowed = f"{'greater than' if above else 'at least'} {minimum}"
 
     def parse(text):
         value = kind(text)
+        if kind is int and value > most:
+            raise argparse.ArgumentTypeError(
+                f"{text:.40} is not allowed: it must be at most {most}"
+            )
         if not math.isfinite(value) or value < minimum or (above and value == minimum):
             raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be {allowed}")
         return value
 
     parse.__name__ = {int: "whole number", float: "number"}[kind]  # for argparse's own message
     return parse
+
+
+def _folder(text):
+    """An argparse type: a path, but not an empty one, which would be the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a folder")
+    return pathlib.Path(text)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -51,7 +71,7 @@ def argument_parser(doc, model=True, text=True):
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=at_least(1), default=200, metavar="N",
                        help="optimizer steps in the whole run; the cosine decay ends there")
-    group.add_argument("--batch-size", type=at_least(1), default=16, metavar="B",
+    group.add_argument("--batch-size", type=at_least(1, most=2**24), default=16, metavar="B",
                        help="sequences in the global batch, over all ranks and micro-batches")
     group.add_argument("--grad-accum", type=at_least(1), default=1, metavar="N",
                        help="gradient-accumulation steps: micro-batches into which each rank cuts "
@@ -77,7 +97,7 @@ def argument_parser(doc, model=True, text=True):
     group = parser.add_argument_group("data")
     if text:
         _add_text_options(group)
-    group.add_argument("--workers", type=at_least(0), default=0, metavar="N",
+    group.add_argument("--workers", type=at_least(0, most=1024), default=0, metavar="N",
                        help="processes per rank that read ahead; 0: the training process reads")
 
     if model:
@@ -103,7 +123,7 @@ def argument_parser(doc, model=True, text=True):
 
     group = parser.add_argument_group("run folder")
     script = pathlib.Path(sys.argv[0]).stem
-    group.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs", script),
+    group.add_argument("--out", type=_folder, default=pathlib.Path("runs", script),
                        metavar="FOLDER", help="run folder, for checkpoints and metrics.jsonl; with "
                        "several machines, a folder that they share")
     group.add_argument("--save-every", type=at_least(0), default=100, metavar="N",
@@ -115,6 +135,11 @@ def argument_parser(doc, model=True, text=True):
     group.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True,
                        help="resume from the newest checkpoint in --out; --no-resume moves the "
                        "earlier run of the folder aside and starts anew")
+    group.add_argument("--resume-from", type=at_least(1), metavar="STEP",
+                       help="resume from the checkpoint of this step; the newer ones move aside")
+    group.add_argument("--check-replicas", type=at_least(0), default=0, metavar="N",
+                       help="every N steps compare what ranks hold in common, and end if it "
+                       "differs; 0: never")
     group.add_argument("--log-every", type=at_least(1), default=10, metavar="N",
                        help="steps between lines of metrics.jsonl; the first step, the last step "
                        "and each saved step have a line too")
@@ -145,7 +170,8 @@ def _add_model_options(parser):
     group.add_argument("--model", default="tiny", metavar="PRESET", help=", ".join(PRESETS))
     for field in dataclasses.fields(ModelConfig):
         kind = float if field.type is float else int
-        group.add_argument("--" + field.name.replace("_", "-"), type=at_least(0, kind, above=True),
+        most = 10**4 if field.name == "num_hidden_layers" else 2**31 - 1
+        group.add_argument(_flag(field.name), type=at_least(0, kind, above=True, most=most),
                            default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
                            help="overrides the preset; tiny has "
                            f"{getattr(PRESETS['tiny'], field.name)}")
@@ -168,6 +194,10 @@ def parse_arguments(parser, argv=None):
     if args.profile and args.steps < 4:
         _refuse(f"--profile with --steps {args.steps}: it traces from the fourth step, use at "
                 f"least 4")
+    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        args.resume = args.resume and (args.resume_from or True)
+    else:  # torchrun starts again what it has started: it goes on from the newest checkpoint
+        args.resume = True
     args.grad_clip = args.grad_clip or math.inf
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
     args.compute_dtype = getattr(torch, args.dtype)
@@ -185,14 +215,24 @@ def _model_config(args):
     return ModelConfig(**preset | given)
 
 
-def run_settings(args, config, samples):
-    """The settings that must stay the same when a run is resumed, as a dict: ``config``, a dict of
-    the model's, and what orders the data. With these the step number is the state of the data."""
-    settings = {f"--{name.replace('_', '-')}": value for name, value in config.items()}
-    for name in ("seed", "batch_size", "seq_len"):
-        if name in args:
-            settings[f"--{name.replace('_', '-')}"] = getattr(args, name)
-    return settings | {"the number of samples in --data": samples}
+def all_options(args):
+    """All options and their values, as a dict, without what ``parse_arguments`` has added."""
+    added = ("config", "param_dtype", "compute_dtype", "resume")
+    return {_flag(name): value for name, value in vars(args).items() if name not in added}
+
+
+def run_settings(args, config, data):
+    """Two dicts. The settings that must stay the same when a run is resumed: ``config``, a dict of
+    the model's, ``data``, a dict that tells one dataset from another, and what orders the data.
+    With these the step number is the state of the data. And the settings that may change, but
+    change what is trained."""
+    must = {_flag(name): value for name, value in config.items()}
+    must |= {_flag(name): getattr(args, name) for name in MUST if name in args} | data
+    return must, {_flag(name): getattr(args, name) for name in MAY if name in args}
+
+
+def _flag(name):
+    return f"--{name.replace('_', '-')}"
 
 
 def describe(args, model):

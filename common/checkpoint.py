@@ -1,23 +1,27 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
 A run folder holds ``step-00000100/`` for each of the newest checkpoints. In it are the shards that
-``torch.distributed.checkpoint`` (DCP) wrote, every rank its own in parallel, and ``run.json``: the
-settings that must stay the same when the run is resumed. ``model.NAME`` is a tensor of the model,
+``torch.distributed.checkpoint`` (DCP) wrote, every rank its own in parallel, the SHA-256 of each
+file, and ``run.json``: the settings of the run. ``model.NAME`` is a tensor of the model,
 ``optimizer.NAME.exp_avg`` a state that the optimizer keeps for it. How tensors were sharded when
 they were saved does not matter when they are loaded.
 
 A checkpoint is written under a temporary name and renamed when all of it is on disk: a folder named
-step-NNNNNNNN is always complete. Loading runs no code that a file chose (see ``_SafeReader``).
+step-NNNNNNNN is always complete, and finite. Loading runs no code that a file chose (see
+``checkpoint_files.py``).
 """
 
 import concurrent.futures
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pathlib
-import pickle
 import re
 import shutil
+import socket
+import sys
 import tempfile
 import time
 import warnings
@@ -25,14 +29,17 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
-from common.errors import SettingError
+from common.checkpoint_files import (
+    BROKEN, SafeReader, find_damage, hashed_files, open_regular, write_hashes, write_text
+)
+from common.errors import SettingError, printable
+from common.replicas import NOT_HELD, first_difference, sum_of_bits
+from common.signals import asked, listen
 
-# What reading a broken file raises.
-BROKEN = OSError, ValueError, TypeError, AttributeError, EOFError, pickle.UnpicklingError
+MUST, MAY, COUNTS = "must stay the same", "may change", "the index has"  # the keys of run.json
 
 
 class Checkpoints:
@@ -42,141 +49,236 @@ class Checkpoints:
         folder: the run folder; with several machines, one that they share.
         run: a dict of the settings that must stay the same when the run is resumed, such as the
             seed and the batch size.
+        may_change: a dict of the settings that may change then, such as the learning rate: what has
+            changed is printed.
         tensors: a state dict of the very tensors that are trained, whole or DTensors, such as
             ``model.state_dict(keep_vars=True)``.
         optimizer: its states are saved under the names of the tensors that it updates.
         stop: number of steps in the whole run; the last step saves too.
         every: steps between checkpoints; 0: save none at all.
         keep: how many of the newest checkpoints to keep.
-        resume: resume from the newest checkpoint. Without one, or with False, move the files of an
-            earlier run into ``previous-N`` and start afresh.
+        resume: resume from the newest checkpoint, or from that of the step that a number names.
+            Without one, or with False, start afresh. What is newer than the checkpoint that the run
+            resumes from moves into ``previous-N``.
         in_background: write while training continues. It takes memory on the host for what this
             rank writes.
+        check_replicas: steps between checks that what ranks hold in common is equal; 0: no checks.
     """
 
-    def __init__(self, folder, run, tensors, optimizer, *, stop, every=100, keep=2, resume=True,
-                 in_background=False):
-        run = run | {"the optimizer": type(optimizer).__name__}
-        # As it comes back from the file: tuples are lists, keys are strings.
-        self.folder, self.run = pathlib.Path(folder), json.loads(json.dumps(run, default=str))
+    def __init__(self, folder, run, tensors, optimizer, *, stop, may_change=None, every=100, keep=2,
+                 resume=True, in_background=False, check_replicas=0):
+        self.folder, self.run = pathlib.Path(folder), _as_read(
+            run | {"the optimizer": type(optimizer).__name__}
+        )
+        self.may_change = _as_read(may_change or {})
         self.tensors, self.optimizer = tensors, optimizer
-        self.stop, self.every, self.keep, self.from_newest = stop, every, keep, resume
-        self.in_background = in_background
+        self.stop, self.every, self.keep, self.from_step = stop, every, keep, resume
+        self.in_background, self.check_replicas = in_background, check_replicas
+        # An all-reduce of whether a signal has come, and what it found
+        self.asking, self.stopping = None, False
         self.saving = None  # (future, temporary path, final path) of a save in the background
         self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop need not wait for
         self.removing = None
         self.staged = {}
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
-        # Saving in the background runs collectives in a thread: they need a group of their own.
-        self.group = None
-        if in_background and dist.is_initialized():
+        # Collectives on the CPU, which wait for no GPU; those of the thread need their own group.
+        self.group = self.group_aside = None
+        if dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
-        self.written, self.buffers = _share_out(tensors)
+            self.group_aside = dist.new_group(backend="gloo") if in_background else self.group
+        self.written, self.buffers, self.replicas = _share_out(tensors, self.group)
 
     def resume(self):
-        """Prepare the run folder, and load its newest complete checkpoint if there is one. Returns
-        the number of steps done: 0 for a new run. See ``load``.
+        """Lock and prepare the run folder, and load a complete checkpoint if there is one. Returns
+        the number of steps done: 0 for a new run. See ``load``. From now on signals ask the run to
+        stop (see ``signals.py``).
 
         Raises:
-            SettingError: the folder cannot be written, or its run has finished.
+            SettingError: the folder cannot be written, another run uses it, its run has finished,
+                or ranks have different settings.
         """
-        folder = self.folder
+        problem, done = None, 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
                 pass
             if _rank() == 0:
-                for cut_short in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
-                    shutil.rmtree(cut_short)
-                if not self.from_newest or not list_checkpoints(folder):
-                    _move_aside(folder)
+                self.lock = _lock(self.folder)
+                done = self._tidy()
+        except SettingError as error:
+            problem = str(error)
         except OSError as error:
-            raise SettingError(
-                f"--out {folder} cannot be written ({error.strerror}): choose another folder"
-            ) from None
-        _barrier()
-        done = self._newest()
-        if not done:
-            return 0
+            problem = (
+                f"--out {self.folder} cannot be written ({error.strerror}): choose another folder"
+            )
+        _raise_together(problem, self.group)
+        done = self._agree_on(done)
         if done >= self.stop:
             raise SettingError(
-                f"{folder} holds a run that has finished step {done}, and --steps is {self.stop}: "
-                f"raise --steps to train on, or start anew with --no-resume or another --out"
+                f"{self.folder} holds a run that has finished step {done}, and --steps is "
+                f"{self.stop}: raise --steps to train on, or start anew with --no-resume or "
+                f"another --out"
             )
-        load(self._path(done), self.run, self.tensors, self.optimizer)
+        if done:
+            load(
+                self._path(done), self.run, self.tensors, self.optimizer,
+                may_change=self.may_change, group=self.group,
+            )
+            if _rank() == 0:
+                newer = [path for path in list_checkpoints(self.folder) if step_of(path) > done]
+                _move_aside(self.folder, newer)
+        listen()
+        return done
+
+    def _tidy(self):
+        """Rank 0: remove what earlier runs left behind. Returns the step to resume from."""
+        for cut_short in [*self.folder.glob("step-*.tmp"), *self.folder.glob("step-*.old")]:
+            _remove(cut_short)
+        steps = [step_of(path) for path in list_checkpoints(self.folder)]
+        done = max(steps, default=0) if self.from_step is True else int(self.from_step)
+        if done and done not in steps:
+            raise SettingError(
+                f"--resume-from {done}: {self.folder} has no such checkpoint, only "
+                f"{', '.join(map(str, steps)) or 'none at all'}"
+            )
+        if not done:
+            earlier = [self.folder.glob(kind) for kind in ("step-*", "*.json", "*.jsonl")]
+            _move_aside(self.folder, [path for paths in earlier for path in paths])
         return done
 
     def _path(self, step):
         return self.folder / f"step-{step:08d}"
 
-    def _newest(self):
-        """The step of the newest checkpoint, 0 if there is none. Rank 0 decides: on a network file
-        system another machine may not see yet what one machine sees."""
-        steps = [step_of(path) for path in list_checkpoints(self.folder)]
-        newest = torch.tensor(max(steps, default=0))
+    def _agree_on(self, done):
+        """Compare the settings of all ranks. Returns the step from which rank 0 resumes: on a
+        network file system another machine may not see yet what one machine sees."""
+        first = {"step": done} | self.run
         if dist.is_initialized():
-            dist.broadcast(newest, 0)
-        newest, patience = int(newest), time.monotonic() + 60
-        while newest and not self._path(newest).exists():
+            first = json.loads(_broadcast_text(json.dumps(first), self.group))
+        done = first.pop("step")
+        problem, patience = None, time.monotonic() + 60
+        for key in first | self.run:
+            if (here := self.run.get(key)) != first.get(key):
+                problem = problem or (
+                    f"{key} is {first.get(key)} on rank 0 and {here} on rank {_rank()}: start all "
+                    f"ranks with the same"
+                )
+        while done and not problem and not self._path(done).exists():
             if time.monotonic() > patience:
-                raise SettingError(
-                    f"rank 0 sees {self._path(newest)} and rank {_rank()} does not: --out must be "
+                problem = (
+                    f"rank 0 sees {self._path(done)} and rank {_rank()} does not: --out must be "
                     f"one folder for all machines"
                 )
             time.sleep(0.1)
-        return newest
+        _raise_together(problem, self.group)
+        return done
 
     def due(self, step):
-        """Whether ``step`` (from 0) is followed by a save: every ``every`` steps, and the last."""
-        return self.every > 0 and ((step + 1) % self.every == 0 or step + 1 == self.stop)
+        """Whether ``step`` (from 0) is followed by a save: every ``every`` steps, the last, and
+        when a signal has asked any rank to stop."""
+        if self.asking:
+            flag, work = self.asking
+            if work:
+                work.wait()
+            self.asking, self.stopping = None, bool(flag)
+        return self.every > 0 and (
+            self.stopping or (step + 1) % self.every == 0 or step + 1 == self.stop
+        )
 
     def after_step(self, step):
-        """Save if a checkpoint is due; call it at the end of every step."""
+        """Save if a checkpoint is due; call it at the end of every step. Returns whether the run
+        has been asked to stop, and is to end now."""
         if self.saving and self.saving[0].done():
             self.publish_saved()
+        if self.check_replicas and (step + 1) % self.check_replicas == 0:
+            self.compare_replicas(step + 1)
         if self.due(step):
             self.save(step + 1)
+        if not self.stopping:
+            # Read at the end of the next step, so that no step waits for it.
+            flag, work = torch.tensor(int(asked() is not None)), None
+            if dist.is_initialized():
+                work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.asking = flag, work
+        return self.stopping
+
+    def compare_replicas(self, step):
+        """Compare what ranks hold in common: parameters, buffers and optimizer states. Buffers of
+        running statistics (BatchNorm's) are each rank's own until a save.
+
+        Raises:
+            SettingError: ranks hold different values.
+        """
+        sums = torch.full([2 * len(self.replicas)], NOT_HELD)
+        for place, (name, part) in enumerate(self.replicas):
+            tensor = self.tensors.get(name)
+            if tensor is not None and _part(tensor) == part and ".running_" not in f".{name}":
+                states = self.optimizer.state.get(tensor, {})
+                states = [_local(states[key]) for key in sorted(states)]
+                sums[2 * place] = sum_of_bits([_local(tensor)])
+                sums[2 * place + 1] = sum_of_bits(states)
+        if found := dist.is_initialized() and first_difference(sums, self.group):
+            place, ranks = found
+            kind, name = ("", "the optimizer's states of ")[place % 2], self.replicas[place // 2][0]
+            ranks = " but not with ".join(f"rank {', '.join(map(str, equal))}" for equal in ranks)
+            raise SettingError(
+                f"after step {step} {kind}{name} should be equal and is not: {ranks}; the memory "
+                f"or the network of a rank is at fault: start again from the last checkpoint"
+            )
 
     def save(self, step):
         """Write the checkpoint after ``step`` steps, and remove the oldest beyond ``keep``.
 
         Raises:
-            SettingError: it cannot be written; the checkpoints before it are intact.
+            SettingError: it cannot be written, or a parameter or an optimizer state is not finite;
+                the checkpoints before it are intact.
         """
         self.publish_saved()
         # DCP takes equal tensors from different ranks: first make buffers equal, to those of the
         # first rank that holds a copy.
         for name, (source, group) in self.buffers.items():
             dist.broadcast(self.tensors[name], source, group)
+        own = {name: self.tensors[name] for name in self.written}
+        problem = None
+        if name := _first_not_finite(own, self.optimizer):
+            problem = (
+                f"step {step} is not saved, since {name} is not finite: training diverged; lower "
+                f"--lr; the checkpoints before it are intact"
+            )
+        _raise_together(problem, self.group)
         final = self._path(step)
         temporary = final.with_suffix(".tmp")
-        if _rank() == 0:
-            temporary.mkdir()
-            (temporary / "run.json").write_text(json.dumps(self.run, indent=1))
-        _barrier()
+        with _in_words(step, temporary, self.group):
+            if _rank() == 0:
+                temporary.mkdir()
         if not temporary.exists():
             raise SettingError(
                 f"--out {self.folder} is not one folder for all machines: choose a shared one"
             )
-        own = {name: self.tensors[name] for name in self.written}
         tensors = _with_states(own, self.optimizer)
-        with _in_words(step, self.folder):
-            if self.in_background:
-                tensors = self.stage(tensors)
-                self.saving = self.aside.submit(self.write, tensors, temporary), temporary, final
-            else:
-                self.write(tensors, temporary)
+        if self.in_background:
+            tensors = self.stage(tensors)
+            self.saving = self.aside.submit(self.write, tensors, temporary, step), temporary, final
+        else:
+            self.write(tensors, temporary, step)
+            with _in_words(step, temporary, self.group):
                 self.publish(temporary, final)
-        _barrier()
 
-    def write(self, tensors, folder):
+    def write(self, tensors, folder, step):
         """Write a state dict into ``folder``: each rank what it holds in ``tensors``."""
-        with warnings.catch_warnings():  # DCP warns that a single process saves alone
-            warnings.simplefilter("ignore")
-            dcp.save(
-                tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group,
+        group = self.group_aside
+        with _in_words(step, folder, group), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP warns that a single process saves alone
+            index = dcp.save(
+                tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group,
                 planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
             )
+            names = [path.name for path in folder.glob(f"__{_rank()}_*.distcp")]
+            if _rank() == 0:
+                settings = {MUST: self.run, MAY: self.may_change, COUNTS: _counts(index)}
+                write_text(folder / "run.json", json.dumps(settings, indent=1))
+                names += [".metadata", "run.json"]
+            write_hashes(folder, names)
 
     def stage(self, tensors):
         """Copies of ``tensors`` on the host, in memory that is allocated at the first save, and
@@ -193,13 +295,15 @@ class Checkpoints:
         """Wait for a save in the background, and publish it."""
         if self.saving:
             (future, temporary, final), self.saving = self.saving, None
-            with _in_words(step_of(final), self.folder):
-                future.result()
-            self.publish(temporary, final)
+            future.result()
+            with _in_words(step_of(final), temporary, None):
+                self.publish(temporary, final)
 
     def finish(self):
         """Wait for what runs in the background; call it at the end of a run."""
         self.publish_saved()
+        if self.asking and self.asking[1]:
+            self.asking[1].wait()
         if self.removing:
             self.removing.result()
 
@@ -212,7 +316,7 @@ class Checkpoints:
             for old in list_checkpoints(self.folder)[: -self.keep]:
                 # Rename first: if the removal is killed, the rest must not look complete.
                 renamed = old.rename(old.with_suffix(".old"))
-                self.removing = self.aside.submit(shutil.rmtree, renamed, ignore_errors=True)
+                self.removing = self.aside.submit(_remove, renamed)
 
 
 def list_checkpoints(folder):
@@ -227,19 +331,22 @@ def step_of(checkpoint):
 
 
 @torch.no_grad()
-def load(checkpoint, run, tensors, optimizer):
+def load(checkpoint, run, tensors, optimizer, may_change=None, group=None):
     """Load a checkpoint in place: into ``tensors`` and the states of ``optimizer``, whatever their
-    sharding. For the arguments see ``Checkpoints``.
+    sharding. For the arguments see ``Checkpoints``; ``group`` is one for tensors on the CPU.
 
     Raises:
-        SettingError: it is of another run or model, or not to be trusted.
+        SettingError: it is of another run or model, damaged, or not to be trusted.
     """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    damage = find_damage(checkpoint, hashed_files(checkpoint)[_rank() :: ranks])
+    _raise_together(damage and f"{damage}; {_instead(checkpoint)}", group)
     reader, stored, saved = _open(checkpoint)
-    for key, value in run.items():
-        if saved.get(key) != value:
+    for key, value in _as_read(run).items():
+        if (before := saved[MUST].get(key)) != value:
             raise SettingError(
-                f"{key} is {saved.get(key)} in {checkpoint} and {value} in this run: resume with "
-                f"the same, or start anew with --no-resume or another --out"
+                f"{key} is {before} in {checkpoint} and {value} in this run: resume with the same, "
+                f"or start anew with --no-resume or another --out"
             )
     for name, tensor in tensors.items():
         entry = stored.get(f"model.{name}")
@@ -253,7 +360,13 @@ def load(checkpoint, run, tensors, optimizer):
             f"{checkpoint} is of another model: no rank of this run has {', '.join(unknown)}"
         )
     _make_states(stored, tensors, optimizer)
-    _load(_with_states(tensors, optimizer), reader)
+    _load(_with_states(tensors, optimizer), reader, group)
+    changes = [
+        f"{key} was {saved[MAY].get(key)}, is {value}"
+        for key, value in _as_read(may_change or {}).items() if saved[MAY].get(key) != value
+    ]
+    if changes and _rank() == 0:
+        print(printable(f"changed since {checkpoint}: {'; '.join(changes)}"), flush=True)
 
 
 def read(checkpoint, prefix="model."):
@@ -263,7 +376,10 @@ def read(checkpoint, prefix="model."):
     Raises:
         SettingError: it is not a checkpoint, or not to be trusted.
     """
-    reader, stored, _ = _open(pathlib.Path(checkpoint))
+    checkpoint = pathlib.Path(checkpoint)
+    if damage := find_damage(checkpoint, hashed_files(checkpoint)):
+        raise SettingError(f"{damage}; {_instead(checkpoint)}")
+    reader, stored, _ = _open(checkpoint)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items() if name.startswith(prefix)
@@ -275,34 +391,74 @@ def read(checkpoint, prefix="model."):
 def _open(checkpoint):
     """Returns DCP's reader, the metadata of each stored tensor, and the content of run.json."""
     try:
-        saved = json.loads((checkpoint / "run.json").read_text())
-        reader = _SafeReader(checkpoint)
-        stored = reader.read_metadata().state_dict_metadata
+        with open_regular(checkpoint / "run.json") as file:
+            saved = json.load(file)
+        if not all(isinstance(saved[key], dict) for key in (MUST, MAY, COUNTS)):
+            raise ValueError("run.json holds no settings")
+        reader = SafeReader(checkpoint)
+        index = reader.read_metadata()
+        if saved[COUNTS] != _counts(index):
+            raise ValueError(f"its index has {_counts(index)}, and run.json {saved[COUNTS]}")
     except BROKEN as error:
-        raise SettingError(f"{checkpoint} is not a checkpoint of these scripts: {error}") from None
-    for name, entry in stored.items():
-        if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            raise SettingError(f"{checkpoint} is not to be trusted: {name} is not a tensor")
-    return reader, stored, saved
+        raise SettingError(
+            f"{checkpoint} is not a checkpoint of these scripts ({type(error).__name__}: {error}); "
+            f"{_instead(checkpoint)}"
+        ) from None
+    return reader, index.state_dict_metadata, saved
 
 
-def _load(tensors, reader):
-    with warnings.catch_warnings():  # DCP warns that a single process loads alone
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=reader)
+def _counts(index):
+    """What an index must not lose."""
+    entries = index.state_dict_metadata.values()
+    return {"tensors": len(entries), "parts": sum(len(entry.chunks) for entry in entries)}
+
+
+def _instead(checkpoint):
+    """What to do when a checkpoint is broken."""
+    older = [
+        path for path in list_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)
+    ] if re.fullmatch(r"step-\d+", checkpoint.name) else []
+    if not older:
+        return "no older checkpoint is there: start anew with --no-resume or another --out"
+    return f"use the older {older[-1]}: --resume-from {step_of(older[-1])}"
+
+
+def _load(tensors, reader, group=None):
+    try:
+        with warnings.catch_warnings():  # DCP warns that a single process loads alone
+            warnings.simplefilter("ignore")
+            dcp.load(tensors, storage_reader=reader, process_group=group)
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise SettingError(
+            f"{reader.path} cannot be read (rank {rank}: {cause}); "
+            f"{_instead(pathlib.Path(reader.path))}"
+        ) from None
 
 
 @contextlib.contextmanager
-def _in_words(step, out):
-    """Around a save: turn a failure into a SettingError."""
+def _in_words(step, temporary, group):
+    """Around a part of a save: turn a failure into a SettingError on all ranks of ``group``, and
+    remove what has been written."""
+    problem = None
     try:
         yield
     except dcp.CheckpointException as error:  # raised on all ranks, though one failed
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise SettingError(
-            f"the checkpoint of step {step} could not be written to {out} (rank {rank}: {cause}); "
-            f"the ones before it are intact: make room and start again"
-        ) from None
+        problem = f"rank {rank}: {cause}"
+    except OSError as error:
+        problem = f"rank {_rank()}: {error}"
+    if problem:
+        problem = (
+            f"the checkpoint of step {step} could not be written to {temporary.parent} "
+            f"({problem}); the ones before it are intact: make room and start again"
+        )
+    try:
+        _raise_together(problem, group)
+    except SettingError:
+        if _rank() == 0:
+            _remove(temporary)
+        raise
 
 
 def _with_states(tensors, optimizer):
@@ -315,10 +471,11 @@ def _with_states(tensors, optimizer):
     return named
 
 
-def _share_out(tensors):
+def _share_out(tensors, group):
     """Who writes what. Returns the names of the tensors whose part on this rank this rank writes:
-    of the ranks that hold equal parts one does, and all write about as much. And for each buffer of
-    this rank of which others hold copies, the first such rank and their group.
+    of the ranks that hold equal parts one does, and all write about as much. For each buffer of
+    this rank of which others hold copies, the first such rank and their group. And what several
+    ranks hold, as pairs of a name and a part.
     """
     own = [
         (name, _part(tensor), _local(tensor).nbytes, _is_buffer(tensor))
@@ -327,7 +484,7 @@ def _share_out(tensors):
     of_all = [own]
     if dist.is_initialized():
         of_all = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, own)
+        dist.all_gather_object(of_all, own, group=group)
     holders = {}
     for rank, parts in enumerate(of_all):
         for part in parts:
@@ -345,7 +502,42 @@ def _share_out(tensors):
                 groups[ranks] = dist.new_group(ranks)  # all ranks call it, in the same order
             if _rank() in ranks:
                 buffers[name] = ranks[0], groups[ranks]
-    return [name for name in tensors if name in written], buffers
+    replicas = [part[:2] for part, ranks in holders.items() if len(ranks) > 1]
+    return [name for name in tensors if name in written], buffers, replicas
+
+
+def _first_not_finite(tensors, optimizer):
+    """The name of the first parameter that is not finite, or has such an optimizer state."""
+    for name, tensor in tensors.items():
+        if not _is_buffer(tensor):  # a mask may hold -inf
+            for value in (tensor, *optimizer.state.get(tensor, {}).values()):
+                value = _local(value)
+                if value.is_floating_point() and value.numel():
+                    # Needs no memory, and gives NaN if one is there.
+                    if not torch.stack(value.aminmax()).isfinite().all():
+                        return name
+
+
+def _raise_together(problem, group):
+    """Raise a SettingError on all ranks of ``group`` if one has a ``problem``; alone without a
+    group."""
+    problems = [problem]
+    if group is not None:
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+    if problem := next(filter(None, problems), None):
+        raise SettingError(problem)
+
+
+def _broadcast_text(text, group):
+    """The text of rank 0 (no pickle)."""
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    size = torch.tensor(len(content))
+    dist.broadcast(size, 0, group)
+    if _rank():
+        content = torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(content, 0, group)
+    return bytes(content.tolist()).decode()
 
 
 def _part(tensor):
@@ -390,55 +582,55 @@ def _make_states(stored, tensors, optimizer):
                 )
 
 
-class _SafeReader(dcp.FileSystemReader):
-    """DCP's reader, but its index, a pickle, may name only the classes that DCP writes.
+def _lock(folder):
+    """Lock the run folder until this process ends, however it ends. Returns the open file, which
+    must stay open. The lock is a record lock: children do not inherit it, and NFS has it too.
 
-    DCP itself reads tensors with ``weights_only=True``. Other values, which it would unpickle, are
-    refused by ``_open``.
+    Raises:
+        SettingError: another process has it.
     """
-
-    def read_metadata(self, *args, **kwargs):
-        with (pathlib.Path(self.path) / ".metadata").open("rb") as file:
-            return _MetadataUnpickler(file).load()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module, name):
-        written_by_dcp = (
-            (module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES)
-            or (module, name) in _OTHER_CLASSES
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        )
-        if not written_by_dcp:
-            raise pickle.UnpicklingError(
-                f"its index asks for {module}.{name}, which DCP never writes"
-            )
-        return super().find_class(module, name)
-
-
-_METADATA_CLASSES = {
-    "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-    "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-}
-_OTHER_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
+    file = open(folder / "lock", "a+")
+    patience = time.monotonic() + 5  # a run that is ending, such as one that lost its launcher
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                print(f"{folder} cannot be locked ({error.strerror}): see to it that no other run "
+                      f"uses it", file=sys.stderr)
+                return file
+            if time.monotonic() > patience:
+                file.seek(0)
+                raise SettingError(
+                    f"--out {folder} is in use by {file.read(200).strip()}: wait until that run "
+                    f"has ended, or choose another folder"
+                ) from None
+            time.sleep(0.1)
+            continue
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        return file
 
 
-def _move_aside(out):
-    """Move the files of an earlier run into the first free ``previous-N`` of the folder."""
-    earlier = [*out.glob("step-*"), *out.glob("*.json"), *out.glob("*.jsonl")]
-    if earlier:
+def _remove(path):
+    """Remove a checkpoint; what cannot be removed stays."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _move_aside(folder, paths):
+    """Move files of an earlier run into the first free ``previous-N`` of the folder."""
+    if paths:
         number = 1
-        while (out / f"previous-{number}").exists():
+        while (folder / f"previous-{number}").exists():
             number += 1
-        (out / f"previous-{number}").mkdir()
-        for path in earlier:
-            path.rename(out / f"previous-{number}" / path.name)
+        (folder / f"previous-{number}").mkdir()
+        for path in paths:
+            path.rename(folder / f"previous-{number}" / path.name)
 
 
 def _flush_to_disk(folder):
@@ -452,6 +644,6 @@ def _rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _barrier():
-    if dist.is_initialized():
-        dist.barrier()
+def _as_read(settings):
+    """As settings come back from a file: tuples are lists, keys are strings."""
+    return json.loads(json.dumps(settings, default=str))

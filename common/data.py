@@ -10,8 +10,10 @@ data-parallel rank takes its share of them. So the step number is the only state
 """
 
 import collections.abc
+import hashlib
 import os
 import pathlib
+import signal
 import sysconfig
 
 import numpy as np
@@ -160,8 +162,9 @@ class TokenDataset(Dataset):
     tensors (T,).
 
     Raises:
-        SettingError: ``data`` does not exist, mixes .bin files with text, has half a token, or is
-            too short for one sample; when a sample is read: a token is not in the vocabulary.
+        SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
+            a token, or is too short for one sample; when a sample is read: a token is not in the
+            vocabulary, or the file has become shorter.
     """
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None):
@@ -175,7 +178,7 @@ class TokenDataset(Dataset):
         if token_dtype == "auto":
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
-        sizes = np.array([path.stat().st_size for path in self.files], np.int64)
+        sizes = np.array([_size(path) for path in self.files], np.int64)
         for path, size in zip(self.files, sizes):
             if size % self.dtype.itemsize:
                 raise SettingError(
@@ -217,28 +220,64 @@ class TokenDataset(Dataset):
             count = min(last, int(self.ends[file])) - first
             if count:  # an empty file cannot be mapped
                 offset = (first - start) * self.dtype.itemsize
-                pieces.append(np.memmap(self.files[file], self.dtype, "r", offset, (count,)))
+                try:
+                    piece = np.memmap(self.files[file], self.dtype, "r", offset, (count,))
+                except (OSError, ValueError) as error:
+                    raise SettingError(
+                        f"{self.files[file]} cannot be read any more: {error}"
+                    ) from None
+                pieces.append(piece)
             first += count
             file += 1
         return np.concatenate(pieces)
 
 
+def fingerprint(dataset):
+    """What tells one dataset of tensors from another: its number of samples, and a hash of a few of
+    them, as a dict."""
+    digest = hashlib.sha256()
+    last = len(dataset) - 1
+    for index in sorted({last * place // 15 for place in range(16)}):
+        for tensor in dataset[index]:
+            digest.update(np.ascontiguousarray(tensor).tobytes())
+    return {
+        "the number of samples in --data": len(dataset),
+        "the hash of some samples in --data": digest.hexdigest()[:16],
+    }
+
+
+def _size(path):
+    """The bytes of a file that can be read."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        if path.is_file():
+            return path.stat().st_size
+        reason = "not a regular file"
+    except OSError as error:
+        reason = error.strerror
+    raise SettingError(f"--data: {path} cannot be read ({reason}): remove it, or see to its rights")
+
+
 def _find_files(data):
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
-    if not path.exists():
+    if data == "" or not os.path.exists(path):
         raise SettingError(
-            f"--data {data}: no such file or folder (give one, or '{STANDARD_LIBRARY}' for the "
-            f"source of Python's standard library)"
+            f"--data {data or repr(data)}: no such file or folder (give one, or "
+            f"'{STANDARD_LIBRARY}' for the source of Python's standard library)"
         )
     if not path.is_dir():
         return [path]
     found = []
-    for folder, subfolders, files in os.walk(path):
+    for folder, subfolders, files in os.walk(path, onerror=_refuse_folder):
         skipped = SKIPPED_FOLDERS if standard else ()
         subfolders[:] = [s for s in subfolders if s not in skipped and not s.startswith(".")]
         found += [pathlib.Path(folder, file) for file in files if not file.startswith(".")]
     return sorted(file for file in found if file.suffix == ".py" or not standard)
+
+
+def _refuse_folder(error):
+    raise SettingError(f"--data: {error.filename} cannot be read ({error.strerror})")
 
 
 def load_batches(dataset, sampler, device, workers=0):
@@ -250,9 +289,16 @@ def load_batches(dataset, sampler, device, workers=0):
     loader = DataLoader(
         dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise it would advance the random state of training
+        worker_init_fn=_leave_signals_to_the_parent,
     )
     for batch in loader:
         yield to_device(batch, device)
+
+
+def _leave_signals_to_the_parent(worker):
+    """A signal that asks a run to stop may reach all its processes. Workers watch their parent."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def to_device(batch, device):

@@ -26,17 +26,52 @@ def rank_and_world_size():
             f"RANK is {rank} and WORLD_SIZE is {world_size}: a launcher sets both, such as "
             f"torchrun; unset both to run one process"
         )
-    try:
-        rank, world_size = int(rank or 0), int(world_size or 1)
-    except ValueError:
-        raise SettingError(
-            f"RANK '{rank}' and WORLD_SIZE '{world_size}' must be whole numbers"
-        ) from None
-    if not 0 <= rank < world_size:
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= world_size:
         raise SettingError(
             f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}"
         )
     return rank, world_size
+
+
+def _number(name, default, least=0, most=10**9):
+    """The whole number in an environment variable."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise SettingError(
+            f"{name} is '{text:.40}': it must be a whole number from {least} to {most}, as "
+            f"launchers set it"
+        )
+    return int(text)
+
+
+def master_address():
+    """MASTER_ADDR and MASTER_PORT, where rank 0 listens, and whether that address is loopback.
+
+    Raises:
+        SettingError: a variable is missing or cannot be, or no machine of this name is known.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise SettingError(
+            f"RANK is set but not {' and '.join(missing)}: launchers set all of them"
+        )
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0, 1, 65535)
+    try:
+        socket.getaddrinfo(address or None, port)
+    except (OSError, UnicodeError):
+        address = None
+    if not address:
+        raise SettingError(
+            f"MASTER_ADDR is '{os.environ['MASTER_ADDR']}': this machine knows no other of that "
+            f"name; give the address of the machine of rank 0"
+        )
+    return address, port, _is_loopback(address)
+
+
+def _is_loopback(address):
+    # Not what a name resolves to: many machines resolve their own to 127.0.1.1.
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def local_rank():
@@ -47,9 +82,9 @@ def local_rank():
     """
     rank, world_size = rank_and_world_size()
     if "LOCAL_RANK" in os.environ or world_size == 1:
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return _number("LOCAL_RANK", 0)
     if "LOCAL_WORLD_SIZE" in os.environ:
-        return rank % int(os.environ["LOCAL_WORLD_SIZE"])
+        return rank % _number("LOCAL_WORLD_SIZE", 1, 1)
     raise SettingError(
         "RANK is set but neither LOCAL_RANK nor LOCAL_WORLD_SIZE: all processes of a machine would "
         "take the same GPU; set one of them, as torchrun does"
@@ -64,7 +99,7 @@ def _read_slurm():
     has them too, with one task.
     """
     env = os.environ
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in env:
+    if _number("SLURM_STEP_NUM_TASKS", 1) == 1 or "SLURM_PROCID" not in env:
         return
     # The first host of "node[03-05,9],other": keep the first number of each bracket.
     first = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "")).split(",")[0]
@@ -74,7 +109,7 @@ def _read_slurm():
             f"'{env.get('SLURM_STEP_NODELIST', '')}': set MASTER_ADDR to its address"
         )
     # Two jobs that share a machine must not share a port.
-    port = int(env.get("SLURM_JOB_ID", 0)) * 10 + int(env.get("SLURM_STEP_ID", 0))
+    port = _number("SLURM_JOB_ID", 0) * 10 + _number("SLURM_STEP_ID", 0, most=2**32)
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
     env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
     env.setdefault("MASTER_ADDR", first)
@@ -91,9 +126,13 @@ def _refuse_mpi():
             )
 
 
-def pick_gloo_interface():
+def pick_interface():
     """Let gloo use the network interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names
-    another.
+    another. On one machine gloo and NCCL use the loopback interface, which no other machine
+    reaches.
+
+    Raises:
+        SettingError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
 
     By itself gloo takes the address of this machine's own name. Many systems resolve that name to
     127.0.1.1, which no other machine can reach. On the first machine MASTER_ADDR may be such a name
@@ -101,8 +140,17 @@ def pick_gloo_interface():
     """
     env, master = os.environ, os.environ.get("MASTER_ADDR", "localhost")
     one_machine = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
-    loopback = master == "localhost" or master.startswith("127.")
-    if one_machine or loopback or "GLOO_SOCKET_IFNAME" in env:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if (one_machine or _is_loopback(master)) and "lo" in interfaces:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if "GLOO_SOCKET_IFNAME" in env:
+        unknown = set(env["GLOO_SOCKET_IFNAME"].split(",")) - set(interfaces)
+        if unknown:
+            raise SettingError(
+                f"GLOO_SOCKET_IFNAME is '{env['GLOO_SOCKET_IFNAME']}': the network interfaces of "
+                f"this machine are {', '.join(interfaces)}"
+            )
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -114,7 +162,7 @@ def pick_gloo_interface():
             with open("/proc/net/route") as routes:
                 found = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
         else:
-            found = [name for _, name in socket.if_nameindex() if _address(probe, name) == own]
+            found = [name for name in interfaces if _address(probe, name) == own]
     if found:
         env["GLOO_SOCKET_IFNAME"] = found[0]
 

@@ -1,9 +1,14 @@
 """Start-up and tear-down of a process, alone or as one of many."""
 
 import atexit
+import ctypes
 import datetime
 import functools
+import json
 import os
+import platform
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -13,12 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from common.environment import local_rank, pick_gloo_interface, rank_and_world_size
-from common.errors import SettingError
+from common.environment import (
+    local_rank, master_address, pick_interface, rank_and_world_size
+)
+from common.errors import SettingError, printable
 
 
 # What gloo says if a process is lost.
 LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# What a setting too large, or a file that cannot be read, raises before the first step.
+INPUT = (OSError, OverflowError, MemoryError, UnicodeError)
+TOO_LARGE = ("can't allocate memory", "out of memory", "overflow", "not enough memory")
 
 
 def pick_device(device="auto", share=False):
@@ -75,18 +85,29 @@ def _store():
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise SettingError(
-            f"RANK is set but not {' and '.join(missing)}: launchers set all of them"
+    rank, _ = rank_and_world_size()
+    address, port, loopback = master_address()
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not of_agent
+    listener = None
+    try:
+        if serves and loopback:  # a TCPStore by itself listens on all interfaces
+            listener = socket.create_server((address, port)).detach()
+        store = dist.TCPStore(
+            address, port, is_master=serves, master_listen_fd=listener, multi_tenant=not listener,
+            timeout=datetime.timedelta(seconds=300),
         )
-    store, _, _ = next(dist.rendezvous("env://"))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    except (OSError, RuntimeError) as error:
+        raise SettingError(
+            f"rank {rank} cannot {'listen on' if serves else 'reach'} MASTER_ADDR {address}, "
+            f"MASTER_PORT {port}: {str(error).splitlines()[0]}"
+        ) from None
+    if not of_agent:
         return store
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
+def start_process_group(device="auto", backend="auto", timeout=600, folder=".", settings=None):
     """Start-up of one process of many. Returns its torch.device. End the process as ``launch``
     does.
 
@@ -96,24 +117,23 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
             let several ranks share a GPU; "mpi"; or "auto": nccl on GPUs, otherwise gloo.
         timeout: seconds after which a collective of any group fails, if a rank does not take part.
         folder: where NCCL then leaves a record of the last collectives of each rank.
+        settings: a dict of what must be the same on all ranks, such as the options.
 
     Raises:
-        SettingError: there is no GPU for this process, ranks are on different types of device,
-            torch lacks the backend, or a launcher's variable is missing.
+        SettingError: there is no GPU for this process, ranks are on different types of device or
+            have different settings or versions, torch lacks the backend, or a launcher's variable
+            is missing.
     """
     rank, world_size = rank_and_world_size()
     store = _store()  # first: if only some ranks fail below, one of them can say why
     device = pick_device(device, share=backend == "gloo")
     if not dist.is_initialized():
-        if rank == 0:
-            store.set("device", device.type)
-        elif (first := store.get("device").decode()) != device.type:  # both would wait for ever
-            raise SettingError(
-                f"rank {rank} is on {device.type} and rank 0 on {first}: fix the machine on which "
-                f"torch finds no GPU, or use --device cpu"
-            )
+        _check_settings(store, rank, world_size, {
+            "the type of device": device.type, "torch": torch.__version__,
+            "Python": platform.python_version(), **(settings or {}),
+        })
         backend = _check_backend(backend, device)
-        pick_gloo_interface()
+        pick_interface()
         if backend == "nccl":
             # No user can act on these warnings, of gloo in a mesh and of P2P in pipelines.
             warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo")
@@ -132,6 +152,25 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder="."):
         )
         dist.barrier()  # a rank that ends before all are connected gives the others obscure errors
     return device
+
+
+def _check_settings(store, rank, world_size, settings):
+    """Compare the settings of all ranks with those of rank 0. All ranks learn of a difference: the
+    others would wait for one that ends alone."""
+    own = json.loads(json.dumps(settings, default=str))
+    if rank == 0:
+        store.set("settings", json.dumps(own))
+    first = json.loads(store.get("settings"))
+    for name in first | own:
+        if own.get(name) != first.get(name):
+            store.set("difference", (
+                f"{name} is {first.get(name)} on rank 0 and {own.get(name)} on rank {rank}: start "
+                f"all ranks with the same"
+            ))
+    if store.add("compared", 1) == world_size:
+        store.set("verdict", store.get("difference") if store.check(["difference"]) else "")
+    if verdict := store.get("verdict").decode():
+        raise SettingError(verdict)
 
 
 def nccl_variables(folder):
@@ -167,8 +206,9 @@ def _check_backend(backend, device):
 def launch(main):
     """Run ``main()`` and end the process: the last line of every script.
 
-    A ``SettingError`` becomes one line on stderr. If several processes fail, only the first one
-    prints its error: the failure of one process usually causes the others.
+    A ``SettingError`` becomes one line on stderr, and so does what bad input raises before the
+    first step. If several processes fail, only the first one prints its error: the failure of one
+    process usually causes the others.
 
     The process ends by ``os._exit``. At an ordinary exit of a good run a thread of gloo may need
     the GIL while the interpreter is finalised: the process aborts or hangs
@@ -178,6 +218,9 @@ def launch(main):
     """
     status, failure = 1, None
     try:
+        _end_with_launcher()
+        if rank_and_world_size()[1] > 1:
+            _store()  # first: if the arguments are wrong, one of the processes can say so
         main()
         status = 0
     except SettingError as error:
@@ -186,8 +229,12 @@ def launch(main):
         status = exit.code or 0
     except KeyboardInterrupt:
         status = 130
-    except RuntimeError as error:
+    except (RuntimeError, *INPUT) as error:
         failure = traceback.format_exc().rstrip()
+        words = " ".join(f"{type(error).__name__}: {error}".splitlines()[:1])
+        in_loop = "step" in error.__traceback__.tb_next.tb_frame.f_locals  # of main
+        if not in_loop and (isinstance(error, INPUT) or any(w in words for w in TOO_LARGE)):
+            failure = f"{_script()}: error: {printable(words)}"
         if any(words in str(error) for words in LOST):
             rank, _ = rank_and_world_size()
             failure = (
@@ -207,6 +254,15 @@ def launch(main):
     os._exit(status)
 
 
+def _end_with_launcher():
+    """Under torchrun: ask the kernel for SIGTERM when torchrun dies, even by SIGKILL. Otherwise its
+    processes train on, and write into the folder from which a new start reads."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.environ.get("TORCHRUN_PID", str(os.getppid())) != str(os.getppid()):
+            sys.exit("torchrun has ended")  # before the line above
+
+
 def _script():
     return os.path.basename(sys.argv[0])
 
@@ -217,10 +273,11 @@ def _report(failure):
     try:
         rank, world_size = rank_and_world_size()
         if _store.cache_info().currsize:
+            _store().set("verdict", "another rank has failed")  # to those that still start
             failed = _store().add("failed", 1)
             first = failed == 1
-        else:  # before the processes are connected, all of them find the same fault
-            first = rank == 0
+        else:  # before the processes are connected, one of each machine
+            first = os.environ.get("LOCAL_RANK", "0") == "0"
     except SettingError:  # the rank is not known
         first = True
     except dist.DistError:

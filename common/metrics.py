@@ -1,5 +1,6 @@
 """What a run reports: start lines, progress bar, metrics.jsonl, trace and summary."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common.counting import HELD, StepCounter
-from common.errors import SettingError
+from common.errors import SettingError, printable
 
 # Dense matrix products in bfloat16, from NVIDIA's data sheets, in 10^12 operations per second.
 PEAK_TFLOPS = {
@@ -61,7 +62,7 @@ class Metrics:
         self.mfu_per_rate = flops_per_token / peak if peak else 0
         self.counted_step = min(start + 2, stop - 1)
         self.counter, self.held, self.allocated = None, {}, None
-        self.history = []
+        self.history, self.done = [], start
         self.say(self._place())
         for line in description:
             self.say(line)
@@ -69,8 +70,9 @@ class Metrics:
             self.say(f"resuming after step {start} of {folder}")
         self.profiler = self._profile() if profile else None
         if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = _open_log(self.folder / "metrics.jsonl", start)
+            with _in_words(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.file = _open_log(self.folder / "metrics.jsonl", start)
         self.bar = tqdm(
             initial=start, total=stop, unit=" steps", disable=self.rank != 0, dynamic_ncols=True,
             mininterval=0.1 if sys.stderr.isatty() else 5,
@@ -81,7 +83,7 @@ class Metrics:
 
     def say(self, line):
         if self.rank == 0:
-            print(line, flush=True)
+            print(printable(str(line)), flush=True)
 
     def due(self, step):
         """Whether ``step`` is logged: every ``log_every`` steps, the first and the last."""
@@ -110,8 +112,9 @@ class Metrics:
             mfu = f", MFU {record['mfu']:.1%}"
         self.history.append(record)
         if self.rank == 0:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            with _in_words(self.folder):
+                self.file.write(json.dumps(record) + "\n")
+                self.file.flush()
         self.bar.set_postfix_str(
             f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
             f"{self.unit}/s{mfu}", False
@@ -148,12 +151,14 @@ class Metrics:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the GPU may be steps behind
             self.warm = step + 1, time.perf_counter()
+        self.done = step + 1
         self.bar.update()
         if self.profiler:
             self.profiler.step()
 
     def close(self, **theory):
-        """End the report with the summary, also written to summary.json. Returns the history.
+        """End the report with the summary, also written to summary.json, or, if the run was stopped
+        early, with one line. Returns the history.
 
         ``theory`` gives, for ``parameters``, ``gradients``, ``optimizer_states`` and ``sent``, a
         formula and its value in bytes, to stand beside what was counted.
@@ -161,6 +166,9 @@ class Metrics:
         if self.profiler:
             self.profiler.stop()
         self.bar.close()
+        if self.done < self.stop:
+            self.say(self._stopped())
+            return self.history
         (step, began), ended = self.warm, self.logged_at
         if step == self.stop:  # no step is left after warm-up: time all steps
             step, began = self.start, self.began
@@ -182,7 +190,8 @@ class Metrics:
                 "theory": {name: {"formula": f, "bytes": b} for name, (f, b) in theory.items()},
                 "collectives": collectives,
             }
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            with _in_words(self.folder):
+                (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         if self.profiler:
             self.say(f"traces of a few steps: {self.folder}/trace-rank*.json")
         self.say(
@@ -199,6 +208,13 @@ class Metrics:
             self.say(f"{'torch allocated':18}{'':18}{self.allocated:18,}")
         self.say(f"{'sent in a step':18}{sent:18,}{'':18}{formulas.get('sent', '')}")
         return self.history
+
+    def _stopped(self):
+        saved = (self.folder / f"step-{self.done:08d}").exists()
+        return (
+            f"stopped after step {self.done} of {self.stop}, "
+            + ("saved: the same command goes on from there" if saved else "and nothing is saved")
+        )
 
     def _place(self):
         """The line that says what runs where."""
@@ -235,15 +251,27 @@ def _peak_tflops(device):
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), 0)
 
 
+@contextlib.contextmanager
+def _in_words(folder):
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            f"--out {folder}: {error.filename or 'metrics.jsonl'} cannot be written "
+            f"({error.strerror}); the checkpoints are intact: make room, or choose another folder"
+        ) from None
+
+
 def _open_log(path, start):
     """Open metrics.jsonl to append, without the lines after step ``start``: those are repeated."""
     kept = []
-    if path.exists():
+    if path.is_file():
         for line in path.read_text().splitlines():
             try:
                 if json.loads(line)["step"] <= start:
                     kept.append(line + "\n")
-            except ValueError:  # the process was killed while it wrote this line
+            # The process was killed while it wrote this line.
+            except (ValueError, TypeError, KeyError):
                 break
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))

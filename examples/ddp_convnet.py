@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_batches
+from common.data import BatchSampler, fingerprint, load_batches
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.optimizer import skip_if_not_finite
@@ -27,7 +27,9 @@ def main(argv=None):
     args = parse_arguments(argument_parser(__doc__, model=False, text=False), argv)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
@@ -50,11 +52,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, {}, fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, {}, len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / args.steps, sampler.start - 1)
@@ -99,7 +101,8 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, scheduler.get_last_lr()[0])
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     images, labels = bars(400, args.seed + 1, args.param_dtype)[dist.get_rank() :: n]
     right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()

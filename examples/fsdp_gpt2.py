@@ -17,9 +17,11 @@ from torch.distributed.fsdp import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from common.arguments import argument_parser, at_least, describe, parse_arguments, run_settings
+from common.arguments import (
+    all_options, argument_parser, at_least, describe, parse_arguments, run_settings
+)
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_batches
+from common.data import BatchSampler, fingerprint, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
@@ -49,7 +51,9 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
@@ -91,11 +95,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, config.to_dict(), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, config.to_dict(), len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -138,7 +142,8 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(

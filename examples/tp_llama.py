@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoConfig, LlamaForCausalLM
 
-from common.arguments import argument_parser, describe, parse_arguments, run_settings
+from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, load_batches
+from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
 from common.launch import launch, start_process_group
@@ -39,7 +39,7 @@ def main(argv=None):
     parser.add_argument("--from-pretrained", required=True, metavar="FOLDER", help="the model")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                         help="split the norms and the residual stream along the sequence")
-    parser.add_argument("--check-replicas", action="store_true",
+    parser.add_argument("--check-samples", action="store_true",
                         help="check in every step that all ranks have read the same samples")
     args = parse_arguments(parser, argv)
     args.config = AutoConfig.from_pretrained(args.from_pretrained)
@@ -47,7 +47,9 @@ def main(argv=None):
     check(args, n)
 
     # Start-up
-    device = start_process_group(args.device, args.backend, args.timeout, args.out)
+    device = start_process_group(
+        args.device, args.backend, args.timeout, args.out, all_options(args)
+    )
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 
@@ -79,11 +81,11 @@ def main(argv=None):
     batches = load_batches(dataset, sampler, device, args.workers)
 
     # Resume: the step number is the only state of the data
+    run, may_change = run_settings(args, args.config.to_dict(), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run_settings(args, args.config.to_dict(), len(dataset)),
-        model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, resume=args.resume,
-        in_background=args.async_save,
+        args.out, run, model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
+        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
 
@@ -103,8 +105,8 @@ def main(argv=None):
         batch = [next(batches) for _ in range(args.grad_accum)]
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
-            if args.check_replicas:  # TP: different samples raise no error elsewhere
-                check_replicas(inputs, mesh.get_group("tp"))
+            if args.check_samples:  # TP: different samples raise no error elsewhere
+                check_samples(inputs, mesh.get_group("tp"))
             # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
             with loss_parallel():
                 with autocast:
@@ -124,7 +126,8 @@ def main(argv=None):
         if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
-        checkpoints.after_step(step)
+        if checkpoints.after_step(step):
+            break
 
     checkpoints.finish()
     return metrics.close(**theory(
@@ -237,7 +240,7 @@ def redistribute_gradients(model, group):
         p.grad = p.grad.redistribute(placements=p.placements)
 
 
-def check_replicas(tokens, group):
+def check_samples(tokens, group):
     """Refuse samples that are not the same on all ranks of ``group``: otherwise the ranks would
     train on a mixture of them, without an error.
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from common.checkpoint_files import write_hashes
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
 
@@ -114,10 +115,16 @@ def test_a_broken_checkpoint(run, corpus):
             (folder / name).write_bytes(broken)
             result = run("single.py", 0, f"{options} --steps 4", expect_ok=False)
             (line,) = result.lines
+            assert f"{folder / name} is damaged: its SHA-256 is not the one in" in line
+            write_hashes(folder, [name])
+            (line,) = run("single.py", 0, f"{options} --steps 4", expect_ok=False).lines
             assert "is not a checkpoint of these scripts" in line
         (folder / name).write_bytes(content)
+        write_hashes(folder, [name])
     saved = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(saved | {"--hidden-size": 64, "--head-dim": 8}))
+    saved["must stay the same"] |= {"--hidden-size": 64, "--head-dim": 8}
+    (folder / "run.json").write_text(json.dumps(saved))
+    write_hashes(folder, ["run.json"])
     result = run("single.py", 0, f"{options} --steps 4 --hidden-size 64", expect_ok=False)
     (line,) = result.lines
     assert ("is of another model: model.embed_tokens.weight has shape (256, 64) here "
@@ -129,7 +136,7 @@ def test_a_launcher_that_sets_half_of_the_variables(run):
         (0, {"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None"),
         (0, {"RANK": "2", "WORLD_SIZE": "2"},
          "RANK 2 must be at least 0 and less than WORLD_SIZE 2"),
-        (0, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK 'x' and WORLD_SIZE '2' must be whole numbers"),
+        (0, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x': it must be a whole number"),
         (0, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but not MASTER_ADDR and MASTER_PORT"),
     ]:
         result = run("ddp.py", world, env=env, expect_ok=False)
@@ -143,7 +150,7 @@ def test_a_launcher_that_sets_half_of_the_variables(run):
 @pytest.mark.parametrize("script, message", [
     pytest.param("ddp.py", "--data nowhere: no such file", marks=thorough),
     # Found by one rank, while others connect
-    ("tests/different_devices.py", "rank 1 is on cuda and rank 0 on cpu"),
+    ("tests/different_devices.py", "the type of device is cpu on rank 0 and cuda on rank 1"),
 ])
 def test_under_torchrun_one_line_stands_above_its_report(tmp_path, script, message):
     result = subprocess.run(

@@ -104,7 +104,7 @@ def test_two_agents_on_one_machine(tmp_path, corpus, expected):
     for rank, output in enumerate(outputs):
         shown = output.splitlines()[0]
         assert shown.startswith("+ OMP_NUM_THREADS=1 ")
-        assert f" {sys.executable} -m torch.distributed.run --nnodes=2 " in shown
+        assert f" {sys.executable} -P {ROOT}/common/torchrun.py --nnodes=2 " in shown
         assert f"is_host={1 - rank}" in shown and shlex.split(shown)[-2:] == ["--data", corpus]
     # The machines keep their order.
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]

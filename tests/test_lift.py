@@ -91,7 +91,9 @@ def test_the_copy_runs_alone_also_without_its_services(server, corpus, tmp_path,
     assert (tmp_path / "copy" / "out" / "metrics.jsonl").exists()
 
     bare = copy(name, tmp_path / "bare", services=False)
-    assert copied - bare == {"checkpoint", "metrics", "counting"}
+    assert copied - bare == {
+        "checkpoint", "checkpoint_files", "replicas", "signals", "metrics", "counting"
+    }
     script = str(tmp_path / "bare" / "final_weights.py")
     assert_equal(weights(server, script, name, tmp_path / "bare", corpus), expected)
     assert not (tmp_path / "bare" / "out").exists()
@@ -215,7 +217,10 @@ def test_what_scripts_share_is_the_same():
 # common/
 
 
-ALLOWED = {"metrics": {"counting"}, "arguments": {"model", "data"}}
+ALLOWED = {
+    "metrics": {"counting"}, "arguments": {"model", "data"},
+    "checkpoint": {"checkpoint_files", "replicas", "signals"},
+}
 
 
 @pytest.mark.parametrize("module", COMMON)

@@ -9,6 +9,7 @@ from packaging.version import Version
 from torch.distributed import distributed_c10d, pipelining
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _python_dispatch, _pytree
@@ -32,6 +33,9 @@ PRIVATE = {
     "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
     "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
+    "_restart_workers": (
+        SimpleElasticAgent, "no restart of processes that were asked to stop"
+    ),
     "_schema": (torch.ops.aten.add.Tensor, "the name of an operation"),
     "_type": (torch.ScriptObject, "which arguments of an operation are process groups"),
     "_utils": (torch.distributed.tensor, "compute_local_shape_and_global_offset"),

@@ -117,7 +117,7 @@ def test_bad_input(run, options, message):
 
 def test_different_rows_are_noticed(run, corpus):
     options = f"{SIZES} --data {corpus}"
-    result = run("tests/different_rows.py tp.py", 2, f"{options} --check-replicas", expect_ok=False)
+    result = run("tests/different_rows.py tp.py", 2, f"{options} --check-samples", expect_ok=False)
     assert (sum("have read different samples" in line for line in result.lines) == 1
             and all(result.statuses))
     assert run("tp.py", 2, f"{options} --check-replicas", out="same").ok

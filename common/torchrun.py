@@ -1,0 +1,83 @@
+"""torchrun, as run.sh starts it. It differs when a signal asks it to stop.
+
+torchrun itself would end with a traceback and status 1, and kill what still saves after 30 seconds.
+Here SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 go to its processes, which finish a step, save and end
+with status 0; so does torchrun then. A second signal ends all at once, and so do ``PATIENCE``
+seconds.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+PATIENCE = 300  # seconds in which processes can save; NCCL may wait for a dead one for ever
+ONE_SIGNAL = 1.0  # seconds: launchers may deliver one signal twice
+FILE = "--rdzv-conf=store_type=file"
+
+asked = None  # the first signal and its time
+restart_workers = SimpleElasticAgent._restart_workers
+
+
+def processes():
+    """The ids of the processes that this one has started."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
+
+
+def stop(number, _):
+    global asked
+    if asked and time.monotonic() - asked[1] < ONE_SIGNAL:
+        return
+    started = processes()
+    for pid in started:
+        try:
+            if asked:
+                os.killpg(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        except ProcessLookupError:
+            pass
+    if asked or not started:
+        os._exit(128 + number)
+    asked = number, time.monotonic()
+    signal.alarm(PATIENCE)
+
+
+def restart_unless_stopped(self, *args, **kwargs):
+    if asked:
+        sys.exit(128 + asked[0])
+    return restart_workers(self, *args, **kwargs)
+
+
+def main():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, stop)
+    SimpleElasticAgent._restart_workers = restart_unless_stopped
+    os.environ["TORCHRUN_PID"] = str(os.getpid())
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
+        # On one machine a file, and no port that others can reach
+        endpoint = [f"--rdzv-endpoint={folder}/store"] if FILE in sys.argv else []
+        try:
+            run.main(["--signals-to-handle=SIGQUIT", *endpoint, *sys.argv[1:]])
+        except BaseException:
+            if not asked:
+                raise
+            name = signal.Signals(asked[0]).name
+            sys.exit(f"run.sh: error: {name} came before all processes could save")
+
+
+main()
