@@ -2,8 +2,9 @@
 # Part of run.sh: start it on several machines over ssh.
 # shellcheck disable=SC2154,SC2153  # here, python, script and HOSTS are run.sh's
 
-# What host number $1 is to run, read by a bash there. Its input is a pipe from here, on which a
-# line comes every second; when none comes any more, this one or the network is dead, and all is stopped.
+# What host number $1 is to run, read by a bash there. Its input is a pipe from here, on which a line
+# comes every second. "stop" asks the run to save and end. So does the end of lines: this one or the
+# network is dead. "now" ends it at once.
 remote_commands() {
   local name settings=("NNODES=${#hosts[@]}" "NODE_RANK=$1" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
   [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
@@ -18,7 +19,11 @@ remote_commands() {
   cd $(printf %q "$PWD") || exit
   env -u HOSTS $(printf '%q ' "${settings[@]}") bash $(printf '%q ' "$here/run.sh" "$script" "$@") </dev/null &
   run=\$!
-  { while read -r -t 60 _; do :; done; kill -- -\$run; } <&0 >/dev/null 2>&1 &
+  {
+    while read -r -t 60 word && [ "\$word" != now ]; do [ "\$word" != stop ] || kill -- -\$run; done
+    kill -- -\$run
+    [ "\$word" != now ] || { sleep 1.5; kill -- -\$run; }
+  } <&0 >/dev/null 2>&1 &
   watch=\$!
   status=0; wait \$run 2>/dev/null || status=\$?
   kill -- -\$watch 2>/dev/null
@@ -27,8 +32,21 @@ remote_commands() {
 REMOTE
 }
 
+tell_hosts() {
+  local pipe
+  for pipe in "${pipes[@]}"; do { echo "$1" >&"$pipe"; } 2>/dev/null || true; done
+}
+
+# At the first signal let all save, at a second end at once, with status $1.
+ask_hosts() {
+  [ -z "$asked" ] || exit "$1"
+  asked=$1
+  tell_hosts stop
+}
+
 stop_hosts() {
   local pipe tries
+  tell_hosts now
   for pipe in "${pipes[@]}"; do exec {pipe}>&-; done  # the hosts notice at once
   for ((tries = 0; tries < 80; tries++)); do
     kill -0 "${sessions[@]}" 2>/dev/null || return 0
@@ -40,17 +58,20 @@ stop_hosts() {
 # Over ssh: start this file on each of HOSTS, and stop all when one fails.
 run_on_hosts() {
   local host pipe status fifos failed=()
-  sessions=() pipes=()  # of each host: its ssh, and the pipe to it
+  sessions=() pipes=() asked=  # of each host: its ssh, and the pipe to it
   read -ra hosts <<<"${HOSTS//$'\n'/ }"
   fifos=$(mktemp -d)
   trap 'stop_hosts' EXIT
-  trap 'exit 130' INT
-  trap 'exit 143' TERM HUP
+  trap 'ask_hosts 129' HUP
+  trap 'ask_hosts 130' INT
+  trap 'ask_hosts 138' USR1
+  trap 'ask_hosts 143' TERM
   trap '' PIPE
   for host in "${!hosts[@]}"; do
     mkfifo "$fifos/$host"
     (
       for pipe in "${pipes[@]}"; do exec {pipe}>&-; done  # only the first process may hold these
+      trap '' INT HUP USR1  # a terminal sends Ctrl-C to ssh too
       # shellcheck disable=SC2086  # SSH may be several words
       exec ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" bash -s
     ) <"$fifos/$host" &
@@ -75,6 +96,7 @@ run_on_hosts() {
     if [ ${#failed[@]} -gt 0 ]; then
       stop_hosts
       trap - EXIT
+      [ -z "$asked" ] || exit "$asked"
       fail "$(printf '%s; ' "${failed[@]}")all are stopped"
     fi
     sleep 1

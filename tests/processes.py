@@ -18,7 +18,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-PATIENCE = 60  # seconds after which what runs is taken to hang, however busy the machine is
+PATIENCE = 300  # seconds after which what runs is taken to hang, however busy the machine is
 
 
 class Result:

@@ -18,7 +18,7 @@ from common.replicas import NOT_HELD, first_difference, sum_of_bits
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
 from tests.test_checkpoint import assert_bit_equal, tensors
-from tests.test_launch import RUN, finish, left_over, start, wait_until
+from tests.test_launch import RUN, children, finish, left_over, start, wait_until
 from tests.test_same_run import MODEL
 
 OPTIONS = (f"{MODEL} --seq-len 32 --batch-size 8 --steps 8 --log-every 1 --warmup-steps 3 "
@@ -312,17 +312,6 @@ def test_run_sh_ends_at_once_at_a_second_signal(tmp_path, corpus):
     finish(process, timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     wait_until(lambda: not left_over(tmp_path))
-
-
-def children(pid):
-    found = []
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-        except OSError:
-            pass
-    return sorted(found)
 
 
 @pytest.mark.parametrize("launcher, name", sampled(

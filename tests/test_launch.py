@@ -116,10 +116,7 @@ def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     processes = two_machines(tmp_path, f"{EXACT} --data {corpus} --save-every 2", MAX_RESTARTS="1")
     out = tmp_path / "runs" / "ddp"
     wait_until(lambda: any(path.name[5:].isdigit() for path in out.glob("step-*")))
-    children = pathlib.Path(
-        f"/proc/{processes[1].pid}/task/{processes[1].pid}/children"
-    ).read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
     outputs = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "resuming after step" in outputs[0]
@@ -129,8 +126,75 @@ def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
                for a, b in zip(row, other)) < 1e-10
 
 
+def listeners(pids):
+    """The addresses at which these processes listen, in the hexadecimal form of /proc/net/tcp."""
+    sockets = set()
+    for pid in pids:
+        for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(link))
+            except OSError:
+                pass
+    lines = [line.split() for name in ("tcp", "tcp6")
+             for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {line[1].split(":")[0] for line in lines
+            if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+def test_on_one_machine_nothing_listens_beyond_loopback(tmp_path, corpus):
+    options = f"{EXACT} --data {corpus} --steps 100000"
+    process = start([*RUN, "ddp.py", *options.split()], tmp_path, NPROC="2")
+    log, found = tmp_path / "runs" / "ddp" / "metrics.jsonl", set()
+    while not log.exists():  # from the first moment to the loop
+        assert process.poll() is None
+        found |= listeners([process.pid, *children(process.pid)])
+        time.sleep(0.02)
+    found |= listeners([process.pid, *children(process.pid)])
+    process.terminate()
+    finish(process)
+    assert found == {"0100007F"}  # 127.0.0.1
+
+
+def children(pid):
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+        except OSError:
+            pass
+    return sorted(found)
+
+
+@thorough
+def test_fewer_machines_go_on(tmp_path, corpus):
+    """NNODES=1:2, and the second machine dies: the same curve, but for the order of sums."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    options = f"{EXACT} --data {corpus} --steps 600 --save-every 20"
+    assert start([sys.executable, ROOT / "single.py", *options.split()], whole).wait() == 0
+    port = str(free_port())
+    first, second = [
+        start([*RUN, "ddp.py", *options.split()], tmp_path, NNODES="1:2", NODE_RANK=str(rank),
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MAX_RESTARTS="3")
+        for rank in (0, 1)
+    ]
+    out = tmp_path / "runs" / "ddp"
+    wait_until(lambda: any(path.name[5:].isdigit() for path in out.glob("step-*")))
+    os.kill(second.pid, signal.SIGSTOP)  # as one: launcher and process
+    for pid in [*children(second.pid), second.pid]:
+        os.kill(pid, signal.SIGKILL)
+    output = finish(first)
+    assert first.returncode == 0 and "1 process on cpu" in output, output
+    assert "resuming after step" in output
+    found, expected = curve(out), curve(whole / "runs" / "single")
+    assert len(found) == len(expected) == 600
+    assert max(abs(a - b) for row, other in zip(found, expected)
+               for a, b in zip(row, other)) < 1e-9
+
+
 def test_one_machine_stays_on_loopback(tmp_path):
-    """Its processes meet at localhost, and the command that is shown runs as it stands."""
+    """Its processes meet there, and the command that is shown runs as it stands."""
     script = tmp_path / "show.py"
     script.write_text(
         "import os, sys\n"
@@ -140,7 +204,7 @@ def test_one_machine_stays_on_loopback(tmp_path):
     output = finish(start([*RUN, "show.py", "two words", "$HOME", "--max-restarts=9"], tmp_path,
                           NPROC="2"))
     shown, *lines = output.splitlines()
-    assert lines == ["('localhost', '2', 'two words', '$HOME', '--max-restarts=9')"] * 2
+    assert lines == ["('127.0.0.1', '2', 'two words', '$HOME', '--max-restarts=9')"] * 2
     again = subprocess.run(shown[1:], shell=True, cwd=tmp_path, capture_output=True, text=True,
                            timeout=PATIENCE)
     assert again.stdout.splitlines() == lines
@@ -276,7 +340,20 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
     assert process.returncode == 0, output
     assert curve(tmp_path / "two hosts") == expected
     assert sorted(line[:5] for line in output.splitlines()
-                  if "torch.distributed.run" in line) == ["+ OMP", "+ OMP"]
+                  if "common/torchrun.py" in line) == ["+ OMP", "+ OMP"]
+    assert not left_over(tmp_path)
+
+
+@thorough
+def test_a_signal_lets_all_hosts_save(machines, tmp_path, corpus):
+    options = f"{EXACT} --data {corpus} --steps 100000 --save-every 50000"
+    process = on_hosts(machines, tmp_path, "ddp.py", *options.split())
+    log = tmp_path / "runs" / "ddp" / "metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 2)
+    os.kill(process.pid, signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 0 and "Traceback" not in output, output
+    assert output.splitlines()[-1].startswith("stopped after step") and "saved" in output
     assert not left_over(tmp_path)
 
 
@@ -320,7 +397,7 @@ def test_a_host_that_cannot_start(machines, tmp_path, corpus):
 def starts_only_on_first(tmp_path):
     """A Python that has all that is required, but on the second host cannot start torchrun."""
     path = tmp_path / "python"
-    path.write_text('#!/bin/bash\n[ "${NODE_RANK:-0}" = 0 ] || [ "$1" != -m ] || exit 9\n'
+    path.write_text('#!/bin/bash\n[ "${NODE_RANK:-0}" = 0 ] || [ "$1" != -P ] || exit 9\n'
                     f'exec {sys.executable} "$@"\n')
     path.chmod(0o755)
     return path
@@ -418,6 +495,32 @@ def test_a_batch_job(slurm, tmp_path, corpus, expected):
     assert state() == "COMPLETED", output.read_text()
     assert curve(tmp_path / "out") == expected
     assert output.read_text().startswith("+ srun --ntasks-per-node=1 ")
+
+
+@thorough
+@pytest.mark.parametrize("of", ["a batch job", "a script"])
+def test_a_signal_of_slurm_lets_all_save(slurm, tmp_path, corpus, of):
+    """To the batch shell alone, as --signal=B:USR1@120 sends it, and to all tasks of a step."""
+    environment, log = os.environ | slurm, tmp_path / "log"
+    options = [*EXACT.split(), "--data", corpus, "--out", str(tmp_path / "out"),
+               "--steps", "100000", "--save-every", "50000"]
+    if of == "a batch job":
+        sbatch = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", "run.sh", "ddp.py"]
+        number = finish(start([*sbatch, *options], ROOT, **slurm)).strip()
+    else:
+        srun = shlex.join(["srun", "--nodes=2", "--ntasks=2", sys.executable,
+                           str(ROOT / "ddp.py"), *options])
+        sbatch = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", "--wrap", srun]
+        number = finish(start(sbatch, ROOT, **slurm)).strip()
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    sh(f"scancel --signal=USR1 {'--batch ' if of == 'a batch job' else ''}{number}",
+       env=environment)
+    state = lambda: sh(f"scontrol show job {number}",
+                       env=environment).stdout.split("JobState=")[1].split()[0]
+    wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
+    assert state() == "COMPLETED", log.read_text()
+    assert "saved: the same command goes on from there" in log.read_text()
 
 
 @thorough
