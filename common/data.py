@@ -13,7 +13,6 @@ import collections.abc
 import hashlib
 import os
 import pathlib
-import signal
 import sysconfig
 
 import numpy as np
@@ -289,16 +288,16 @@ def load_batches(dataset, sampler, device, workers=0):
     loader = DataLoader(
         dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise it would advance the random state of training
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=_leave_group,
     )
     for batch in loader:
         yield to_device(batch, device)
 
 
-def _leave_signals_to_the_parent(worker):
-    """A signal that asks a run to stop may reach all its processes. Workers watch their parent."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+def _leave_group(worker):
+    """A signal that asks a run to stop, such as Ctrl-C, may reach all processes of its group:
+    workers still have a step to serve. They end with their parent, which they watch."""
+    os.setpgid(0, 0)
 
 
 def to_device(batch, device):

@@ -92,7 +92,8 @@ def _store():
     listener = None
     try:
         if serves and loopback:  # a TCPStore by itself listens on all interfaces
-            listener = socket.create_server((address, port)).detach()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family).detach()
         store = dist.TCPStore(
             address, port, is_master=serves, master_listen_fd=listener, multi_tenant=not listener,
             timeout=datetime.timedelta(seconds=300),
@@ -260,7 +261,7 @@ def _end_with_launcher():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.environ.get("TORCHRUN_PID", str(os.getppid())) != str(os.getppid()):
-            sys.exit("torchrun has ended")  # before the line above
+            raise SettingError("torchrun has ended")  # before the line above
 
 
 def _script():

@@ -95,8 +95,7 @@ DAMAGE = [
 @pytest.mark.parametrize("script, world", sampled([("single.py", 0), ("fsdp.py", 2)],
                                                   [("fsdp.py", 2)]))
 @pytest.mark.parametrize("change, name", sampled(DAMAGE, [
-    (flip_a_bit, DATA), (zero_4_kb, "__1_0.distcp"), (truncate, ".metadata"), (remove, "run.json"),
-    (become_a_fifo, DATA), (remove, ".metadata.sha256"),
+    (flip_a_bit, DATA), (remove, "run.json"), (become_a_fifo, "__1_0.distcp"),
 ]))
 def test_a_damaged_file(run, corpus, out, script, world, change, name):
     change(out / "step-00000006", name)
@@ -108,7 +107,8 @@ def test_a_damaged_file(run, corpus, out, script, world, change, name):
         checkpoint.read(out / "step-00000006")
 
 
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2)])
+@pytest.mark.parametrize("script, world", sampled([("single.py", 0), ("ddp.py", 2)],
+                                                  [("ddp.py", 2)]))
 def test_the_older_checkpoint_goes_on_to_the_same_end(run, corpus, saved, out, script, world):
     flip_a_bit(out / "step-00000006", DATA)
     result = run(script, world, f"{STEPS} --data {corpus} --resume-from 4")
@@ -234,7 +234,9 @@ def test_data_that_do_not_fit_the_index(run, corpus, out):
     assert f"{folder} cannot be read" in line
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "3", "{}", '{"may change": 3}'])
+@pytest.mark.parametrize("content", sampled(
+    ["null", "[]", "3", "{}", '{"may change": 3}'], ["null"]
+))
 def test_settings_that_are_none(run, corpus, out, content):
     folder = out / "step-00000006"
     (folder / "run.json").write_text(content)
@@ -273,6 +275,7 @@ def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
 # What may change between two starts of a run, and what may not
 
 
+@thorough
 def test_what_may_change_is_worth_a_line(run, corpus, out):
     result = run("ddp.py", 2, f"{STEPS} --data {corpus} --lr 1e-4 --steps 9")
     (line,) = [line for line in result.lines if "changed since" in line]

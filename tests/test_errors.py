@@ -12,26 +12,13 @@ from common.checkpoint_files import write_hashes
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
 
-CASES = {
+CASES = {  # and those of test_input.py
     "no such data file": ("--data nowhere.bin", "--data nowhere.bin: no such file"),
-    "an empty file": ("--data empty.txt", "--data empty.txt holds 0 tokens"),
-    "an empty folder": ("--data folder", "--data folder holds 0 tokens"),
     "shorter than a sequence": ("--data short.txt", "one sample of --seq-len 128 takes 129"),
-    "half a token": ("--data odd.bin",
-                     "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
     "token beyond the vocabulary": ("--data big.bin",
                                     "token 300, beyond a vocabulary of 256: raise --vocab-size"),
     "unknown preset": ("--model huge", "--model huge: no such preset, choose from tiny, small"),
-    "heads do not divide the width": ("--num-attention-heads 7",
-                                      "7 does not divide hidden_size 128"),
-    "key/value heads": ("--num-key-value-heads 3", "3 does not divide num_attention_heads 8"),
     "zero size": ("--hidden-size 0", "--hidden-size: 0 is not allowed: it must be greater than 0"),
-    "negative size": ("--num-hidden-layers -2", "--num-hidden-layers: -2 is not allowed"),
-    "zero steps": ("--steps 0", "--steps: 0 is not allowed: it must be at least 1"),
-    "not a number": ("--lr fast", "--lr: invalid number value: 'fast'"),
-    "infinite": ("--lr inf", "--lr: inf is not allowed"),
-    "wrong dtype": ("--dtype float16", "--dtype: invalid choice: 'float16' (choose from"),
-    "unknown option": ("--learning-rate 1", "unrecognized arguments: --learning-rate"),
     "no GPU": ("--device cuda", "--device cuda: torch finds no GPU here"),
     "unwritable folder": ("--out empty.txt/run",
                           "empty.txt/run cannot be written (Not a directory)"),
@@ -43,9 +30,7 @@ CASES = {
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "folder").mkdir()
     (tmp_path / "short.txt").write_text("a" * 128)
-    (tmp_path / "odd.bin").write_bytes(bytes(301))
     np.full(5000, 300, np.uint16).tofile(tmp_path / "big.bin")
 
 

@@ -28,7 +28,7 @@ COMMANDS = [
     ("fsdp.py", 2), ("fsdp.py --replicate 2", 2), ("tp.py", 2), ("cp.py", 2), ("pp.py", 2),
     ("hybrid_3d.py --tp 2", 2), ("hybrid_3d.py --tp 2 --cp 2", 4),
 ]
-SAMPLE = [("single.py", 0), ("ddp.py", 2), ("pp.py", 2)]
+SAMPLE = [("single.py", 0), ("ddp.py", 2)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -73,17 +73,18 @@ def one_error(result):
     [("ddp.py", 2), ("fsdp.py", 2), ("tp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 4)],
     [("ddp.py", 2)],
 ))
-@pytest.mark.parametrize("option, value", [
-    ("--lr", "0.5"), ("--seed", "1"), ("--steps", "9"), ("--save-every", "3"),
-    ("--log-every", "2"), ("--dtype", "float32"), ("--hidden-size", "96"),
-])
+@pytest.mark.parametrize("option, value", sampled(
+    [("--lr", "0.5"), ("--seed", "1"), ("--steps", "9"), ("--save-every", "3"),
+     ("--log-every", "2"), ("--dtype", "float32"), ("--hidden-size", "96")],
+    [("--lr", "0.5"), ("--dtype", "float32")],
+))
 def test_ranks_with_different_options(inject, command, world, option, value):
     code = f"if rank == 1: sys.argv += ['{option}', '{value}']"
     line = one_error(inject(command, world, code))
     assert f"{option} is " in line and f" on rank 0 and {value} on rank 1: start all" in line
 
 
-@pytest.mark.parametrize("change", ["content", "length"])
+@pytest.mark.parametrize("change", sampled(["content", "length"], ["content"]))
 @pytest.mark.parametrize("command", sampled(["ddp.py", "fsdp.py", "tp.py", "pp.py"], ["pp.py"]))
 def test_ranks_with_different_data(run, tmp_path, command, change):
     """Of one name, but with one other letter, or a little longer."""
@@ -121,7 +122,7 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
     [("ddp.py", 2, HEAD, ""), ("ddp.py", 4, NORM, "exp_avg_sq"), ("cp.py", 2, NORM, ""),
      ("tp.py", 2, NORM, ""), ("fsdp.py --replicate 2", 2, HEAD, "exp_avg"),
      ("hybrid_3d.py --tp 2 --cp 2", 4, NORM, ""), ("hybrid_3d.py --pp 2 --tp 2", 4, NORM, "")],
-    [("ddp.py", 4, NORM, "exp_avg_sq"), ("tp.py", 2, NORM, "")],
+    [("tp.py", 2, NORM, "")],
 ))
 def test_a_bit_that_flips_on_one_rank_is_found(inject, command, world, name, state):
     where = world - 1 if "pp" in command else 1
@@ -136,7 +137,7 @@ def test_a_bit_that_flips_on_one_rank_is_found(inject, command, world, name, sta
 
 
 @pytest.mark.parametrize("command, world", sampled(
-    COMMANDS, [("zero.py --stage 2", 2), ("cp.py", 2)]
+    COMMANDS, [("cp.py", 2)]
 ))
 def test_replicas_are_equal_in_every_script(run, corpus, command, world):
     run(command, world, f"{OPTIONS} --data {corpus} --check-replicas 1")
@@ -187,7 +188,8 @@ def test_the_extremes_of_a_sum_are_compared(monkeypatch):
 # One run, one folder
 
 
-@pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
+@pytest.mark.parametrize("command, world", sampled([("single.py", 0), ("ddp.py", 2)],
+                                                   [("ddp.py", 2)]))
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
     holder = subprocess.Popen(
@@ -268,6 +270,7 @@ def test_a_second_signal_ends_at_once(inject):
     assert result.statuses == [-signal.SIGTERM] and not checkpoint.list_checkpoints(result.out)
 
 
+@thorough
 def test_data_workers_outlive_the_signal(inject):
     """It may reach every process of a run."""
     code = SIGNAL.format(rank=0, name="SIGTERM", twice=False).replace(
@@ -329,6 +332,7 @@ def test_processes_that_lose_their_launcher_save_and_end(tmp_path, corpus, launc
     assert len(checkpoint.list_checkpoints(tmp_path / "runs" / "ddp")) == 1
 
 
+@thorough
 def test_a_script_without_torchrun_outlives_its_parent(tmp_path, corpus):
     options = f"{OPTIONS} --data {corpus}"
     command = f"{sys.executable} {ROOT}/single.py {options} >log 2>&1 & sleep 1"
@@ -365,6 +369,7 @@ def test_an_error_of_the_system_in_the_loop_keeps_its_traceback(inject):
     assert one_error(inject("single.py", 0, code)) == "single.py: error: OSError: [Errno 5] my disk"
 
 
+@thorough
 @pytest.mark.parametrize("command", ["ddp.py --lr fast", "hybrid_3d.py --tp 3"])
 def test_the_line_of_a_rank_that_is_faster_than_rank_0(tmp_path, command):
     """torchrun ends rank 0 before it has parsed anything."""
@@ -409,8 +414,8 @@ def test_a_mask_of_infinities_is_saved(tmp_path):
     assert len(checkpoint.list_checkpoints(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("options", ["", "--async-save"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("options", sampled(["", "--async-save"], [""]))
+@pytest.mark.parametrize("rank", sampled([0, 1], [1]))
 def test_a_disk_that_is_full(inject, whole, rank, options, run, corpus):
     """One line from all; the half-written checkpoint is gone, and the older one is intact."""
     code = ("fsync = os.fsync\n"

@@ -27,7 +27,7 @@ NORMS = sum(p.nbytes for p in MODULE.parameters() if p.ndim == 1)
 @pytest.mark.parametrize("command", ["tp.py", "tp.py --no-sequence-parallel"])
 def test_equals_single(run, single, corpus, command, world, grad_accum):
     result = run(command, world, f"{FOUR_HEADS} --data {corpus} --grad-accum {grad_accum} "
-                                 "--check-replicas")
+                                 "--check-samples")
     assert furthest(result.curve(), single(FOUR_HEADS)) < 1e-10
 
 
@@ -120,4 +120,4 @@ def test_different_rows_are_noticed(run, corpus):
     result = run("tests/different_rows.py tp.py", 2, f"{options} --check-samples", expect_ok=False)
     assert (sum("have read different samples" in line for line in result.lines) == 1
             and all(result.statuses))
-    assert run("tp.py", 2, f"{options} --check-replicas", out="same").ok
+    assert run("tp.py", 2, f"{options} --check-samples", out="same").ok

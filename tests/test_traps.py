@@ -256,7 +256,8 @@ def test_settings_of_any_kind_survive_the_file(tmp_path):
     first = checkpoints_of(tmp_path, model, optimizer, settings)
     first.resume()
     first.save(1)
-    assert json.loads((tmp_path / "step-00000001" / "run.json").read_text())["sizes"] == [1, 2]
+    assert json.loads((tmp_path / "step-00000001" / "run.json").read_text())[
+        "must stay the same"]["sizes"] == [1, 2]
     assert checkpoints_of(tmp_path, model, optimizer, settings).resume() == 1
     with pytest.raises(SettingError, match="sizes is .1, 2. in .* and .1, 3. in this run"):
         checkpoints_of(tmp_path, model, optimizer, settings | {"sizes": (1, 3)}).resume()
