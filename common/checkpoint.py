@@ -209,14 +209,17 @@ class Checkpoints:
         Raises:
             SettingError: ranks hold different values.
         """
-        sums = torch.full([2 * len(self.replicas)], NOT_HELD)
+        held = {}  # by place: a sum, on the device
         for place, (name, part) in enumerate(self.replicas):
             tensor = self.tensors.get(name)
             if tensor is not None and _part(tensor) == part and ".running_" not in f".{name}":
                 states = self.optimizer.state.get(tensor, {})
-                states = [_local(states[key]) for key in sorted(states)]
-                sums[2 * place] = sum_of_bits([_local(tensor)])
-                sums[2 * place + 1] = sum_of_bits(states)
+                held[2 * place] = sum_of_bits([_local(tensor)])
+                held[2 * place + 1] = sum_of_bits([_local(states[key]) for key in sorted(states)])
+        sums = torch.full([2 * len(self.replicas)], NOT_HELD)
+        if held:
+            device = held[min(held)].device
+            sums[list(held)] = torch.stack([total.to(device) for total in held.values()]).cpu()
         if found := dist.is_initialized() and first_difference(sums, self.group):
             place, ranks = found
             kind, name = ("", "the optimizer's states of ")[place % 2], self.replicas[place // 2][0]

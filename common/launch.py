@@ -24,8 +24,9 @@ from common.environment import (
 from common.errors import SettingError, printable
 
 
-# What gloo says if a process is lost.
-LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# What gloo, and last NCCL, says if a process is lost.
+LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+        "a remote process exiting")
 # What a setting too large, or a file that cannot be read, raises before the first step.
 INPUT = (OSError, OverflowError, MemoryError, UnicodeError)
 TOO_LARGE = ("can't allocate memory", "out of memory", "overflow", "not enough memory")
@@ -260,7 +261,8 @@ def _end_with_launcher():
     processes train on, and write into the folder from which a new start reads."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.environ.get("TORCHRUN_PID", str(os.getppid())) != str(os.getppid()):
+        launcher = os.environ.get("TORCHRUN_PID")  # as run.sh's sets it
+        if launcher and not os.path.exists(f"/proc/{launcher}"):
             raise SettingError("torchrun has ended")  # before the line above
 
 
