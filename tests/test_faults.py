@@ -238,8 +238,11 @@ Metrics.begin_step = ask
 """
 
 
-@pytest.mark.parametrize("name", sampled(["SIGTERM", "SIGUSR1", "SIGINT"], ["SIGTERM"]))
-@pytest.mark.parametrize("command, world", sampled(COMMANDS, SAMPLE))
+@pytest.mark.parametrize("command, world, name", sampled(
+    [(*command, "SIGTERM") for command in COMMANDS]
+    + [(*command, name) for command in SAMPLE for name in ("SIGUSR1", "SIGINT")],
+    [(*command, "SIGTERM") for command in SAMPLE],
+))
 def test_a_signal_to_one_rank_lets_all_save(run, inject, whole, corpus, command, world, name):
     """They end with status 0; the same command goes on to the same end."""
     code = SIGNAL.format(rank=max(world - 1, 0), name=name, twice=False)
