@@ -79,6 +79,11 @@ def become_a_fifo(folder, name):
     os.mkfifo(folder / name)
 
 
+def become_endless(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+
+
 def become_a_folder(folder, name):
     (folder / name).unlink()
     (folder / name).mkdir()
@@ -86,7 +91,8 @@ def become_a_folder(folder, name):
 
 DAMAGE = [
     (change, name)
-    for change in (flip_a_bit, zero_4_kb, truncate, remove, become_a_fifo, become_a_folder)
+    for change in (flip_a_bit, zero_4_kb, truncate, remove, become_a_fifo, become_endless,
+                   become_a_folder)
     for name in (DATA, "__1_0.distcp", ".metadata", "run.json", f"{DATA}.sha256",
                  ".metadata.sha256")
 ]
@@ -95,7 +101,7 @@ DAMAGE = [
 @pytest.mark.parametrize("script, world", sampled([("single.py", 0), ("fsdp.py", 2)],
                                                   [("fsdp.py", 2)]))
 @pytest.mark.parametrize("change, name", sampled(DAMAGE, [
-    (flip_a_bit, DATA), (remove, "run.json"), (become_a_fifo, "__1_0.distcp"),
+    (flip_a_bit, DATA), (remove, "run.json"), (become_endless, "__1_0.distcp"),
 ]))
 def test_a_damaged_file(run, corpus, out, script, world, change, name):
     change(out / "step-00000006", name)
