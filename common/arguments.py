@@ -196,7 +196,7 @@ def parse_arguments(parser, argv=None):
                 f"least 4")
     if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         args.resume = args.resume and (args.resume_from or True)
-    else:  # torchrun starts again what it has started: it goes on from the newest checkpoint
+    else:  # torchrun has restarted this process: resume from the newest checkpoint
         args.resume = True
     args.grad_clip = args.grad_clip or math.inf
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
