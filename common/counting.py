@@ -10,7 +10,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 # By operation: its name in a report, and the share of a tensor that each of n ranks sends: in a
@@ -115,8 +115,8 @@ class StepCounter(TorchDispatchMode):
         """Count the storage of ``tensor`` as ``kind``, until it is freed."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-            return  # a wrapper: the tensor inside is tracked by itself
+        if is_traceable_wrapper_subclass(tensor):
+            return  # the tensor inside is tracked by itself
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.alive:
@@ -159,7 +159,7 @@ class StepCounter(TorchDispatchMode):
 
     def collective(self, name, args, out):
         label, share = COLLECTIVES[name]
-        group = _group(args)
+        group = group_of(args)
         dim = self.dims.get(group.group_name) or self.name_of(group)
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         # The operations of c10d take their output as the first argument.
@@ -191,7 +191,7 @@ class StepCounter(TorchDispatchMode):
         return share(group.size())
 
 
-def _group(args):
+def group_of(args):
     """The process group among the arguments of a collective, where it is an object or a name."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().name():

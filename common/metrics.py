@@ -198,15 +198,8 @@ class Metrics:
             f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} {self.unit}/s{mfu} | "
             f"{self.folder}"
         )
-        formulas = {name: f"   {f} = {b:,.0f}" for name, (f, b) in theory.items()}
-        self.say(f"{'bytes on rank 0':18}{'after backward':>18}{'at the peak':>18}   theory")
-        for name in HELD:
-            formula = formulas.get(name.replace(" ", "_"), "")
-            self.say(f"{name:18}{held[name]:18,}{peak[name]:18,}{formula}")
-        self.say(f"{'in all':18}{'':18}{peak['in all']:18,}")
-        if self.allocated:  # on a GPU, with the workspaces of kernels, which are no tensors
-            self.say(f"{'torch allocated':18}{'':18}{self.allocated:18,}")
-        self.say(f"{'sent in a step':18}{sent:18,}{'':18}{formulas.get('sent', '')}")
+        for line in bytes_table(0, held, peak, sent, theory, self.allocated):
+            self.say(line)
         return self.history
 
     def _stopped(self):
@@ -244,6 +237,20 @@ class Metrics:
         )
         profiler.start()
         return profiler
+
+
+def bytes_table(rank, held, peak, sent, theory, allocated=None):
+    """The lines of the summary: bytes that ``rank`` held, by kind, and sent. ``allocated``: what
+    torch allocated at the peak. For the others see ``StepCounter`` and ``Metrics.close``."""
+    formulas = {name: f"   {f} = {b:,.0f}" for name, (f, b) in theory.items()}
+    yield f"{f'bytes on rank {rank}':18}{'after backward':>18}{'at the peak':>18}   theory"
+    for name in HELD:
+        formula = formulas.get(name.replace(" ", "_"), "")
+        yield f"{name:18}{held.get(name, 0):18,}{peak.get(name, 0):18,}{formula}"
+    yield f"{'in all':18}{'':18}{peak['in all']:18,}"
+    if allocated:  # on a GPU, with the workspaces of kernels, which are no tensors
+        yield f"{'torch allocated':18}{'':18}{allocated:18,}"
+    yield f"{'sent in a step':18}{sent:18,}{'':18}{formulas.get('sent', '')}"
 
 
 def _peak_tflops(device):

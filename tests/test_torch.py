@@ -2,14 +2,16 @@
 public one does, and exists in the torch that is installed."""
 
 import ast
+import inspect
 
 import pytest
 import torch
 from packaging.version import Version
-from torch.distributed import distributed_c10d, pipelining
+from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _python_dispatch, _pytree
@@ -23,13 +25,19 @@ INSTALLED = Version(torch.__version__).release[:2]
 PRIVATE = {
     "_apply": (ParallelStyle, "a ParallelStyle of one's own overrides it"),
     "_cdata": (torch.UntypedStorage, "identifies a storage while it changes its size"),
+    "_PipelineSchedule": (schedules, "see _warmup_p2p"),
+    "_are_we_tracing": (_functional_collectives, "a dry run has fake tensors and does not trace"),
+    "_compute_bucket_assignment_by_size": (torch.distributed, "DDP's buckets, in a dry run"),
     "_concatenate": (DeviceMesh, "a mesh of one dimension and a flattened one; slicing warns"),
     "_dynamo": (torch, "DDP's optimizer cuts graphs at its buckets, also within a compiled layer"),
+    "_disable_current_modes": (_python_dispatch, "what a dry run does not count"),
     "_flatten": (DeviceMesh, "a group over two dimensions of a mesh"),
     "_get_init_p2p_neighbors_ops": (
         pipelining.PipelineStage, "torch 2.11 sends to the rank itself; gone from 2.15"
     ),
+    "_internal": (torch.testing, "the store of torch's fake process group"),
     "_local_tensor": (DTensor, "to_local() is an operation of autograd, and would be counted"),
+    "_overloadpacket": (torch.ops.aten.add.Tensor, "torch's formulas of operations have its name"),
     "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
     "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
@@ -37,8 +45,19 @@ PRIVATE = {
         SimpleElasticAgent, "no restart of processes that were asked to stop"
     ),
     "_schema": (torch.ops.aten.add.Tensor, "the name of an operation"),
+    "_sharding_prop": (torch.distributed.tensor, "computes global shapes, which no rank holds"),
+    "_subclasses": (torch, "fake tensors"),
     "_type": (torch.ScriptObject, "which arguments of an operation are process groups"),
     "_utils": (torch.distributed.tensor, "compute_local_shape_and_global_offset"),
+    "_warmup_p2p": (
+        schedules._PipelineSchedule, "a pipeline's ranks vote; a dry run has no other ranks"
+    ),
+}
+# Attributes of objects, in whose class's source they are.
+ATTRIBUTES = {
+    "_inference_mode": (pipelining.stage, "what the vote of _warmup_p2p decides"),
+    "_n_microbatches": (schedules, "a pipeline's bubble"),
+    "_stage": (schedules, "the same"),
 }
 # Without a dash, but in no documentation; and names within strings.
 UNDOCUMENTED = {
@@ -62,7 +81,9 @@ UNDOCUMENTED = {
     "tree_leaves": (_pytree, "see _pytree"),
     "compute_local_shape_and_global_offset": (_utils, "which rows of a tensor a rank holds"),
 }
-GONE = {"_get_init_p2p_neighbors_ops": (2, 15)}  # since when nothing asks for it
+# From when to when torch has a name, and something asks for it.
+SPANS = {"_get_init_p2p_neighbors_ops": ((0,), (2, 15)), "_warmup_p2p": ((2, 12), (2, 15)),
+         "_inference_mode": ((2, 12), (99,))}
 
 
 def names_with_a_dash(source):
@@ -83,17 +104,22 @@ def names_with_a_dash(source):
 
 def test_every_private_name_is_listed():
     paths = [ROOT / f"{name}.py" for name in SCRIPTS]
-    paths += [*ROOT.glob("common/*.py"), *ROOT.glob("examples/*.py")]
+    paths += [*ROOT.glob("common/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tools/*.py")]
     assert len(paths) > 20
     found = set().union(*(names_with_a_dash(path.read_text()) for path in paths))
-    pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # os, atexit, argparse
+    pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # of os, atexit, argparse
     kernels = {name for name in UNDOCUMENTED if name.startswith("_scaled_dot_product")}
-    assert found - pythons == PRIVATE.keys() | kernels
+    assert found - pythons == PRIVATE.keys() | ATTRIBUTES.keys() | kernels
 
 
 @pytest.mark.parametrize("name, owner, reason", [
-    (name, owner, reason) for name, (owner, reason) in (PRIVATE | UNDOCUMENTED).items()
+    (name, owner, reason)
+    for name, (owner, reason) in (PRIVATE | UNDOCUMENTED | ATTRIBUTES).items()
 ])
 def test_it_exists(name, owner, reason):
     assert reason
-    assert hasattr(owner, name) or INSTALLED >= GONE.get(name, (99,))
+    first, end = SPANS.get(name, ((0,), (99,)))
+    if name in ATTRIBUTES:
+        assert f"self.{name}" in inspect.getsource(owner) or not first <= INSTALLED < end
+    else:
+        assert hasattr(owner, name) or not first <= INSTALLED < end

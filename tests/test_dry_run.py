@@ -1,0 +1,191 @@
+"""tools/dry_run.py counts what a real run counts, without running it."""
+
+import json
+import pathlib
+
+import pytest
+
+from common.model import PRESETS
+from tests.processes import ROOT
+from tests.sample import sampled
+
+# Script and options, its world size, and the ranks to play.
+RUNS = [
+    ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
+    ("ddp.py", 2, [1]),
+    ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 4, [2]),
+    ("zero.py --stage 1 --grad-accum 2", 4, [0]),
+    ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16", 4, [3]),
+    ("zero.py --batch-size 12", 3, [2]),
+    ("fsdp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 4, [3]),
+    ("fsdp.py --no-reshard-after-forward --grad-accum 2", 4, [0]),
+    ("fsdp.py --replicate 2", 8, [5]),
+    ("tp.py --activation-checkpointing", 4, [0]),
+    ("tp.py --no-sequence-parallel --dtype bfloat16 --grad-accum 2", 2, [1]),
+    ("tp.py --vocab-size 8192 --batch-size 32", 2, [0]),  # the loss in chunks
+    ("cp.py", 4, [1]),
+    ("cp.py --attention ulysses --num-key-value-heads 4", 4, [3]),
+    ("cp.py --attention allgather --grad-accum 2 --dtype bfloat16", 2, [0]),
+    ("pp.py", 4, [0, 2]),
+    ("pp.py --schedule gpipe --grad-accum 2 --activation-checkpointing", 2, [0]),
+    ("pp.py --schedule interleaved1f1b", 2, [0]),
+    ("pp.py --schedule loopedbfs --dtype bfloat16", 2, [1]),
+    ("pp.py --schedule zerobubble", 2, [0]),
+    ("pp.py --schedule zbv", 2, [0]),
+    ("pp.py --schedule dualpipev", 2, [1]),
+    ("hybrid_3d.py --tp 2 --cp 2 --pp 2", 8, [0, 6]),
+    ("hybrid_3d.py --pp 2 --dp 2 --tp 2 --no-sequence-parallel --microbatches 4", 8, [5]),
+    ("hybrid_3d.py --tp 2 --dtype bfloat16 --grad-accum 2", 4, [3]),
+    ("hybrid_3d.py --cp 2 --replicate 2 --activation-checkpointing", 4, [0]),
+    ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
+    ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
+]
+SAMPLE = [RUNS[0], RUNS[2], RUNS[6], RUNS[11], RUNS[17], RUNS[22]]
+
+
+@pytest.fixture
+def dry_run(server, tmp_path):
+    def dry_run(command, world_size, *options, **kwargs):
+        """What it prints, and what it writes with --json."""
+        script, *more = command.split()
+        path = tmp_path / "dry.json"
+        result = server.run(
+            "tools/dry_run.py", 0,
+            [*options, "--json", path, world_size, ROOT / script, *more],
+            folder=tmp_path, pass_out=False, **kwargs,
+        )
+        return result, json.loads(path.read_text()) if path.exists() else None
+
+    return dry_run
+
+
+@pytest.mark.parametrize("command, world, ranks", sampled(RUNS, SAMPLE))
+def test_it_counts_what_a_run_counts(run, dry_run, corpus, command, world, ranks):
+    """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
+    byte. Activations too, unless a thread of gloo still holds a tensor that it has sent."""
+    if "gpt2" in command:
+        pytest.importorskip("transformers")
+    script, *options = command.split()
+    data = [] if "examples" in script else ["--data", corpus]
+    steps = ["--steps", 4, "--save-every", 0]  # the third is counted, and is not logged
+    result = run(f"tests/counts_of_ranks.py {script}", world, [*options, *data, *steps])
+    for rank in ranks:
+        real = json.loads((result.out / f"rank{rank}.json").read_text())
+        _, dry = dry_run(command, world or 1, "--rank", rank)
+        names = ("collective", "group", "calls", "bytes")
+        assert sorted([part[name] for name in names] for part in dry["collectives"]) == (
+            real["collectives"]
+        )
+        for kind in ("parameters", "gradients", "optimizer states"):
+            assert dry["held"].get(kind, 0) == real["held"].get(kind, 0), kind
+        if "convnet" in command:  # its images and labels are in memory: a real run counts them
+            real["peak"]["activations"] -= 2000 * (64 * 4 + 8)
+            real["peak"]["in all"] -= 2000 * (64 * 4 + 8)
+        for kind in ("activations", "in all"):
+            assert dry["peak"][kind] == pytest.approx(real["peak"][kind], rel=0.03), kind
+
+
+def test_the_ranks_of_a_pipeline(dry_run):
+    """Without --rank it is the stage that holds most: here the last, which has the head."""
+    options = "--vocab-size 32768 --batch-size 4 --microbatches 4"
+    result, most = dry_run(f"pp.py {options}", 2)
+    peaks = [dry_run(f"pp.py {options}", 2, "--rank", rank)[1]["peak"]["in all"]
+             for rank in (0, 1)]
+    assert most["rank"] == 1 and most["peak"]["in all"] == peaks[1] > peaks[0]
+    assert "pp.py as rank 1 of 2, a dry run" in result.output
+    assert most["bubble"] == 1 / 5
+
+
+def test_floating_point_operations(dry_run):
+    """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
+    is one more forward pass of each, without its last product, whose result nobody needs."""
+    config, T, B = PRESETS["small"], 256, 2
+    width = config.num_attention_heads * config.head_dim
+    palm = B * T * config.flops_per_token(T)
+    attention = B * T * config.num_hidden_layers * width * T
+    options = f"--model small --seq-len {T} --batch-size {B}"
+    _, plain = dry_run(f"single.py {options}", 1)
+    assert plain["operations"] == palm + attention
+    _, split = dry_run(f"tp.py {options}", 2)
+    assert split["operations"] == plain["operations"] / 2
+    _, again = dry_run(f"single.py {options} --activation-checkpointing", 1)
+    head = 2 * B * T * config.hidden_size * config.vocab_size
+    forward = (palm - 3 * head - 6 * attention) / 3 + 2 * attention
+    last = 2 * B * T * config.num_hidden_layers * config.hidden_size * config.intermediate_size
+    assert again["operations"] == plain["operations"] + forward - last
+
+
+@pytest.mark.parametrize("command, world, each, share", [
+    ("ddp.py", 8, 8, 0), ("ddp.py", 8, 4, 2 / 8), ("ddp.py", 8, 1, 1),
+    # Ulysses: 4 of 6 pairs; an all-to-all is no ring.
+    ("cp.py --attention ulysses --num-key-value-heads 4", 4, 2, None),
+])
+def test_what_goes_between_machines(dry_run, command, world, each, share):
+    _, found = dry_run(command, world, "--rank", 0, "--nproc-per-node", each)
+    if share is None:
+        parts = {part["collective"]: part for part in found["collectives"]}
+        part = parts["all-to-all"]
+        assert part["between_machines"] == pytest.approx(part["bytes"] * 4 / 6)
+        part = parts["all-reduce"]
+        assert part["between_machines"] == pytest.approx(part["bytes"] * 2 / 4)
+    else:
+        assert found["between_machines"] == pytest.approx(found["sent"] * share, abs=1)
+    # A rank of a pipeline knows to whom it sends: 0 to 1 stays here, 1 to 2 does not.
+    sends = [dry_run("pp.py", 4, "--rank", rank, "--nproc-per-node", 2)[1]["collectives"]
+             for rank in (0, 1)] if world == 4 else []
+    for parts, share in zip(sends, (0, 1 / 2)):
+        (part,) = [part for part in parts if part["collective"] == "send"]
+        assert part["between_machines"] == part["bytes"] * share
+
+
+def test_it_reads_and_writes_nothing(dry_run, tmp_path):
+    """Not the data, not the run folder; and the file has the names of a summary.json."""
+    result, found = dry_run(
+        "fsdp.py --data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64", 64,
+        "--rank", 0, "--device-memory", 4,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
+    assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
+    assert "GB of 4 GB: does not fit" in result.lines[-1]
+    assert not any("epoch" in line or "tokens/s" in line for line in result.lines)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ("6 hybrid_3d.py --tp 4", "World size (6) must equal dp (1) x tp (4)"),
+    ("2 single.py", "single.py is one process"),
+    ("4 fsdp.py --replicate 3", "--replicate 3 does not divide the world size 4: use 1 or 2 or 4"),
+    ("4 nothing.py", "nothing.py is no script: give the path of a .py file"),
+    ("4 tools/bench.py", "tools/bench.py has no load_batches, Checkpoints, Metrics"),
+    ("4 README.md", "README.md is no script"),
+    ("0 fsdp.py", "0 is not allowed"),
+    ("four fsdp.py", "invalid whole number value: 'four'"),
+    ("--rank 4 4 fsdp.py", "--rank 4: the ranks of 4 are 0 to 3"),
+    ("--json /proc/none/file 1 single.py", "No such file or directory"),
+    ("4 fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),
+    ("4", "the following arguments are required: SCRIPT"),
+])
+def test_bad_input_is_one_line(server, tmp_path, arguments, words):
+    words_of_command = [
+        str(ROOT / word) if word.endswith((".py", ".md")) and (ROOT / word).exists() else word
+        for word in arguments.split()
+    ]
+    result = server.run("tools/dry_run.py", 0, words_of_command, folder=tmp_path, pass_out=False,
+                        expect_ok=False)
+    last = result.lines[-1].replace(f"{ROOT}/", "")
+    assert result.statuses == [1] and last.startswith("dry_run.py: error: "), result.output
+    assert words in last and "Traceback" not in result.output
+
+
+def test_a_script_that_reads_a_value(server, tmp_path):
+    text = (ROOT / "single.py").read_text()
+    loop = "        metrics.after_backward(step)\n"
+    assert text.count(loop) == 1
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace(loop, "        print(loss.item())\n" + loop))
+    result = server.run("tools/dry_run.py", 0, ["--rank", 0, 1, path], folder=tmp_path,
+                        pass_out=False, expect_ok=False)
+    assert result.statuses == [1]
+    assert "mine.py:" in result.lines[-1]
+    assert "reads the value of a tensor" in result.lines[-1]
+    assert "print(loss.item())" in result.lines[-1]
+    assert pathlib.Path(path).exists()

@@ -1,0 +1,406 @@
+"""Run a script as one rank of any cluster: in one process, without GPUs, data or other ranks.
+
+    python -m tools.dry_run 1024 fsdp.py --model llama3-70b --seq-len 8192 --dtype bfloat16
+    python -m tools.dry_run --device-memory 80 --nproc-per-node 8 64 hybrid_3d.py --tp 8 --pp 4
+
+The options before the world size are those below; the ones after the script are the script's own.
+
+The script itself runs, for two steps, and the second is counted as in a real run. Names that the
+script has imported are replaced: the process group is torch's fake one, whose collectives send
+nothing, and tensors are fake, with shapes but no memory. Nothing is read from --data or written to
+--out. A copy of a script with a model of your own runs too, if it still takes start_process_group,
+load_batches, Checkpoints and Metrics from common/.
+
+What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
+kernels and fragmentation, and --compile, which is left out here, makes activations smaller. The
+loss and all other values are unknown: code that reads one cannot run.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import functools
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException, DynamicOutputShapeException
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import flop_registry
+from tqdm import tqdm
+
+from common.arguments import at_least
+from common.counting import StepCounter, group_of
+from common.errors import SettingError, printable
+from common.metrics import bytes_table
+from tools import pretend
+
+NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
+
+
+class OperationCounter(StepCounter):
+    """Also counts ``operations``, the floating-point operations of matrix products, convolutions
+    and attention, and ``crossing``, like ``sent``, what goes to another machine.
+
+    Of a causal attention half is counted: its kernels skip the rest. Backward they compute the
+    scores again. A ring over ranks in their order, ``nproc_per_node`` on each machine, crosses
+    machines at some of its edges: that share of a collective's bytes is what crosses.
+    """
+
+    def __init__(self, optimizer, modules, mesh, nproc_per_node):
+        super().__init__(optimizer, modules, mesh)
+        self.nproc_per_node = nproc_per_node
+        self.operations, self.crossing = 0, collections.Counter()
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, kinds, args, kwargs)
+        if out is not NotImplemented:
+            self.operations += operations(function._overloadpacket, args, kwargs or {}, out)
+        return out
+
+    def collective(self, name, args, out):
+        before = self.sent.copy()
+        super().collective(name, args, out)
+        for key, size in (self.sent - before).items():
+            self.crossing[key] += size * crossing_share(name, args, self.nproc_per_node)
+
+
+def operations(packet, args, kwargs, out):
+    """The floating-point operations of one call: by torch's own formulas, and for attention on the
+    CPU, of which torch has none, by its products of Q queries and S keys, 2 forward, 5 backward."""
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        products = 5 if name.endswith("backward") else 2
+        q, k = args[1:3] if products == 5 else args[:2]  # (B, H, Q, K), (B, KV, S, K)
+        causal = kwargs.get("is_causal", any(arg is True for arg in args))
+        return products * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+    formula = flop_registry.get(packet)
+    return formula(*args, **kwargs, out_val=out) if formula else 0
+
+
+def crossing_share(name, args, nproc_per_node):
+    """The share of what a collective sends that goes to another machine."""
+    group = group_of(args)
+    if name == "send":
+        receiver = next(arg for arg in args if isinstance(arg, int))
+        machines = _machines(group, nproc_per_node)
+        return float(machines[receiver] != machines[group.rank()])
+    return _crossing(group, nproc_per_node, name.startswith(("alltoall", "all_to_all")))
+
+
+@functools.cache
+def _machines(group, nproc_per_node):
+    return [rank // nproc_per_node for rank in dist.get_process_group_ranks(group)]
+
+
+@functools.cache
+def _crossing(group, nproc_per_node, to_all):
+    machines = _machines(group, nproc_per_node)
+    if to_all:  # of all pairs of ranks
+        n = len(machines)
+        here = sum(m * (m - 1) for m in collections.Counter(machines).values())
+        return 1 - here / max(1, n * (n - 1))
+    edges = zip(machines, machines[1:] + machines[:1])
+    return sum(a != b for a, b in edges) / len(machines)
+
+
+def count(script, options, world_size, rank, nproc_per_node):
+    """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict: see
+    ``stand_ins``.
+
+    Call it once in a process: it replaces parts of torch.
+
+    Raises:
+        SettingError: the script refuses its options, or is none, or reads a tensor's value.
+    """
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(min(world_size, nproc_per_node)), "CUDA_VISIBLE_DEVICES": "",
+    }
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    torch.set_num_threads(1)
+    sys.argv = [script, *options]
+    module = load(script)
+    counted = {}
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind.__init__ = note_bubble(kind.__init__, counted)
+    for name, stand_in in stand_ins(counted, world_size, rank, nproc_per_node).items():
+        if hasattr(module, name):
+            setattr(module, name, stand_in)
+    try:
+        module.main(options)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if "held" not in counted:  # after the counted step it does not matter
+            others = tuple(f"{pathlib.Path(f).parent}/" for f in (torch.__file__, __file__))
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if not frame.filename.startswith(others)][-1]
+            raise SettingError(
+                f"{own.filename}:{own.lineno} reads the value of a tensor, and in a dry run no "
+                f"tensor has values: {own.line}"
+            ) from None
+    return counted
+
+
+def load(script):
+    """Import a script by its path.
+
+    Raises:
+        SettingError: it cannot be imported, or is not of the shape of ours.
+    """
+    path = pathlib.Path(script)
+    if path.suffix != ".py" or not path.is_file():
+        raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
+    sys.path[:0] = [str(path.parent.resolve()), str(pathlib.Path(__file__).parent.parent)]
+    spec = importlib.util.spec_from_file_location("dry_" + path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SettingError(
+            f"{script} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        raise SettingError(
+            f"{script} has no {', '.join(missing)}: a dry run needs a script like fsdp.py, whose "
+            f"main(argv) takes these from common/"
+        )
+    return module
+
+
+def stand_ins(counted, world_size, rank, nproc_per_node):
+    """What takes the place of names that a script has imported. ``Metrics`` fills ``counted``."""
+
+    def start(device="auto", *_, **__):
+        pretend.enter(world_size, rank)
+        return torch.device("cpu")
+
+    def start_one(device="auto"):
+        if world_size > 1:
+            raise SettingError(f"{sys.argv[0]} is one process: its world size is 1")
+        return start()
+
+    class TokenDataset:
+        def __init__(self, data, seq_len, *_):
+            self.seq_len = seq_len
+
+        def __str__(self):
+            return "no data"
+
+        def __len__(self):
+            return 10**12
+
+        def __getitem__(self, index):
+            return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
+
+    def load_batches(dataset, sampler, device, workers=0):
+        rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
+        batch = pretend.outside(default_collate)([pretend.outside(dataset.__getitem__)(0)] * rows)
+        while True:
+            yield tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+
+    class Checkpoints:
+        def __init__(self, *_, **__):
+            pass
+
+        def resume(self):
+            return 0
+
+        def due(self, step):
+            return False
+
+        def after_step(self, step):
+            return step == 1
+
+        def finish(self):
+            pass
+
+    class Metrics:
+        def __init__(self, folder, optimizer, modules, description, *, stop, mesh=None, **_):
+            self.optimizer, self.mesh, self.counted_step = optimizer, mesh, min(1, stop - 1)
+            self.modules = modules
+            lines = [str(line) for line in itertools.islice(description, 4)]
+            counted.update(world_size=world_size, rank=rank, description=lines, theory={})
+            if mesh is not None:
+                counted["grid"] = dict(zip(mesh.mesh_dim_names, mesh.shape))
+                if "pp" in counted["grid"]:  # the first rank of each stage
+                    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0)
+                    counted["stages"] = ranks.reshape(len(ranks), -1)[:, 0].tolist()
+
+        def begin_step(self, step):
+            if step == self.counted_step:
+                self.counter = OperationCounter(
+                    self.optimizer, self.modules, self.mesh, nproc_per_node
+                )
+                self.counter.__enter__()
+
+        def after_backward(self, step):
+            if step == self.counted_step:
+                self.counter.track_gradients(self.optimizer)
+                self.held = dict(self.counter.now)
+
+        def due(self, step):
+            return False
+
+        def end_step(self, step):
+            if step != self.counted_step:
+                return
+            counter = self.counter
+            counter.__exit__(None, None, None)
+            self.held["optimizer states"] = counter.now["optimizer states"]
+            counted.update(
+                held=self.held, peak=dict(counter.peak), sent=round(sum(counter.sent.values())),
+                between_machines=round(sum(counter.crossing.values())),
+                operations=counter.operations,
+                collectives=[
+                    {"collective": kind, "group": dim, "calls": counter.calls[kind, dim],
+                     "bytes": size, "between_machines": counter.crossing[kind, dim]}
+                    for (kind, dim), size in counter.sent.items()
+                ],
+            )
+
+        def close(self, **theory):
+            counted["theory"] = {k: {"formula": f, "bytes": b} for k, (f, b) in theory.items()}
+            return []
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    return {
+        "start_process": start_one, "start_process_group": start, "TokenDataset": TokenDataset,
+        "fingerprint": lambda dataset: {}, "load_batches": load_batches,
+        "Checkpoints": Checkpoints, "Metrics": Metrics, "init_weights": nothing,
+        "init_device_mesh": pretend.outside(init_device_mesh), "compile_layers": nothing,
+        "check_samples": nothing,
+    }
+
+
+def note_bubble(initialise, counted):
+    """The initialiser of a pipeline's schedule, which then notes its bubble."""
+
+    def initialise_and_note(schedule, *args, **kwargs):
+        initialise(schedule, *args, **kwargs)
+        counted["bubble"] = bubble(schedule)
+
+    return initialise_and_note
+
+
+def bubble(schedule):
+    """The share of a step in which ranks wait for the pipeline to fill and drain; at least that, if
+    there are fewer micro-batches than stages. See pp.py."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    split = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    n, parts = stages[0].group_size, 3 if type(schedule).__name__ in split else 1
+    return (n - 1) / (parts * len(stages) * schedule._n_microbatches + n - 1)
+
+
+def count_all(jobs):
+    """Yields what ``count`` returns for each of ``jobs``, tuples of its arguments, in their order;
+    each in a process of its own, as many at a time as there are cores."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([  # a script imports these too
+        "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+        "torch.distributed.pipelining",
+    ])
+    with concurrent.futures.ProcessPoolExecutor(
+        os.cpu_count(), mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        yield from pool.map(count, *zip(*jobs))
+
+
+def most(found):
+    """Of several dicts of ``count``, the one of the rank that holds most at its peak."""
+    return max(found, key=lambda counted: counted["peak"]["in all"])
+
+
+def report(counted, device_memory):
+    """The lines to print."""
+    yield from counted["description"]
+    rank, peak = counted["rank"], counted["peak"]["in all"]
+    yield from bytes_table(
+        rank, counted["held"], counted["peak"], counted["sent"],
+        {k: (t["formula"], t["bytes"]) for k, t in counted["theory"].items()},
+    )
+    yield f"{'between machines':18}{counted['between_machines']:18,}"
+    for part in sorted(counted["collectives"], key=lambda part: -part["bytes"]):
+        yield (
+            f"{part['calls']:>10,} x {part['collective']} over {part['group']}: "
+            f"{part['bytes']:,.0f} bytes, {part['between_machines']:,.0f} between machines"
+        )
+    yield f"floating-point operations of rank {rank}: {counted['operations']:.4g}"
+    if "bubble" in counted:
+        yield f"bubble: at least {counted['bubble']:.1%} of a step"
+    if device_memory:
+        left = device_memory * 1e9 - peak
+        yield (
+            f"{peak / 1e9:,.2f} GB of {device_memory:g} GB: "
+            + (f"fits, {left / 1e9:,.2f} GB are left" if left >= 0 else
+               f"does not fit, {-left / 1e9:,.2f} GB are too many")
+        )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.dry_run",
+        usage="%(prog)s [options] WORLD_SIZE SCRIPT [options of the script]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = refuse
+    parser.add_argument("world_size", type=at_least(1, most=2**20), metavar="WORLD_SIZE")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.add_argument("--rank", type=at_least(0), metavar="R",
+                        help="the rank to be (default: of a pipeline, the first rank of the stage "
+                        "that holds most; otherwise 0)")
+    parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
+                        help="ranks on a machine (default: 8)")
+    parser.add_argument("--device-memory", type=at_least(0, float, above=True), metavar="GB",
+                        help="10^9 bytes that a device has, to compare with")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
+                        help="write what was counted, under the names of a run's summary.json")
+    args = parser.parse_args(argv)
+    if args.rank is not None and args.rank >= args.world_size:
+        refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")
+    job = args.script, args.options, args.world_size
+    if args.rank is not None:
+        counted = count(*job, args.rank, args.nproc_per_node)
+    else:
+        (counted,) = count_all([(*job, 0, args.nproc_per_node)])
+        others = counted.pop("stages", [0])[1:]
+        jobs = [(*job, rank, args.nproc_per_node) for rank in others]
+        found = tqdm(count_all(jobs), "other stages", len(jobs), disable=not jobs, leave=False)
+        counted = most([counted, *found])
+    counted.pop("stages", None)
+    print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
+    for line in report(counted, args.device_memory):
+        print(printable(line))
+    if args.json:
+        args.json.write_text(json.dumps(counted, indent=1) + "\n")
+
+
+def refuse(message):
+    raise SettingError(message)
+
+
+def run(main):
+    """``main()``; a SettingError or an unwritable file is one line, and status 1."""
+    try:
+        main()
+    except (SettingError, OSError) as error:
+        name = pathlib.Path(sys.modules[main.__module__].__file__).name
+        sys.exit(f"{name}: error: {printable(str(error))}")
+
+
+if __name__ == "__main__":
+    run(main)
