@@ -304,18 +304,16 @@ def bubble(schedule):
     return (n - 1) / (parts * len(stages) * schedule._n_microbatches + n - 1)
 
 
-def count_all(jobs):
-    """Yields what ``count`` returns for each of ``jobs``, tuples of its arguments, in their order;
-    each in a process of its own, as many at a time as there are cores."""
+def process_pool():
+    """Runs each call of a function in a process of its own, at most one on each core."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([  # a script imports these too
         "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining",
     ])
-    with concurrent.futures.ProcessPoolExecutor(
+    return concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), mp_context=context, max_tasks_per_child=1
-    ) as pool:
-        yield from pool.map(count, *zip(*jobs))
+    )
 
 
 def most(found):
@@ -376,11 +374,13 @@ def main(argv=None):
     if args.rank is not None:
         counted = count(*job, args.rank, args.nproc_per_node)
     else:
-        (counted,) = count_all([(*job, 0, args.nproc_per_node)])
-        others = counted.pop("stages", [0])[1:]
-        jobs = [(*job, rank, args.nproc_per_node) for rank in others]
-        found = tqdm(count_all(jobs), "other stages", len(jobs), disable=not jobs, leave=False)
-        counted = most([counted, *found])
+        with process_pool() as pool:
+            first = pool.submit(count, *job, 0, args.nproc_per_node).result()
+            others = first.get("stages", [0])[1:]
+            found = pool.map(functools.partial(count, *job, nproc_per_node=args.nproc_per_node),
+                             others)
+            counted = most([first, *tqdm(found, "other stages", len(others), leave=False,
+                                         disable=not others)])
     counted.pop("stages", None)
     print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
     for line in report(counted, args.device_memory):

@@ -1,0 +1,444 @@
+"""Which script, and which grid, for a model on a cluster? Counted by dry runs, without a GPU.
+
+    python -m tools.plan --model llama3-8b --devices 8 --device-memory 80 --seq-len 8192
+    python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
+        --batch-size 512 --tflops 989 --link 450 --network 50
+
+Every script is tried, and hybrid_3d.py with every grid. Of each the table has the fewest
+accumulation steps that fit into memory, without and with activation checkpointing; only the first
+if that fits in one step. A row is what ``tools.dry_run`` counts for the rank that holds most.
+
+Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
+step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
+added to it), and no communication faster than all bytes at the full rate of the links that they
+take. A real step takes longer than either.
+
+Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
+through them, and the peak of memory grows as fast as what is held after the backward pass (nothing
+that grows faster can overtake it), the line is exact. Otherwise the whole depth is counted; so it is
+where DDP's buckets of 25 MB do not end with a layer's largest matrix.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shlex
+import sys
+import tempfile
+
+import torch
+from tqdm import tqdm
+
+from common.arguments import at_least
+from common.errors import SettingError, printable
+from common.huggingface import read_config
+from common.model import PRESETS
+from tools import dry_run
+
+ROOT = pathlib.Path(__file__).parent.parent
+WHOLE = [  # command, and by what the world size is divided to have the data-parallel ranks
+    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
+    "fsdp.py --no-reshard-after-forward",
+]
+SPLIT = [  # all ranks read the same samples
+    "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
+    "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
+]
+LEAST_POSITIONS = 1024  # on a context-parallel rank: with fewer, attention is too little work
+
+
+@dataclasses.dataclass
+class Strategy:
+    """A script with its grid: ``ranks`` data-parallel ranks, ``stages`` pipeline stages on ``pp``
+    ranks."""
+
+    command: str
+    ranks: int
+    pp: int = 1
+    stages: int = 1
+
+
+def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
+    """All that could be sensible: a list of Strategy, and a Counter of the reasons for which others
+    are left out."""
+    found, left_out = [], collections.Counter()
+    if devices == 1:
+        return [Strategy("single.py", 1)], left_out
+    found += [Strategy(command, devices) for command in WHOLE]
+    machines = devices // nproc_per_node
+    if machines > 1 and devices % nproc_per_node == 0:
+        found.append(Strategy(f"fsdp.py --replicate {machines}", devices))
+    for command in SPLIT:
+        each = 2 if "interleaved" in command or "zerobubble" in command else 1
+        pp = devices if command.startswith("pp.py") else 1
+        found.append(Strategy(command, 1, pp, pp * each))
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tp in divisors:
+        for cp in (n for n in divisors if devices // tp % n == 0):
+            for pp in (n for n in divisors if devices // tp // cp % n == 0):
+                dp = devices // (tp * cp * pp)
+                if dp == devices:
+                    continue  # fsdp.py
+                if tp > nproc_per_node:
+                    left_out[f"--tp beyond the {nproc_per_node} devices of a machine"] += 1
+                elif cp > 1 and seq_len // cp < LEAST_POSITIONS:
+                    left_out[f"--cp that leaves a rank less than {LEAST_POSITIONS} positions"] += 1
+                elif pp > max(1, layers // 2):
+                    left_out["--pp that leaves a stage less than two layers"] += 1
+                elif batch_size % dp or batch_size // dp < pp:
+                    left_out[
+                        f"grids that cannot share the {batch_size} sequences of --batch-size"
+                    ] += 1
+                else:
+                    grid = (("tp", tp), ("cp", cp), ("pp", pp))
+                    grid = " ".join(f"--{name} {size}" for name, size in grid if size > 1)
+                    found.append(Strategy(f"hybrid_3d.py {grid}", dp, pp, pp))
+    return found, left_out
+
+
+def variants(strategy, batch_size):
+    """Options for each number of accumulation steps, the fewest first."""
+    share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
+    pieces, options = 1, []
+    if strategy.stages > 1:
+        pieces = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
+        options = ["--microbatches", str(pieces)]
+    steps = [n for n in (2**i for i in range(20)) if share // pieces % n == 0]
+    return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
+
+
+def evaluate(strategy, options, config, settings, pool):
+    """What the rank that holds most counts, a dict as of ``dry_run.count``.
+
+    ``config``: the ModelConfig that ``options`` describe. ``settings``: world size, ranks on a
+    machine. ``pool`` runs ``cached``.
+
+    Raises:
+        SettingError: the script refuses these options.
+    """
+    world_size, nproc_per_node = settings
+    script, *own = strategy.command.split()
+
+    def at(depth):
+        full = [*own, *options, "--num-hidden-layers", str(depth)]
+        job = str(ROOT / script), full, world_size
+        first = pool.submit(cached, *job, 0, nproc_per_node).result()
+        ranks = first.get("stages", [0])[1:]
+        others = [pool.submit(cached, *job, rank, nproc_per_node) for rank in ranks]
+        return [first, *(other.result() for other in others)]
+
+    layers, every = config.num_hidden_layers, strategy.stages
+    least = every * (1 if every == 1 else 3) + 1  # a last stage with few layers is an exception
+    depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
+    matrix = 4 * config.hidden_size * config.intermediate_size
+    uneven = strategy.command.startswith(("ddp.py", "cp.py")) and matrix < 25 * 2**20
+    if len(depths) == 3 and not uneven:
+        counted = [at(depth) for depth in depths]
+        lines = [extrapolate(*of_rank, depths, layers) for of_rank in zip(*counted)]
+        if all(lines):
+            return dry_run.most(lines)
+    return dry_run.most(at(layers))
+
+
+def extrapolate(first, second, third, depths, layers):
+    """What a rank counts at ``layers`` layers, by what it counts at three ``depths``; None if that
+    is no straight line, or if the peak may be at another place of a deeper model."""
+
+    def line(a, b, depth):
+        return type(b)(a + (b - a) * (depth - depths[0]) / (depths[1] - depths[0]))
+
+    numbers = [flatten(counted) for counted in (first, second, third)]
+    if not all(found.keys() == numbers[0].keys() for found in numbers):
+        return None
+    for name, value in numbers[2].items():
+        if abs(line(numbers[0][name], numbers[1][name], depths[2]) - value) > 1e-9 * abs(value):
+            return None
+    peak, after = (
+        numbers[1][name] - numbers[0][name] for name in (("peak", "in all"), ("held", "in all"))
+    )
+    if peak < after:
+        return None
+    return unflatten(third, {
+        name: line(numbers[0][name], numbers[1][name], layers) for name in numbers[0]
+    })
+
+
+def flatten(value, path=()):
+    """The numbers in nested dicts and lists, by their path."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {k: v for name, part in items for k, v in flatten(part, (*path, name)).items()}
+    return {path: value} if isinstance(value, (int, float)) else {}
+
+
+def unflatten(value, numbers, path=()):
+    """``value``, with ``numbers`` in the place of its own."""
+    if isinstance(value, dict):
+        return {name: unflatten(part, numbers, (*path, name)) for name, part in value.items()}
+    if isinstance(value, list):
+        return [unflatten(part, numbers, (*path, i)) for i, part in enumerate(value)]
+    return numbers.get(path, value)
+
+
+def cached(script, options, world_size, rank, nproc_per_node):
+    """``dry_run.count``, without what only describes, or what an earlier call found. A file for
+    each in ~/.cache; another torch, or a changed script, is another file."""
+    key = json.dumps([sources(), torch.__version__, script, options, world_size, rank,
+                      nproc_per_node])
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    path = folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        counted = dry_run.count(script, options, world_size, rank, nproc_per_node)
+    counted = {k: v for k, v in counted.items() if k not in ("description", "theory")}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(counted, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # then it is counted again next time
+    return counted
+
+
+@functools.cache
+def sources():
+    """A hash of the scripts and of what counts."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
+
+
+def search(strategy, batch_size, options, config, settings, memory, pool):
+    """The rows of a strategy: (command, counted) of the variants that fit into ``memory`` bytes, or
+    of the one that holds least."""
+
+    def row(variant, again):
+        words = [*options, *variant, *(["--activation-checkpointing"] if again else [])]
+        counted = evaluate(strategy, words, config, settings, pool)
+        shown = [*variant, *(["--activation-checkpointing"] if again else [])]
+        return " ".join([strategy.command, *shown]), counted
+
+    def fits(found):
+        return found[1]["peak"]["in all"] <= memory
+
+    several = variants(strategy, batch_size)
+    fastest = row(several[0], False)
+    if fits(fastest):
+        return [fastest]
+    splits = "zerobubble" in strategy.command  # it cannot compute layers again
+    smallest = row(several[-1], not splits)
+    if not fits(smallest):
+        return [smallest]
+    found = []
+    for again in (False,) if splits else (False, True):
+        rows = (row(variant, again) for variant in several)
+        found += [next((each for each in rows if fits(each)), None)]
+    return [each for each in found if each]
+
+
+def bounds(counted, args):
+    """Two lower bounds of a step in seconds, computation and communication, or None."""
+    compute = communicate = None
+    if args.tflops:
+        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted.get("bubble", 0))
+    if args.link:
+        communicate = counted["sent"] / (args.link * 1e9)
+        if args.network:
+            communicate = max(communicate, counted["between_machines"] / (args.network * 1e9))
+    return compute, communicate
+
+
+def order(row, args):
+    """What sorts a row: what fits first, then by the bounds. Without them by operations, those that
+    the bubble costs among them, to 5 %; then by what is sent between machines, and in all."""
+    _, counted = row
+    fits = counted["peak"]["in all"] <= args.device_memory * 1e9
+    if not fits:
+        return 1, counted["peak"]["in all"]
+    known = [bound for bound in bounds(counted, args) if bound is not None]
+    work = counted["operations"] / (1 - counted.get("bubble", 0))
+    steps = (work / args.least_work - 1) // 0.05
+    return 0, max(known, default=0), steps, counted["between_machines"], counted["sent"]
+
+
+def table(rows, args):
+    """The cells of the table, the first row the names of the columns."""
+    several = args.devices > args.nproc_per_node
+    head = ["fits", "GB", "parameters", "gradients", "states", "activations", "sent, GB by axis"]
+    head += ["between machines"] * several + ["10^12 operations", "bubble"]
+    head += ["computes >= s"] * bool(args.tflops) + ["sends >= s"] * bool(args.link) + ["command"]
+    yield head
+    for command, counted in rows:
+        held, peak = counted["held"], counted["peak"]
+        by_axis = collections.Counter()
+        for part in counted["collectives"]:
+            by_axis[part["group"]] += part["bytes"]
+        sent = " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items()
+                          if size >= sum(by_axis.values()) / 1000)
+        cells = ["yes" if peak["in all"] <= args.device_memory * 1e9 else "no", gb(peak["in all"])]
+        cells += [gb(held.get(kind, 0)) for kind in ("parameters", "gradients", "optimizer states")]
+        cells += [gb(peak["activations"]), sent or "0"]
+        cells += [gb(counted["between_machines"])] * several
+        cells += [f"{counted['operations'] / 1e12:,.3g}"]
+        cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
+        cells += [f"{bound:.3f}" for bound in bounds(counted, args) if bound is not None]
+        yield [*cells, command]
+
+
+def gb(size):
+    """10^9 bytes, to three digits."""
+    return f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}"
+
+
+def lay_out(rows, markdown):
+    """The lines of a table."""
+    rows = list(rows)
+    if markdown:
+        rows = [[*row[:-1], f"`{row[-1]}`" if i else row[-1]] for i, row in enumerate(rows)]
+        rows.insert(1, ["---"] * len(rows[0]))
+        return [f"| {' | '.join(row)} |" for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1]))
+            + f"  {row[-1]}" for row in rows]
+
+
+def launch_command(command, options, args):
+    """How to start a command: one line for a shell."""
+    script, *own = command.split()
+    words = shlex.join([script, *own, *options])
+    if args.devices == 1:
+        return f"python {words}"
+    if args.devices <= args.nproc_per_node:
+        return f"torchrun --nproc_per_node={args.devices} {words}"
+    machines = args.devices // args.nproc_per_node
+    return (f"NNODES={machines} NODE_RANK=<0 to {machines - 1}> MASTER_ADDR=<the first machine> "
+            f"bash run.sh {words}")
+
+
+def model_options(name):
+    """The options that choose a model, and its ModelConfig: of a preset, or of a config.json."""
+    if name in PRESETS:
+        return ["--model", name], PRESETS[name]
+    if not os.path.exists(name):
+        raise SettingError(
+            f"--model {name}: no such preset or file; give a config.json, its folder, or one of "
+            f"{', '.join(PRESETS)}"
+        )
+    config = read_config(name)
+    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in vars(config).items()]
+    return [word for pair in options for word in pair], config
+
+
+def smallest_change(rows, args, options, config, pool):
+    """If nothing fits: how much memory the smallest of ``rows`` takes, and how many devices more
+    would do."""
+    command, counted = min(rows, key=lambda row: row[1]["peak"]["in all"])
+    needed = counted["peak"]["in all"] / 1e9
+    change = (f"nothing fits into {args.device_memory:g} GB: the least is {needed:,.2f} GB, of "
+              f"{command}; give --device-memory {-(-needed // 0.01) / 100:.2f} or more")
+    for factor in (2, 4, 8, 16, 32, 64):
+        devices = args.devices * factor
+        batch_size = max(args.batch_size, devices)
+        try:
+            rows = search(Strategy("fsdp.py", devices), batch_size,
+                          [*options, "--batch-size", str(batch_size)], config,
+                          (devices, args.nproc_per_node), args.device_memory * 1e9, pool)
+        except SettingError:
+            continue
+        if rows[0][1]["peak"]["in all"] <= args.device_memory * 1e9:
+            more = f" and --batch-size {batch_size}" if batch_size > args.batch_size else ""
+            return f"{change}, or --devices {devices}{more}: {rows[-1][0]} fits then"
+    return change
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = dry_run.refuse
+    parser.add_argument("--model", required=True, help="a preset, or a config.json of Hugging Face")
+    parser.add_argument("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
+    parser.add_argument("--device-memory", type=at_least(0, float, above=True), required=True,
+                        metavar="GB", help="10^9 bytes that a device has; leave out what its "
+                        "context and kernels take")
+    parser.add_argument("--seq-len", type=at_least(1), required=True, metavar="T")
+    parser.add_argument("--batch-size", type=at_least(1), metavar="B",
+                        help="sequences in the global batch (default: one for each device)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="bfloat16",
+                        help="as in the scripts (default: bfloat16)")
+    parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
+                        help="devices on a machine (default: 8)")
+    parser.add_argument("--tflops", type=at_least(0, float, above=True), metavar="X",
+                        help="peak of a device, in 10^12 operations per second")
+    parser.add_argument("--link", type=at_least(0, float, above=True), metavar="GB/S",
+                        help="what a device can send to others of its machine, in 10^9 bytes per "
+                        "second")
+    parser.add_argument("--network", type=at_least(0, float, above=True), metavar="GB/S",
+                        help="a device's share of what its machine can send to others")
+    parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="these scripts alone")
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
+    args = parser.parse_args(argv)
+    args.batch_size = args.batch_size or args.devices
+    if args.network and not args.link:
+        dry_run.refuse("--network is for what leaves a machine: give --link too")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    options, config = model_options(args.model)
+    options += ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
+    sized = [*options, "--batch-size", str(args.batch_size)]
+    memory = args.device_memory * 1e9
+    tried, left_out = strategies(
+        args.devices, args.nproc_per_node, args.batch_size, args.seq_len, config.num_hidden_layers
+    )
+    tried = [each for each in tried if not args.only or each.command.split()[0] in args.only]
+    rows = []
+    with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        searches = {
+            threads.submit(search, each, args.batch_size, sized, config,
+                           (args.devices, args.nproc_per_node), memory, pool): each.command
+            for each in tried
+        }
+        finished = concurrent.futures.as_completed(searches)
+        for each in tqdm(finished, "strategies", len(searches), leave=False):
+            try:
+                rows += each.result()
+            except SettingError as error:
+                left_out[f"{searches[each]}: {error}"] += 1
+        if not rows:
+            reasons = "; ".join(left_out)
+            raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
+        args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
+                              for _, counted in rows)
+        rows.sort(key=lambda row: order(row, args))
+        fitting = [row for row in rows if row[1]["peak"]["in all"] <= memory]
+        change = "" if fitting else smallest_change(rows, args, options, config, pool)
+    for line in lay_out(table(rows, args), args.markdown):
+        print(line)
+    for reason, number in left_out.items():
+        print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
+    if fitting:
+        print(f"the first row: {launch_command(rows[0][0], sized, args)}")
+    if args.json:
+        args.json.write_text(json.dumps({
+            "rows": [{"command": command, "fits": counted["peak"]["in all"] <= memory,
+                      "bounds": bounds(counted, args), **counted} for command, counted in rows],
+            "left_out": list(left_out),
+        }, indent=1) + "\n")
+    if change:
+        sys.exit(f"plan.py: {change}")
+
+
+if __name__ == "__main__":
+    dry_run.run(main)
