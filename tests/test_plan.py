@@ -29,6 +29,7 @@ def run_plan(server, tmp_path_factory):
     return run_plan
 
 
+@thorough
 def test_its_order_is_that_of_real_runs(run_plan, run, corpus):
     """Of memory and of traffic, counted in real runs of the same commands."""
     _, found = run_plan(f"{TINY} --devices 2 --device-memory 1 --batch-size 16 "
@@ -51,7 +52,7 @@ def test_its_order_is_that_of_real_runs(run_plan, run, corpus):
 
 @thorough
 @pytest.mark.parametrize("command, world, stages, exact", [
-    ("fsdp.py --grad-accum 2", 4, 1, True), ("tp.py --activation-checkpointing", 2, 1, True),
+    ("fsdp.py --grad-accum 2", 4, 1, True),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 4", 4, 2, True),
     # The peak of a shallow model is where the loss is computed, that of a deep one is not.
     ("fsdp.py --activation-checkpointing", 4, 1, False),
@@ -115,6 +116,7 @@ def test_strategies_and_why_not():
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4)[0]] == ["single.py"]
 
 
+@thorough
 def test_a_budget(run_plan):
     """The fewest accumulation steps that fit; then recomputing; then the least change that would
     do. And a repeat is instant: nothing is counted again."""
@@ -151,6 +153,7 @@ def test_bounds_and_the_command(run_plan):
     assert ">= s" in result.output
 
 
+@thorough
 def test_a_config_of_hugging_face(run_plan, tmp_path):
     config = {"model_type": "llama", "tie_word_embeddings": False} | vars(PRESETS["tiny"])
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -161,29 +164,40 @@ def test_a_config_of_hugging_face(run_plan, tmp_path):
     assert "python single.py --vocab-size 256 --hidden-size 128" in result.lines[-1]
 
 
-@pytest.mark.parametrize("text, words", [
-    ('{"model_type": "gpt2"}', "has model_type 'gpt2': only Llama is known"),
-    ('{"model_type": "llama", "attention_bias": true}', "has attention_bias True"),
-    ('{"model_type": "llama"}', "lacks vocab_size"),
-    ("{}", "has model_type None"), ("[]", "no config.json of a model"), ("{", "it is no JSON"),
-])
-def test_another_architecture(run_plan, tmp_path, text, words):
-    (tmp_path / "config.json").write_text(text)
-    result, _ = run_plan(f"--model {tmp_path} --devices 2 --device-memory 1 --seq-len 128",
-                         expect_ok=False)
-    assert result.statuses == [1] and len(result.lines) == 1, result.output
-    assert result.lines[0].startswith("plan.py: error: ") and words in result.lines[0]
+CONFIGS = {
+    '{"model_type": "gpt2"}': "has model_type 'gpt2': only Llama is known",
+    '{"model_type": "llama", "attention_bias": true}': "has attention_bias True",
+    '{"model_type": "llama"}': "lacks vocab_size",
+    '{"model_type": "llama", "vocab_size": "many"}': "has vocab_size 'many': it must be a number",
+    "{}": "has model_type None", "[]": "no config.json of a model", "{": "it is no JSON",
+}
+OTHERS = {
+    "--model none --devices 2 --device-memory 1 --seq-len 128": "no such preset or file",
+    "--model tiny --devices 0 --device-memory 1 --seq-len 128": "0 is not allowed",
+    "--model tiny --devices 2 --device-memory 1": "required: --seq-len",
+    "--model tiny --devices 2 --device-memory 1 --seq-len 128 --network 1": "give --link too",
+}
 
 
-@pytest.mark.parametrize("options, words", [
-    ("--model none --devices 2 --device-memory 1 --seq-len 128", "no such preset or file"),
-    ("--model tiny --devices 0 --device-memory 1 --seq-len 128", "0 is not allowed"),
-    ("--model tiny --devices 2 --device-memory 1", "required: --seq-len"),
-    ("--model tiny --devices 2 --device-memory 1 --seq-len 128 --network 1", "give --link too"),
-    ("--model tiny --devices 3 --device-memory 1 --seq-len 128 --batch-size 16 --only ddp.py",
-     "ddp.py: --batch-size 16 cannot be shared evenly by 3 data-parallel ranks"),
-])
-def test_bad_input(run_plan, options, words):
-    result, _ = run_plan(options, expect_ok=False)
-    assert result.statuses == [1] and words in result.lines[-1], result.output
-    assert "Traceback" not in result.output
+def test_bad_input_is_one_line(server, tmp_path):
+    """A config.json of another architecture, and options."""
+    commands, words = [option.split() for option in OTHERS], list(OTHERS.values())
+    for i, (text, refusal) in enumerate(CONFIGS.items()):
+        path = tmp_path / f"{i}.json"
+        path.write_text(text)
+        commands.append(f"--model {path} --devices 2 --device-memory 1 --seq-len 128".split())
+        words.append(refusal)
+    result = server.run("tests/refusals.py", 0, ["plan", json.dumps(commands)], folder=tmp_path,
+                        pass_out=False)
+    assert len(result.lines) == len(commands), result.output
+    for line, refusal in zip(result.lines, words):
+        assert line.startswith("plan.py: error: ") and refusal in line, line
+
+
+@thorough
+def test_nothing_can_run(run_plan):
+    result, _ = run_plan("--model tiny --devices 3 --device-memory 1 --seq-len 128 "
+                         "--batch-size 16 --only ddp.py", expect_ok=False)
+    assert result.statuses == [1] and "Traceback" not in result.output
+    assert "nothing can run on 3 devices" in result.lines[-1]
+    assert "ddp.py: --batch-size 16 cannot be shared evenly by 3" in result.lines[-1]

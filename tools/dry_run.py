@@ -393,12 +393,12 @@ def refuse(message):
     raise SettingError(message)
 
 
-def run(main):
-    """``main()``; a SettingError or an unwritable file is one line, and status 1."""
+def run(main, argv=None):
+    """``main(argv)``; a SettingError, or a file that cannot be written, is one line and status 1."""
     try:
-        main()
+        main(argv)
     except (SettingError, OSError) as error:
-        name = pathlib.Path(sys.modules[main.__module__].__file__).name
+        name = pathlib.Path(main.__code__.co_filename).name
         sys.exit(f"{name}: error: {printable(str(error))}")
 
 

@@ -1,0 +1,15 @@
+"""Runs a tool of tools/ with each of several command lines, a JSON list; prints how each ends."""
+
+import importlib
+import json
+import sys
+
+from tools import dry_run
+
+tool = importlib.import_module(f"tools.{sys.argv[1]}")
+for words in json.loads(sys.argv[2]):
+    try:
+        dry_run.run(tool.main, words)
+        print("it ended well")
+    except SystemExit as end:
+        print(end.code)
