@@ -7,6 +7,8 @@
 #   bash run.sh test --all            every test, in half an hour; arguments go to pytest
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
 #   bash run.sh bench                 every script against a plain loop; half an hour on two cores
+#   bash run.sh plan --help           which script and grid fit a model and a cluster, without a GPU
+#   bash run.sh dry_run 64 fsdp.py    what one rank of 64 holds and sends, counted without the others
 #
 # On several machines, in one of three ways:
 #
@@ -177,6 +179,10 @@ fi
 if [ "$command" = bench ]; then
   find_python
   exec "$python" "$here/tools/bench.py" "$@"
+fi
+if [ "$command" = dry_run ] || [ "$command" = plan ]; then
+  find_python
+  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "tools.$command" "$@"
 fi
 script=$command
 [ -f "$script" ] || script=$here/$command

@@ -383,7 +383,8 @@ def parse(argv):
                         "second")
     parser.add_argument("--network", type=at_least(0, float, above=True), metavar="GB/S",
                         help="a device's share of what its machine can send to others")
-    parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="these scripts alone")
+    parser.add_argument("--only", nargs="+", metavar="SCRIPT",
+                        help="these alone: fsdp.py, or with its grid 'hybrid_3d.py --tp 8'")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
@@ -402,7 +403,9 @@ def main(argv=None):
     tried, left_out = strategies(
         args.devices, args.nproc_per_node, args.batch_size, args.seq_len, config.num_hidden_layers
     )
-    tried = [each for each in tried if not args.only or each.command.split()[0] in args.only]
+    if args.only:
+        tried = [each for each in tried
+                 if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
     with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads:
         searches = {
