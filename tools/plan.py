@@ -210,8 +210,9 @@ def cached(script, options, world_size, rank, nproc_per_node):
 
 @functools.cache
 def sources():
-    """A hash of the scripts and of what counts."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py")]
+    """A hash of the scripts and of what counts them."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
+    paths += [ROOT / "tools" / "dry_run.py", ROOT / "tools" / "pretend.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
