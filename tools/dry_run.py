@@ -52,7 +52,9 @@ NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
 
 class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
-    and attention, and ``crossing``, like ``sent``, what goes to another machine.
+    and attention, and ``crossing``, like ``sent``, what goes to another machine. ``turns`` is what
+    is held whenever a backward pass begins, as bytes in all and of activations: when the first
+    gradient of the step arrives, and the same one of later micro-batches.
 
     Of a causal attention half is counted: its kernels skip the rest. Backward they compute the
     scores again. A ring over ranks in their order, ``nproc_per_node`` on each machine, crosses
@@ -62,13 +64,20 @@ class OperationCounter(StepCounter):
     def __init__(self, optimizer, modules, mesh, nproc_per_node):
         super().__init__(optimizer, modules, mesh)
         self.nproc_per_node = nproc_per_node
-        self.operations, self.crossing = 0, collections.Counter()
+        self.operations, self.crossing, self.turns = 0, collections.Counter(), []
+        self.first = None  # the parameter whose gradient arrives first
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = super().__torch_dispatch__(function, kinds, args, kwargs)
         if out is not NotImplemented:
             self.operations += operations(function._overloadpacket, args, kwargs or {}, out)
         return out
+
+    def watch_gradient(self, parameter):
+        super().watch_gradient(parameter)
+        self.first = self.first or id(parameter)
+        if id(parameter) == self.first:
+            self.turns.append([self.now["in all"], self.now["activations"]])
 
     def collective(self, name, args, out):
         before = self.sent.copy()
@@ -263,7 +272,7 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
             counted.update(
                 held=self.held, peak=dict(counter.peak), sent=round(sum(counter.sent.values())),
                 between_machines=round(sum(counter.crossing.values())),
-                operations=counter.operations,
+                operations=counter.operations, turns=counter.turns,
                 collectives=[
                     {"collective": kind, "group": dim, "calls": counter.calls[kind, dim],
                      "bytes": size, "between_machines": counter.crossing[kind, dim]}

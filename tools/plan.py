@@ -14,9 +14,10 @@ added to it), and no communication faster than all bytes at the full rate of the
 take. A real step takes longer than either.
 
 Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
-through them, and the peak of memory grows as fast as what is held after the backward pass (nothing
-that grows faster can overtake it), the line is exact. Otherwise the whole depth is counted; so it is
-where DDP's buckets of 25 MB do not end with a layer's largest matrix.
+through them, and the peak of memory grows as fast as what is held when backward passes begin and
+when the last has ended (so that no other moment of a step can overtake it), the line is exact.
+Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a layer's
+largest matrix.
 """
 
 import argparse
@@ -159,11 +160,11 @@ def extrapolate(first, second, third, depths, layers):
     for name, value in numbers[2].items():
         if abs(line(numbers[0][name], numbers[1][name], depths[2]) - value) > 1e-9 * abs(value):
             return None
-    peak, after = (
-        numbers[1][name] - numbers[0][name] for name in (("peak", "in all"), ("held", "in all"))
-    )
-    if peak < after:
-        return None
+    slope = {name: numbers[1][name] - numbers[0][name] for name in numbers[0]}
+    for i, kind in enumerate(("in all", "activations")):
+        moments = [slope[name] for name in slope if name[0] == "turns" and name[2] == i]
+        if slope["peak", kind] < max([slope["held", kind], *moments]):
+            return None
     return unflatten(third, {
         name: line(numbers[0][name], numbers[1][name], layers) for name in numbers[0]
     })
