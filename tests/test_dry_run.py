@@ -145,8 +145,8 @@ def test_a_pipeline_knows_to_whom_it_sends(dry_run, rank, share):
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
     result, found = dry_run(
-        "fsdp.py --data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64", 64,
-        "--rank", 0, "--device-memory", 4,
+        "fsdp.py --data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 "
+        "--batch-size 64", 64, "--rank", 0, "--device-memory", 4,
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()

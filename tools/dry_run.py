@@ -403,7 +403,7 @@ def refuse(message):
 
 
 def run(main, argv=None):
-    """``main(argv)``; a SettingError, or a file that cannot be written, is one line and status 1."""
+    """``main(argv)``; of a SettingError, or a file that cannot be written, one line remains."""
     try:
         main(argv)
     except (SettingError, OSError) as error:

@@ -16,8 +16,8 @@ take. A real step takes longer than either.
 Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
 through them, and the peak of memory grows as fast as what is held when backward passes begin and
 when the last has ended (so that no other moment of a step can overtake it), the line is exact.
-Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a layer's
-largest matrix.
+Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
+layer's largest matrix.
 """
 
 import argparse
