@@ -152,8 +152,8 @@ def test_bounds_and_the_command(run_plan):
     assert compute == row["operations"] / 2e12
     assert communicate == max(row["sent"] / 4e9, row["between_machines"] / 1e9)
     assert result.lines[-1] == (
-        "the first row: NNODES=2 NODE_RANK=<0 to 1> MASTER_ADDR=<the first machine> bash run.sh "
-        "ddp.py --model tiny --seq-len 128 --dtype float32 --batch-size 16"
+        "the first row: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
+        "--seq-len 128 --dtype float32 --batch-size 16"
     )
     assert ">= s" in result.output
 
@@ -181,6 +181,7 @@ OTHERS = {
     "--model tiny --devices 0 --device-memory 1 --seq-len 128": "0 is not allowed",
     "--model tiny --devices 2 --device-memory 1": "required: --seq-len",
     "--model tiny --devices 2 --device-memory 1 --seq-len 128 --network 1": "give --link too",
+    "--model tiny --devices 12 --device-memory 1 --seq-len 128": "--devices 12 is no multiple of",
 }
 
 

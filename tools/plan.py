@@ -72,9 +72,8 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
     if devices == 1:
         return [Strategy("single.py", 1)], left_out
     found += [Strategy(command, devices) for command in WHOLE]
-    machines = devices // nproc_per_node
-    if machines > 1 and devices % nproc_per_node == 0:
-        found.append(Strategy(f"fsdp.py --replicate {machines}", devices))
+    if devices > nproc_per_node:
+        found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
     for command in SPLIT:
         each = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
@@ -312,16 +311,16 @@ def lay_out(rows, markdown):
 
 
 def launch_command(command, options, args):
-    """How to start a command: one line for a shell."""
+    """How to start a command: one line for a shell. On several machines as a Slurm job; README has
+    the other ways."""
     script, *own = command.split()
     words = shlex.join([script, *own, *options])
     if args.devices == 1:
         return f"python {words}"
     if args.devices <= args.nproc_per_node:
         return f"torchrun --nproc_per_node={args.devices} {words}"
-    machines = args.devices // args.nproc_per_node
-    return (f"NNODES={machines} NODE_RANK=<0 to {machines - 1}> MASTER_ADDR=<the first machine> "
-            f"bash run.sh {words}")
+    nodes = args.devices // args.nproc_per_node
+    return f"NPROC={args.nproc_per_node} sbatch --nodes={nodes} --exclusive run.sh {words}"
 
 
 def model_options(name):
@@ -391,6 +390,9 @@ def parse(argv):
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
+    if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
+        dry_run.refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
+                       f"{args.nproc_per_node}: machines are alike")
     if args.network and not args.link:
         dry_run.refuse("--network is for what leaves a machine: give --link too")
     return args
