@@ -53,8 +53,9 @@ NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
 class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
     and attention, and ``crossing``, like ``sent``, what goes to another machine. ``turns`` is what
-    is held whenever a backward pass begins, as bytes in all and of activations: when the first
-    gradient of the step arrives, and the same one of later micro-batches.
+    is held where a forward pass turns into a backward pass, as bytes in all and of activations: at
+    the end of the last module, when autocast still keeps weights, and when the first gradient
+    arrives.
 
     Of a causal attention half is counted: its kernels skip the rest. Backward they compute the
     scores again. A ring over ranks in their order, ``nproc_per_node`` on each machine, crosses
@@ -66,6 +67,7 @@ class OperationCounter(StepCounter):
         self.nproc_per_node = nproc_per_node
         self.operations, self.crossing, self.turns = 0, collections.Counter(), []
         self.first = None  # the parameter whose gradient arrives first
+        self.forward_end = []
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = super().__torch_dispatch__(function, kinds, args, kwargs)
@@ -73,11 +75,23 @@ class OperationCounter(StepCounter):
             self.operations += operations(function._overloadpacket, args, kwargs or {}, out)
         return out
 
+    def __enter__(self):
+        for module in {part: None for module in self.modules for part in module.modules()}:
+            if not list(module.children()) and list(module.parameters()):
+                self.handles.append(module.register_forward_hook(self.note_forward))
+        return super().__enter__()
+
+    def held(self):
+        return [self.now["in all"], self.now["activations"]]
+
+    def note_forward(self, *_):
+        self.forward_end = self.held()
+
     def watch_gradient(self, parameter):
         super().watch_gradient(parameter)
         self.first = self.first or id(parameter)
         if id(parameter) == self.first:
-            self.turns.append([self.now["in all"], self.now["activations"]])
+            self.turns += [self.forward_end, self.held()]
 
     def collective(self, name, args, out):
         before = self.sent.copy()
