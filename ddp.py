@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
+from common.huggingface import load_weights
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
@@ -83,6 +84,8 @@ def main(argv=None):
         resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
+    if args.init_from and not sampler.start:
+        load_weights(model, args.init_from)
 
     # Loop
     metrics = Metrics(

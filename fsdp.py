@@ -43,6 +43,7 @@ from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.environment import rank_and_world_size
 from common.errors import SettingError
+from common.huggingface import load_weights
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
@@ -123,6 +124,8 @@ def main(argv=None):
         resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
+    if args.init_from and not sampler.start:
+        load_weights(model, args.init_from, local_slices)
 
     # Loop
     metrics = Metrics(

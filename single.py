@@ -13,6 +13,7 @@ import torch
 from common.arguments import argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
+from common.huggingface import load_weights
 from common.launch import launch, start_process
 from common.metrics import Metrics
 from common.model import (
@@ -65,6 +66,8 @@ def main(argv=None):
         resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
+    if args.init_from and not sampler.start:
+        load_weights(model, args.init_from)
 
     # Loop
     metrics = Metrics(

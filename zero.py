@@ -32,6 +32,7 @@ from common.arguments import all_options, argument_parser, describe, parse_argum
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
 from common.errors import SettingError
+from common.huggingface import load_weights
 from common.launch import launch, start_process_group
 from common.metrics import Metrics
 from common.model import (
@@ -108,6 +109,8 @@ def main(argv=None):
         resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
+    if args.init_from and not sampler.start:
+        load_weights(model, args.init_from)
     start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
 
     # Loop

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -12,7 +13,8 @@ import torch
 from common.data import STANDARD_LIBRARY
 from common.environment import rank_and_world_size
 from common.errors import SettingError
-from common.model import PRESETS, ModelConfig
+from common.huggingface import is_tied, read_config
+from common.model import PRESETS, ModelConfig, check_rope_scaling
 
 
 # When a run is resumed
@@ -46,6 +48,14 @@ def _folder(text):
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a folder")
     return pathlib.Path(text)
+
+
+def _json(text):
+    """An argparse type: JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f"{text:.80} is no JSON") from None
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -167,8 +177,17 @@ def _add_model_options(parser):
     group = parser.add_argument_group(
         "model", "A preset; every dimension can be changed, by its name in Hugging Face's config."
     )
-    group.add_argument("--model", default="tiny", metavar="PRESET", help=", ".join(PRESETS))
+    group.add_argument("--model", default=argparse.SUPPRESS, metavar="PRESET",
+                       help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
+    group.add_argument("--init-from", type=_folder, metavar="FOLDER",
+                       help="start from the weights of a Llama of Hugging Face, in a folder with "
+                       "config.json, which gives the dimensions, and safetensors files; needs the "
+                       "package safetensors; None: start from weights drawn by --seed")
+    group.add_argument("--rope-scaling", type=_json, default=argparse.SUPPRESS, metavar="JSON",
+                       help="overrides the preset; of Llama 3.1, as in its config.json; null: none")
     for field in dataclasses.fields(ModelConfig):
+        if field.name == "rope_scaling":
+            continue
         kind = float if field.type is float else int
         most = 10**4 if field.name == "num_hidden_layers" else 2**31 - 1
         group.add_argument(_flag(field.name), type=at_least(0, kind, above=True, most=most),
@@ -186,7 +205,7 @@ def parse_arguments(parser, argv=None):
         SettingError: an argument is wrong.
     """
     args = parser.parse_args(argv)
-    if "model" in args:
+    if "init_from" in args:
         args.config = _model_config(args)
     for name in ("beta1", "beta2"):
         if getattr(args, name) >= 1:
@@ -205,14 +224,32 @@ def parse_arguments(parser, argv=None):
 
 
 def _model_config(args):
-    """The preset, with the dimensions that the command line changes."""
-    if args.model not in PRESETS:
-        _refuse(f"--model {args.model}: no such preset, choose from {', '.join(PRESETS)}")
-    preset = dataclasses.asdict(PRESETS[args.model])
-    given = {name: getattr(args, name) for name in preset if hasattr(args, name)}
+    """The preset, with the dimensions that the command line changes; or the config of --init-from,
+    which the command line may repeat and not change. Sets ``args.model`` if it was not given."""
+    preset = getattr(args, "model", "tiny")
+    if preset not in PRESETS:
+        _refuse(f"--model {preset}: no such preset, choose from {', '.join(PRESETS)}")
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if args.init_from:
+        config = read_config(args.init_from)
+        if "rope_scaling" in given:
+            given["rope_scaling"] = check_rope_scaling(given["rope_scaling"])
+        asked = vars(PRESETS[preset]) | given if "model" in args else given
+        for name, value in asked.items():
+            if (there := getattr(config, name)) != value:
+                option = _flag(name) if name in given else f"--model {preset} with {name}"
+                _refuse(
+                    f"{option} {value} contradicts --init-from {args.init_from}, whose config.json "
+                    f"has {there}: leave out the option, or change the file"
+                )
+        tied = ", its head trained apart from its embedding" * is_tied(args.init_from)
+        args.model = f"of {args.init_from}{tied}"
+        return config
+    args.model = preset
     if "head_dim" not in given and {"hidden_size", "num_attention_heads"} & given.keys():
         given["head_dim"] = None  # follows from the two
-    return ModelConfig(**preset | given)
+    return ModelConfig(**vars(PRESETS[preset]) | given)
 
 
 def all_options(args):

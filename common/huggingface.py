@@ -1,14 +1,30 @@
-"""The dimensions of a Llama from the config.json of a Hugging Face model."""
+"""Weights and dimensions from a folder of a Hugging Face Llama, as ``save_pretrained`` writes it:
+config.json, and model.safetensors or shards with model.safetensors.index.json.
 
+``load_weights`` needs a package more: ``pip install safetensors``.
+"""
+
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 
+import torch
+
 from common.errors import SettingError
-from common.model import ModelConfig
+from common.model import ModelConfig, Transformer, local_part
 
 # What our model does not do, and the value that a config.json has without it.
-PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+PLAIN = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "attention_dropout": 0, "partial_rotary_factor": 1,
+}
+NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)
+DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_config(path):
@@ -19,28 +35,181 @@ def read_config(path):
     """
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise SettingError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(found, dict):
-        raise SettingError(f"{path} is no config.json of a model")
+    return config_from(read_json(path), path)
+
+
+def config_from(found, path):
+    """The ModelConfig that a dict describes, the content of the config.json ``path``.
+
+    Raises:
+        SettingError: see ``read_config``.
+    """
+    # transformers 5 writes rope_parameters, with rope_theta in it; before it both stood alone.
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if isinstance(rope, dict):
+        inner = ("rope_theta", "partial_rotary_factor")
+        found = found | {key: rope[key] for key in inner if key in rope}
+        rope = {key: value for key, value in rope.items() if key not in inner}
+    found = found | {"rope_scaling": rope}
     for name, plain in PLAIN.items():
-        if found.get(name, plain) != plain or (name == "model_type" and name not in found):
+        value = found.get(name)
+        if value is None and name != "model_type":
+            continue
+        if value != plain:
             raise SettingError(
-                f"{path} has {name} {found.get(name)!r}: only Llama is known, which has {plain!r}"
+                f"{path} has {name} {value!r}: only Llama is known, which has {plain!r}"
             )
     values = {}
     for field in dataclasses.fields(ModelConfig):
         value = found.get(field.name)
-        if value is None and field.name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads",
-        ):
+        if value is None and field.name in NEEDED:
             raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise SettingError(f"{path} has {field.name} {value!r}: it must be a number")
+            kinds = (int, float) if field.type is float else int
+            if field.name != "rope_scaling" and (
+                isinstance(value, bool) or not isinstance(value, kinds)
+                or not 0 < value < (math.inf if field.type is float else 2**31)
+            ):
+                kind = "number" if field.type is float else "whole number"
+                raise SettingError(
+                    f"{path} has {field.name} {value!r:.80}: it must be a {kind} greater than 0"
+                )
             values[field.name] = value
-    return ModelConfig(**values)
+    try:
+        return ModelConfig(**values)
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from None
+
+
+def is_tied(folder):
+    """Whether embedding and head of the model in ``folder`` are one parameter. Ours are two."""
+    return read_json(pathlib.Path(folder) / "config.json").get("tie_word_embeddings") is True
+
+
+def read_json(path):
+    """The dict that a file of JSON holds.
+
+    Raises:
+        SettingError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise SettingError(f"{path} cannot be read: {reason}") from None
+    if not isinstance(found, dict):
+        raise SettingError(f"{path} is no {path.name} of a model")
+    return found
+
+
+@torch.no_grad()
+def load_weights(model, folder, local_slices=None):
+    """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from the
+    safetensors files of ``folder``: each parameter in its own type, whatever the type in the file.
+
+    ``local_slices(parameter)`` tells which part of a parameter this rank holds: see
+    common/slices.py. Only that part is read. Without it the parameters are whole.
+
+    If the folder has no head, and its config.json says that embedding and head are tied, the head
+    gets the embedding's values. The two are then trained apart.
+
+    Raises:
+        SettingError: safetensors is not installed; a file is missing or damaged; or the tensors in
+            it, all of them and not only this rank's, are not those of ``model.config``.
+    """
+    folder = pathlib.Path(folder)
+    with contextlib.ExitStack() as stack:
+        stored = _open_tensors(folder, stack)
+        shapes = shapes_of(model.config)
+        if is_tied(folder) and HEAD not in stored and EMBEDDING in stored:
+            stored[HEAD] = stored[EMBEDDING]
+        check_shapes({name: tuple(part.get_shape()) for name, part in stored.items()}, shapes,
+                     folder)
+        for name, part in stored.items():
+            if part.get_dtype() not in DTYPES:
+                raise SettingError(
+                    f"{folder} has {name} in {part.get_dtype()}: only {', '.join(DTYPES)} are known"
+                )
+        for name, parameter in model.named_parameters():
+            own, slices = parameter, tuple(slice(0, size) for size in parameter.shape)
+            if local_slices:
+                own, slices = local_part(parameter), local_slices(parameter)
+            if own.numel():  # a rank may hold no row
+                own.copy_(stored[name][slices])
+
+
+def _open_tensors(folder, stack):
+    """What is in the safetensors files of a folder: a dict from each name to an object of which a
+    slice can be read. ``stack``, a contextlib.ExitStack, closes the files."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise SettingError(
+            "weights are read with the package safetensors: pip install safetensors"
+        ) from None
+    stored = {}
+    for path in _files(folder):
+        try:
+            if not path.is_file():  # to open a FIFO might not end
+                raise OSError("there is no such file")
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            parts = {name: file.get_slice(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise SettingError(
+                f"{path} cannot be read ({error}): download or save the model again"
+            ) from None
+        for name, part in parts.items():
+            if name in stored:
+                raise SettingError(f"{folder} has {name} in two files")
+            # A table of angles in files of older versions; ours follows from config.json.
+            if not name.endswith(".rotary_emb.inv_freq"):
+                stored[name] = part
+    return stored
+
+
+def _files(folder):
+    """The paths of a folder's safetensors files: the one file, or those that the index names."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        raise SettingError(
+            f"{folder} has neither model.safetensors nor {index.name}: only weights in safetensors "
+            f"are read, which save_pretrained of transformers writes"
+        )
+    files = read_json(index).get("weight_map")
+    names = set(files.values()) if isinstance(files, dict) else {None}
+    for name in names:
+        if not isinstance(name, str) or pathlib.Path(name).name != name:
+            raise SettingError(f"{index} does not say which files of its folder hold the weights")
+    return [folder / name for name in sorted(names)]
+
+
+def shapes_of(config):
+    """The shape of each parameter of the whole model, by its name."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_shapes(found, expected, where):
+    """Compare two dicts of shapes by name.
+
+    Raises:
+        SettingError: it names the first tensor that is missing, left over or of another shape.
+    """
+    for name, shape in expected.items():
+        if name not in found:
+            raise SettingError(f"{where} lacks {_some([n for n in expected if n not in found])}")
+        if found[name] != shape:
+            raise SettingError(
+                f"{where} has {name} of shape {found[name]}, and its config needs {shape}"
+            )
+    if unknown := [name for name in found if name not in expected]:
+        raise SettingError(f"{where} has {_some(unknown)}, which a Llama of its config has not")
+
+
+def _some(names):
+    """The first name, and how many more there are."""
+    more = f" and {len(names) - 1} tensors more" if len(names) > 1 else ""
+    return f"the tensor {names[0]}{more}"

@@ -13,6 +13,7 @@ global sizes, and local shapes are written out, such as (B/dp, T/cp, D).
 import dataclasses
 import functools
 import hashlib
+import math
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +37,15 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     initializer_range: float = 0.02
+    rope_scaling: dict | None = None  # Llama 3.1's, see rotary_table; None: nothing is scaled
 
     def __post_init__(self):
+        self.rope_scaling = check_rope_scaling(self.rope_scaling)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
+            if isinstance(value, (int, float)) and not value > 0:
                 raise SettingError(f"{field.name} is {value}: it must be greater than 0")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
@@ -76,10 +79,56 @@ class ModelConfig:
         return 6 * products + 6 * self.num_hidden_layers * width * seq_len
 
 
-def _llama3(hidden, intermediate, layers, heads):
-    return ModelConfig(128256, hidden, intermediate, layers, heads, 8, None, 1e-5, 500000.0)
+def check_rope_scaling(found):
+    """The ``rope_scaling`` of a config.json, its four numbers checked. None, or the type "default",
+    is None: nothing is scaled.
+
+    Raises:
+        SettingError: it is of another type than "llama3", or its numbers make no sense.
+    """
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise SettingError(f"rope_scaling is {found!r}: it must be a dict as in a config.json")
+    kind = found.get("rope_type", found.get("type", "default"))
+    given = {key: value for key, value in found.items() if key not in ("rope_type", "type")}
+    if kind == "default" and not given:
+        return None
+    if kind != "llama3":
+        raise SettingError(
+            f"rope_scaling has rope_type {kind!r}: only 'llama3' is known, that of Llama 3.1"
+        )
+    if given.keys() != set(ROPE_SCALING):
+        raise SettingError(
+            f"rope_scaling has {', '.join(map(str, given)) or 'no numbers'}: with rope_type "
+            f"'llama3' it has {', '.join(ROPE_SCALING)}"
+        )
+    for key, value in given.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise SettingError(
+                f"rope_scaling has {key} {value!r}: it must be a number greater than 0"
+            )
+    if given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise SettingError(
+            f"rope_scaling has low_freq_factor {given['low_freq_factor']} and high_freq_factor "
+            f"{given['high_freq_factor']}: the second must be greater than the first"
+        )
+    return {"rope_type": kind} | {key: given[key] for key in ROPE_SCALING}
 
 
+ROPE_SCALING = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)
+
+
+def _llama3(hidden, intermediate, layers, heads, scaling=None):
+    return ModelConfig(
+        128256, hidden, intermediate, layers, heads, 8, None, 1e-5, 500000.0, rope_scaling=scaling
+    )
+
+
+LLAMA_3_1 = {"rope_type": "llama3", **dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192)))}
 MAX_LOGITS = 2**24  # beyond it the loss goes in chunks
 PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
@@ -88,14 +137,26 @@ PRESETS = {
     "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, with an untied head
     "llama3-8b": _llama3(4096, 14336, 32, 32),  # 8.0 B
     "llama3-70b": _llama3(8192, 28672, 80, 64),  # 70.6 B
-    "llama3-405b": _llama3(16384, 53248, 126, 128),  # 405.9 B
+    # 405.9 B; this size came with Llama 3.1 only, which scales its angles
+    "llama3-405b": _llama3(16384, 53248, 126, 128, LLAMA_3_1),
 }
 
 
-def rotary_table(positions, head_dim, theta, dtype):
-    """Cosines and sines of the rotary angles, (..., T, K/2) each, for positions (..., T)."""
+def rotary_table(positions, head_dim, theta, dtype, scaling=None):
+    """Cosines and sines of the rotary angles, (..., T, K/2) each, for positions (..., T).
+
+    ``scaling`` is Llama 3.1's, for contexts longer than the original one. Pairs that turn less than
+    ``low_freq_factor`` times within the original context turn ``factor`` times more slowly. Pairs
+    that turn more than ``high_freq_factor`` times stay as they are. Those between are interpolated.
+    """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).to(dtype) / head_dim
-    angles = positions.to(dtype)[..., None] / theta**exponents
+    positions_per_radian = theta**exponents  # (K/2,)
+    if scaling:
+        factor, low, high, original = (scaling[key] for key in ROPE_SCALING)
+        turns = original / (2 * math.pi * positions_per_radian)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        positions_per_radian = positions_per_radian / (kept + (1 - kept) / factor)
+    angles = positions.to(dtype)[..., None] / positions_per_radian
     return angles.cos(), angles.sin()
 
 
@@ -216,7 +277,10 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(tokens)  # (B, T, D)
         # The angles need float32 at least: bfloat16 cannot tell position 256 from 257.
         dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        cos, sin = rotary_table(
+            positions, self.config.head_dim, self.config.rope_theta, dtype,
+            self.config.rope_scaling,
+        )
         for layer in self.model.layers.values():
             x = layer(x, cos, sin)
         x = self.model.norm(x)

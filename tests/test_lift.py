@@ -218,8 +218,8 @@ def test_what_scripts_share_is_the_same():
 
 
 ALLOWED = {
-    "metrics": {"counting"}, "arguments": {"model", "data"},
-    "checkpoint": {"checkpoint_files", "replicas", "signals"},
+    "metrics": {"counting"}, "arguments": {"model", "data", "huggingface"},
+    "checkpoint": {"checkpoint_files", "replicas", "signals"}, "huggingface": {"model"},
 }
 
 

@@ -303,6 +303,7 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
         "start_process": start_one, "start_process_group": start, "TokenDataset": TokenDataset,
         "fingerprint": lambda dataset: {}, "load_batches": load_batches,
         "Checkpoints": Checkpoints, "Metrics": Metrics, "init_weights": nothing,
+        "load_weights": nothing,
         "init_device_mesh": pretend.outside(init_device_mesh), "compile_layers": nothing,
         "check_samples": nothing,
     }

@@ -333,7 +333,8 @@ def model_options(name):
             f"{', '.join(PRESETS)}"
         )
     config = read_config(name)
-    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in vars(config).items()]
+    values = vars(config) | {"rope_scaling": json.dumps(config.rope_scaling)}
+    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
     return [word for pair in options for word in pair], config
 
 
