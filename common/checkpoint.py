@@ -379,16 +379,38 @@ def read(checkpoint, prefix="model."):
     Raises:
         SettingError: it is not a checkpoint, or not to be trusted.
     """
+    shapes, read_one, _ = open_tensors(checkpoint, prefix)
+    return {name: read_one(name) for name in shapes}
+
+
+def open_tensors(checkpoint, prefix="model.", around=iter):
+    """The tensors of a checkpoint whose names start with ``prefix``, to be read one at a time.
+
+    ``around`` goes around the list of the files while their hashes are checked: a progress bar.
+    Returns three things: a dict from the rest of each name to the shape and the torch.dtype; a
+    function of such a name, which reads that tensor, whole, on the CPU; and the settings of the run
+    that must stay the same, a dict.
+
+    Raises:
+        SettingError: it is not a checkpoint, damaged, or not to be trusted.
+    """
     checkpoint = pathlib.Path(checkpoint)
-    if damage := find_damage(checkpoint, hashed_files(checkpoint)):
-        raise SettingError(f"{damage}; {_instead(checkpoint)}")
-    reader, stored, _ = _open(checkpoint)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+    for name in around(hashed_files(checkpoint)):
+        if damage := find_damage(checkpoint, [name]):
+            raise SettingError(f"{damage}; {_instead(checkpoint)}")
+    reader, stored, saved = _open(checkpoint)
+    shapes = {
+        name.removeprefix(prefix): (tuple(entry.size), entry.properties.dtype)
         for name, entry in stored.items() if name.startswith(prefix)
     }
-    _load(tensors, reader)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    def read_one(name):
+        shape, dtype = shapes[name]
+        tensors = {prefix + name: torch.empty(shape, dtype=dtype)}
+        _load(tensors, reader)
+        return tensors[prefix + name]
+
+    return shapes, read_one, saved[MUST]
 
 
 def _open(checkpoint):

@@ -85,7 +85,13 @@ class SafeReader(dcp.FileSystemReader):
         ValueError: the index says what cannot be. Or another of ``BROKEN``.
     """
 
+    index = None  # of the checkpoint's parts: read and checked once, however often something loads
+
     def read_metadata(self, *args, **kwargs):
+        self.index = self.index or self._read_index()
+        return self.index
+
+    def _read_index(self):
         folder = pathlib.Path(self.path)
         with open_regular(folder / ".metadata") as file:
             metadata = _MetadataUnpickler(file).load()

@@ -1,7 +1,10 @@
-"""--init-from: weights of Hugging Face's Llama. transformers is the reference."""
+"""Weights of Hugging Face's Llama, both ways: --init-from, and tools/export.py. transformers is the
+reference."""
 
 import dataclasses
 import json
+import pathlib
+import re
 import shutil
 import sys
 
@@ -9,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import arguments
+from common import arguments, checkpoint
 from common.data import BatchSampler, TokenDataset
 from common.errors import SettingError
 from common.huggingface import load_weights, read_config
-from common.model import LLAMA_3_1, PRESETS, Transformer, rotary_table
+from common.model import LLAMA_3_1, PRESETS, ModelConfig, Transformer, rotary_table
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
-from tools import plan
+from tools import export, plan
 
 NEEDS = "pip install -r examples/requirements.txt"
 pytest.importorskip("safetensors", reason=NEEDS)
@@ -422,6 +425,153 @@ def test_a_script_ends_with_one_line(run, copied, corpus, command, world):
     (line,) = [line for line in result.lines if "error" in line]
     assert line.startswith(f"{command}: error: {copied} has model.embed_tokens.weight of shape")
     assert "Traceback" not in result.output
+
+
+# Writing
+
+
+@pytest.fixture(scope="module")
+def trained(server, llama, corpus, tmp_path_factory):
+    """A run folder with two checkpoints, each saved by two ranks."""
+    options = f"{TRAIN} --init-from {llama[0]} --data {corpus} --steps 2 --save-every 1"
+    return server.run("fsdp.py", 2, options.replace("float64", "float32"),
+                      folder=tmp_path_factory.mktemp("trained")).out
+
+
+def test_transformers_reads_what_is_exported(trained, llama, tmp_path, capsys):
+    """The newest checkpoint of a run folder, in one file. Ours reads it too."""
+    assert export.main([str(trained), str(tmp_path / "hf")]) is None
+    assert "step-00000002 -> " in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "config.json", "hf", "model.safetensors"
+    ]
+    own = checkpoint.read(trained / "step-00000002")
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    assert reference.dtype == torch.float32
+    found = reference.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
+    assert not torch.equal(own["lm_head.weight"], llama[1].lm_head.weight.float())  # it has trained
+    model = ours(tmp_path / "hf")
+    assert model.config == read_config(llama[0])
+    tokens = torch.arange(120)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=0, atol=1e-4)
+    config = reference.config
+    assert (config.max_position_embeddings, config.eos_token_id, config.bos_token_id) == (
+        128, None, None
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_shards_in_another_type(trained, tmp_path, dtype):
+    step = trained / "step-00000001"
+    export.main([str(step), str(tmp_path / "a" / "hf"), "--dtype", dtype,
+                 "--max-shard-size", "0.00003"])
+    files = sorted((tmp_path / "a" / "hf").glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    assert all(path.stat().st_size < 30_000 + 4_000 for path in files)  # and its header
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a" / "hf")
+    assert found.dtype == getattr(torch, dtype)
+    for name, tensor in checkpoint.read(step).items():
+        assert torch.equal(found.state_dict()[name], tensor.to(found.dtype)), name
+    again = ours(tmp_path / "a" / "hf").state_dict()
+    assert all(torch.equal(again[name], tensor.float())
+               for name, tensor in found.state_dict().items())
+
+
+def test_which_tensors_share_a_file():
+    sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 3, "f": 7}
+    assert export.split(sizes, 9) == [["a", "b", "c"], ["d"], ["e"], ["f"]]
+    assert export.split(sizes, 10) == [["a", "b", "c"], ["d"], ["e", "f"]]
+    assert export.split(sizes, 1000) == [list(sizes)]
+
+
+@thorough
+def test_the_example_with_transformers_model_is_exported_too(run, llama, corpus, tmp_path):
+    result = run("examples/tp_llama.py", 2, f"--from-pretrained {llama[0]} --data {corpus} "
+                 "--seq-len 32 --steps 1 --batch-size 4 --lr 0")
+    export.main([str(result.out), str(tmp_path / "hf")])
+    found = ours(tmp_path / "hf").state_dict()
+    for name, tensor in llama[1].state_dict().items():
+        assert torch.equal(found[name], tensor.float()), name
+
+
+def break_settings(**values):
+    def edit(step):
+        path = step / "run.json"
+        run = json.loads(path.read_text())
+        run["must stay the same"] |= values
+        path.write_text(json.dumps(run))
+        checkpoint.write_hashes(step, ["run.json"])
+    return edit
+
+
+def grow(step):
+    """As if one number were larger than float16 holds."""
+    tensors = checkpoint.read(step)
+    tensors["model.norm.weight"][3] = 1e5
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    settings = json.loads((step / "run.json").read_text())["must stay the same"]
+    shutil.rmtree(step)
+    checkpoint.Checkpoints(step.parent, settings, tensors, optimizer, stop=9).save(2)
+
+
+BROKEN = {
+    "damaged": (lambda step: (step / "__1_0.distcp").write_bytes(b"other"), "__1_0.distcp is dama"),
+    "cut off": (lambda step: (step / "__1_0.distcp.sha256").unlink(), "is not a checkpoint"),
+    "no index": (lambda step: (step / ".metadata").unlink(), ".metadata cannot be checked"),
+    "another model": (break_settings(**{"--model-type": "gpt2"}), "has model_type 'gpt2': only"),
+    "no model": (break_settings(**{"--hidden-size": None}), "run.json lacks hidden_size"),
+    "more layers": (break_settings(**{"--num-hidden-layers": 4}), "lacks the tensor model.layers"),
+    "fewer layers": (break_settings(**{"--num-hidden-layers": 2}), "has the tensor model.layers"),
+    "another shape": (break_settings(**{"--vocab-size": 9}), r"shape \(256, 32\), and its config"),
+    "too large": (grow, "model.norm.weight has numbers too large for torch.float16: take --dt"),
+    "no checkpoint": (shutil.rmtree, "is neither a checkpoint nor a run folder with one"),
+    "in the way": (lambda step: (step.parent / "hf").mkdir(), "hf exists: name a folder"),
+    "another export": (lambda step: (step.parent / "hf.tmp").mkdir(), "hf.tmp exists: another e"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_exported(trained, tmp_path, case):
+    """In one line, and nothing is left behind."""
+    step = shutil.copytree(trained / "step-00000002", tmp_path / "step-00000002")
+    damage, message = BROKEN[case]
+    damage(step)
+    before = sorted(tmp_path.iterdir())
+    where = tmp_path if case == "no checkpoint" else step
+    with pytest.raises(SettingError, match=message):
+        export.main([str(where), str(tmp_path / "hf"), "--dtype", "float16"])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def peak(function):
+    """By how many bytes the memory of this process grows, at most, while ``function`` runs."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    status = pathlib.Path("/proc/self/status")
+    before, = re.findall(r"VmRSS:\s+(\d+) kB", status.read_text())
+    function()
+    after, = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return (int(after) - int(before)) * 1024
+
+
+@thorough
+def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path):
+    """Of 118 MB in one file it holds 12 MB: a tensor of 6 MB, and the part that was saved."""
+    config = ModelConfig(4096, 384, 3072, 8, 8, 8)
+    model = Transformer(config)
+    total = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    assert total > 13 * largest
+    run, _ = arguments.run_settings(parse(""), vars(config), {})
+    checkpoint.Checkpoints(tmp_path, run, model.state_dict(keep_vars=True),
+                           torch.optim.SGD(model.parameters()), stop=1).save(1)
+    del model
+    grown = peak(lambda: export.main([str(tmp_path), str(tmp_path / "hf"), "--dtype", "bfloat16"]))
+    assert grown < 3 * largest, (grown, largest, total)
 
 
 # Around it

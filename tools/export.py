@@ -1,0 +1,213 @@
+"""Write a checkpoint as a folder that Hugging Face's ``from_pretrained`` reads.
+
+    python -m tools.export runs/fsdp exported
+    python -m tools.export runs/fsdp/step-00000200 exported --dtype bfloat16
+
+Of a run folder it takes the newest checkpoint, of any script, saved on any number of ranks. It
+writes config.json, and model.safetensors or shards with an index. A tokenizer is in no checkpoint:
+copy it into the folder. One process is enough, without a GPU and without other packages.
+
+The tensors are read, converted and written one after the other. So the memory that it takes is not
+that of the model or of a shard, but twice that of the largest tensor: the tensor, and the largest
+part of it that one rank saved.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+
+import torch
+from tqdm import tqdm
+
+from common.arguments import at_least
+from common.checkpoint import list_checkpoints, open_tensors
+from common.errors import SettingError
+from common.huggingface import check_shapes, config_from, shapes_of
+from tools.dry_run import refuse, run
+
+NAMES = {  # safetensors' names of the types that we write
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+}
+PIECE = 2**22  # numbers that are converted at a time
+
+
+def find_checkpoint(path):
+    """The checkpoint ``path``, or the newest one in the run folder ``path``.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if (path / ".metadata").exists() or (path / "run.json").exists():
+        return path
+    if not (checkpoints := list_checkpoints(path)):
+        raise SettingError(
+            f"{path} is neither a checkpoint nor a run folder with one: name a folder such as "
+            f"runs/fsdp or runs/fsdp/step-00000200"
+        )
+    return checkpoints[-1]
+
+
+def config_of(settings, checkpoint):
+    """The ModelConfig of a run, from the settings in its run.json.
+
+    Raises:
+        SettingError: it is not the run of a Llama.
+    """
+    found = {key.removeprefix("--").replace("-", "_"): value for key, value in settings.items()}
+    return config_from({"model_type": "llama"} | found, checkpoint / "run.json")
+
+
+def huggingface_config(config, dtype, seq_len):
+    """The content of a config.json. Its names are those that transformers knew before version 5,
+    and still reads. Our data has no special tokens."""
+    length = seq_len
+    if scaling := config.rope_scaling:
+        longest = scaling["factor"] * scaling["original_max_position_embeddings"]
+        length = max(length, int(longest))
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "max_position_embeddings": length, "bos_token_id": None, "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."), **vars(config),
+    }
+
+
+def split(sizes, most):
+    """Lists of names, in their order, each of at most ``most`` bytes in all, or of one name.
+    ``sizes``: bytes by name."""
+    shards, room = [], 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def header(shapes, dtype):
+    """The first bytes of a safetensors file with tensors of these shapes, in their order: the
+    length of a JSON text, and the text, which says where each tensor lies behind it."""
+    entries, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor(file, name, tensor, dtype):
+    """Write the numbers of a tensor, converted a piece at a time.
+
+    Raises:
+        SettingError: one of them is too large for ``dtype``.
+    """
+    for piece in tensor.view(-1).split(PIECE):
+        piece = piece.to(dtype)
+        if not piece.isfinite().all():
+            raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
+        file.write(piece.view(torch.uint8).numpy())
+
+
+def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
+    """Write ``checkpoint`` into ``folder``, which is made: under another name, and renamed when all
+    of it is on disk.
+
+    Args:
+        dtype: the torch.dtype to write, or None for that of the checkpoint.
+        max_shard_size: bytes in a file; a tensor that is larger has a file of its own.
+
+    Raises:
+        SettingError: the checkpoint is damaged or not of a Llama, or the folder is there.
+    """
+    if folder.is_symlink() or folder.exists():
+        raise SettingError(f"{folder} exists: name a folder that does not, or remove it")
+    stored, read_one, settings = open_tensors(
+        checkpoint, around=lambda files: tqdm(files, "checking", unit=" files", leave=False)
+    )
+    config = config_of(settings, checkpoint)
+    shapes = shapes_of(config)
+    check_shapes({name: shape for name, (shape, _) in stored.items()}, shapes, checkpoint)
+    dtype = dtype or stored[next(iter(shapes))][1]
+    if dtype not in NAMES:
+        raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
+    shards = split(sizes, max_shard_size)
+    files = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    bar = tqdm(desc="writing", total=sum(sizes.values()), unit="B", unit_scale=True, leave=False)
+    with bar, renamed_when_complete(folder) as temporary:
+        for path, names in zip(files, shards):
+            with open(temporary / path, "wb") as file:
+                file.write(header({name: shapes[name] for name in names}, dtype))
+                for name in names:
+                    write_tensor(file, name, read_one(name), dtype)
+                    bar.update(sizes[name])
+                file.flush()
+                os.fsync(file.fileno())
+        if len(shards) > 1:
+            _write_json(temporary / "model.safetensors.index.json", {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {name: path for path, names in zip(files, shards) for name in names},
+            })
+        _write_json(temporary / "config.json",
+                    huggingface_config(config, dtype, settings.get("--seq-len") or 1))
+    return files
+
+
+@contextlib.contextmanager
+def renamed_when_complete(folder):
+    """A new folder beside ``folder``, which gets that name at the end of the block, and is removed
+    if the block fails."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.mkdir()
+    except FileExistsError:
+        raise SettingError(
+            f"{temporary} exists: another export writes it, or one was killed: remove it"
+        ) from None
+    try:
+        yield temporary
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_json(path, content):
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.export", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.error = refuse
+    parser.add_argument("checkpoint", type=pathlib.Path, metavar="RUN_OR_CHECKPOINT",
+                        help="a run folder, or a checkpoint in it")
+    parser.add_argument("folder", type=pathlib.Path, metavar="DIR",
+                        help="the folder to write, which must not exist")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="type of the numbers in the files (default: as trained)")
+    parser.add_argument("--max-shard-size", type=at_least(0, float, above=True), default=5.0,
+                        metavar="GB", help="10^9 bytes in a file at most (default: 5)")
+    args = parser.parse_args(argv)
+    checkpoint = find_checkpoint(args.checkpoint)
+    files = export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype),
+                   args.max_shard_size * 1e9)
+    print(f"{checkpoint} -> {args.folder}: config.json and {len(files)} safetensors file"
+          f"{'s' * (len(files) > 1)}")
+
+
+if __name__ == "__main__":
+    run(main)
