@@ -13,7 +13,7 @@ import torch
 from common.data import STANDARD_LIBRARY
 from common.environment import rank_and_world_size
 from common.errors import SettingError
-from common.huggingface import is_tied, read_config
+from common.huggingface import fingerprint, is_tied, read_config
 from common.model import PRESETS, ModelConfig, check_rope_scaling
 
 
@@ -253,9 +253,13 @@ def _model_config(args):
 
 
 def all_options(args):
-    """All options and their values, as a dict, without what ``parse_arguments`` has added."""
+    """All options and their values, as a dict, without what ``parse_arguments`` has added. With
+    --init-from also a hash of the files there: each machine may have a folder of its own."""
     added = ("config", "param_dtype", "compute_dtype", "resume")
-    return {_flag(name): value for name, value in vars(args).items() if name not in added}
+    options = {_flag(name): value for name, value in vars(args).items() if name not in added}
+    if getattr(args, "init_from", None):
+        options["the hash of some weights in --init-from"] = fingerprint(args.init_from)
+    return options
 
 
 def run_settings(args, config, data):

@@ -6,6 +6,7 @@ config.json, and model.safetensors or shards with model.safetensors.index.json.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import pathlib
@@ -86,8 +87,8 @@ def is_tied(folder):
     return read_json(pathlib.Path(folder) / "config.json").get("tie_word_embeddings") is True
 
 
-def read_json(path):
-    """The dict that a file of JSON holds.
+def read_json(path, kind="config.json"):
+    """The dict that a file of JSON holds, which should be a ``kind``.
 
     Raises:
         SettingError: it cannot be read, or holds something else.
@@ -98,7 +99,7 @@ def read_json(path):
         reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise SettingError(f"{path} cannot be read: {reason}") from None
     if not isinstance(found, dict):
-        raise SettingError(f"{path} is no {path.name} of a model")
+        raise SettingError(f"{path} is no {kind} of a model")
     return found
 
 
@@ -177,12 +178,29 @@ def _files(folder):
             f"{folder} has neither model.safetensors nor {index.name}: only weights in safetensors "
             f"are read, which save_pretrained of transformers writes"
         )
-    files = read_json(index).get("weight_map")
+    files = read_json(index, index.name).get("weight_map")
     names = set(files.values()) if isinstance(files, dict) else {None}
     for name in names:
         if not isinstance(name, str) or pathlib.Path(name).name != name:
             raise SettingError(f"{index} does not say which files of its folder hold the weights")
     return [folder / name for name in sorted(names)]
+
+
+def fingerprint(folder):
+    """A hash of the names and sizes of a folder's safetensors files, and of some of their bytes:
+    do several machines see the same weights?"""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        if not path.is_file():
+            continue
+        with contextlib.suppress(OSError):  # load_weights says why a file cannot be read
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with open(path, "rb") as file:
+                for part in range(8):
+                    file.seek(size * part // 8)
+                    digest.update(file.read(4096))
+    return digest.hexdigest()[:16]
 
 
 def shapes_of(config):

@@ -174,7 +174,7 @@ CONFIGS = {
     '{"model_type": "gpt2"}': "has model_type 'gpt2': only Llama is known",
     '{"model_type": "llama", "attention_bias": true}': "has attention_bias True",
     '{"model_type": "llama"}': "lacks vocab_size",
-    '{"model_type": "llama", "vocab_size": "many"}': "has vocab_size 'many': it must be a number",
+    '{"model_type": "llama", "vocab_size": "many"}': "has vocab_size 'many': it must be a whole",
     "{}": "has model_type None", "[]": "no config.json of a model", "{": "it is no JSON",
 }
 OTHERS = {

@@ -277,6 +277,18 @@ def test_a_resumed_run_reads_no_weights_again(run, expected, copied, corpus):
     assert anew.statuses == [1] and "moved has neither model.safetensors" in anew.lines[-1]
 
 
+def test_machines_with_other_weights_do_not_start(run, llama, copied, corpus, tmp_path):
+    """Each rank finds a folder of its own, of which one file is another's: the sizes are equal."""
+    other = copied.rename(tmp_path / "rank1")
+    shutil.copytree(llama[0], tmp_path / "rank0" / "llama")
+    save(other / "llama", torch.bfloat16, "20KB", rope_scaling=dict(SCALING), initializer_range=0.3)
+    result = run("tests/injected.py fsdp.py", 2, f"{TRAIN} --init-from llama --data {corpus}",
+                 env={"INJECT": "os.chdir(f'rank{rank}')"}, expect_ok=False)
+    assert result.statuses == [1, 1]
+    assert any("error: the hash of some weights in --init-from is" in line and line.endswith(
+        "on rank 1: start all ranks with the same") for line in result.lines), result.output
+
+
 # What is wrong, in one line
 
 
