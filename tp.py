@@ -118,7 +118,7 @@ def main(argv=None):
         resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
     )
     sampler.start = checkpoints.resume()
-    if args.init_from and not sampler.start:
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
         load_weights(model, args.init_from, local_slices)
 
     # Loop

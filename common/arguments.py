@@ -184,7 +184,8 @@ def _add_model_options(parser):
                        "config.json, which gives the dimensions, and safetensors files; needs the "
                        "package safetensors; None: start from weights drawn by --seed")
     group.add_argument("--rope-scaling", type=_json, default=argparse.SUPPRESS, metavar="JSON",
-                       help="overrides the preset; of Llama 3.1, as in its config.json; null: none")
+                       help="the scaled rotary angles of Llama 3.1, as its config.json has them; "
+                       "overrides the preset; null: none are scaled")
     for field in dataclasses.fields(ModelConfig):
         if field.name == "rope_scaling":
             continue

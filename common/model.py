@@ -1,8 +1,9 @@
 """A small Llama: the model that every script trains. It does not know how it is parallelised.
 
 RMSNorm before each sub-layer (arXiv:1910.07467), rotary position embeddings (arXiv:2104.09864),
-SwiGLU (arXiv:2002.05202) and grouped-query attention (arXiv:2305.13245); no biases, no dropout, an
-untied output head. Parameter names and shapes are those of Hugging Face's ``LlamaForCausalLM``.
+also scaled as in Llama 3.1, SwiGLU (arXiv:2002.05202) and grouped-query attention
+(arXiv:2305.13245); no biases, no dropout, an untied output head. Parameter names and shapes are
+those of Hugging Face's ``LlamaForCausalLM``.
 
 In the shapes below, B is the number of sequences, T the length of a sequence, D ``hidden_size``,
 H and KV the numbers of query and key/value heads, K ``head_dim``, V ``vocab_size``, S the number
