@@ -3,11 +3,10 @@
     python -m tools.prepare corpus.jsonl books/ --tokenizer tokenizer.json --out tokens
 
 Each line of a .jsonl file is a document, and each other file, unless --separator cuts it. Memory is
-bounded: a .jsonl line has at most 64 MiB, and other text is cut at line ends after 256 KiB. If a text
-spells out a special token such as </s>, these are ordinary characters and not that token.
-
-A hash of its text decides whether a document goes to val.bin. If this command is killed, it leaves
-only a hidden folder .prepare-* in the output folder.
+bounded: a .jsonl line has at most 64 MiB, and other documents of more than 262,144 characters are
+cut at line ends into several. If a text spells out a special token such as </s>, these are ordinary
+characters and not that token. A hash of its text decides whether a document goes to val.bin. If
+this command is killed, it leaves only a hidden folder .prepare-* in the output folder.
 """
 
 import os
