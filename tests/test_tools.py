@@ -156,7 +156,7 @@ def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
     long = write_jsonl(tmp_path / "a.jsonl", lines)  # these are never cut, but have a limit
     assert run_prepare(long, "--val", 0)[0][0] == lines
     monkeypatch.setattr(text, "LONGEST_LINE", 30)
-    with pytest.raises(command.SettingError, match="a.jsonl, line 4: this must be a JSON object of"):
+    with pytest.raises(command.SettingError, match="a.jsonl, line 4: this must be a JSON object"):
         run_prepare(long)
 
 
