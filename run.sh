@@ -9,6 +9,7 @@
 #   bash run.sh bench                 every script against a plain loop; half an hour on two cores
 #   bash run.sh plan --help           which script and grid fit a model and a cluster, without a GPU
 #   bash run.sh dry_run 64 fsdp.py    what one rank of 64 holds and sends, counted without the others
+#   bash run.sh export | prepare | plot   weights for Hugging Face; text to tokens; loss curves
 #
 # On several machines, in one of three ways:
 #
@@ -180,7 +181,7 @@ if [ "$command" = bench ]; then
   find_python
   exec "$python" "$here/tools/bench.py" "$@"
 fi
-if [ "$command" = dry_run ] || [ "$command" = plan ]; then
+if [[ " plan dry_run export prepare plot " = *" $command "* ]]; then
   find_python
   PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "tools.$command" "$@"
 fi

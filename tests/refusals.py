@@ -4,12 +4,12 @@ import importlib
 import json
 import sys
 
-from tools import dry_run
+from tools.command import run
 
 tool = importlib.import_module(f"tools.{sys.argv[1]}")
 for words in json.loads(sys.argv[2]):
     try:
-        dry_run.run(tool.main, words)
+        run(tool.main, words)
         print("it ended well")
     except SystemExit as end:
         print(end.code)

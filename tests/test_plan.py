@@ -144,6 +144,7 @@ def test_a_budget(run_plan):
     assert "or --devices 4" in result.lines[-1] and "fsdp.py" in result.lines[-1]
 
 
+@thorough
 def test_bounds_and_the_command(run_plan):
     """Computation and communication at full rate; and what is printed can be pasted."""
     result, found = run_plan(f"{TINY} --devices 2 --device-memory 1 --only ddp.py "

@@ -46,6 +46,7 @@ from common.counting import StepCounter, group_of
 from common.errors import SettingError, printable
 from common.metrics import bytes_table
 from tools import pretend
+from tools.command import make_parser, refuse, run
 
 NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
 
@@ -372,13 +373,8 @@ def report(counted, device_memory):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.dry_run",
-        usage="%(prog)s [options] WORLD_SIZE SCRIPT [options of the script]",
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.error = refuse
+    parser = make_parser("dry_run", __doc__)
+    parser.usage = "%(prog)s [options] WORLD_SIZE SCRIPT [options of the script]"
     parser.add_argument("world_size", type=at_least(1, most=2**20), metavar="WORLD_SIZE")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("options", nargs=argparse.REMAINDER)
@@ -411,19 +407,6 @@ def main(argv=None):
         print(printable(line))
     if args.json:
         args.json.write_text(json.dumps(counted, indent=1) + "\n")
-
-
-def refuse(message):
-    raise SettingError(message)
-
-
-def run(main, argv=None):
-    """``main(argv)``; of a SettingError, or a file that cannot be written, one line remains."""
-    try:
-        main(argv)
-    except (SettingError, OSError) as error:
-        name = pathlib.Path(main.__code__.co_filename).name
-        sys.exit(f"{name}: error: {printable(str(error))}")
 
 
 if __name__ == "__main__":

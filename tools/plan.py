@@ -20,7 +20,6 @@ Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do n
 layer's largest matrix.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import dataclasses
@@ -41,6 +40,7 @@ from common.errors import SettingError, printable
 from common.huggingface import read_config
 from common.model import PRESETS
 from tools import dry_run
+from tools.command import make_parser, refuse, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 WHOLE = [  # command, and by what the world size is divided to have the data-parallel ranks
@@ -361,11 +361,7 @@ def smallest_change(rows, args, options, config, pool):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = dry_run.refuse
+    parser = make_parser("plan", __doc__)
     parser.add_argument("--model", required=True, help="a preset, or a config.json of Hugging Face")
     parser.add_argument("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
     parser.add_argument("--device-memory", type=at_least(0, float, above=True), required=True,
@@ -392,10 +388,10 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
-        dry_run.refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
+        refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
                        f"{args.nproc_per_node}: machines are alike")
     if args.network and not args.link:
-        dry_run.refuse("--network is for what leaves a machine: give --link too")
+        refuse("--network is for what leaves a machine: give --link too")
     return args
 
 
@@ -449,4 +445,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dry_run.run(main)
+    run(main)
