@@ -8,6 +8,7 @@ import pytest
 from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tools.plan import gb
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -194,3 +195,16 @@ def test_a_script_that_reads_a_value(server, tmp_path):
     assert "reads the value of a tensor" in result.lines[-1]
     assert "print(loss.item())" in result.lines[-1]
     assert pathlib.Path(path).exists()
+
+
+@thorough
+@pytest.mark.parametrize("command", ["fsdp.py", "zero.py --stage 2"])
+def test_the_table_of_the_readme(dry_run, command):
+    """An 8B model on 8 GPUs: what README says of a script is what its dry run counts."""
+    table = (ROOT / "README.md").read_text().partition("An 8B model")[2]
+    row = next(line for line in table.splitlines() if line.startswith(f"| `{command}` |"))
+    _, found = dry_run(f"{command} --model llama3-8b --batch-size 8 --seq-len 8192 --dtype bfloat16 "
+                       "--activation-checkpointing", 8, "--rank", 0)
+    held = [found["held"][kind] for kind in ("parameters", "gradients", "optimizer states")]
+    sizes = [*held, found["peak"]["activations"], found["peak"]["in all"], found["sent"]]
+    assert [cell.strip() for cell in row.split("|")[2:8]] == [gb(size) for size in sizes]
