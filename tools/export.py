@@ -12,7 +12,6 @@ that of the model or of a shard, but twice that of the largest tensor: the tenso
 part of it that one rank saved.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,7 +25,7 @@ from common.arguments import at_least
 from common.checkpoint import list_checkpoints, open_tensors
 from common.errors import SettingError
 from common.huggingface import check_shapes, config_from, shapes_of
-from tools.dry_run import refuse, run
+from tools.command import make_parser, run
 
 NAMES = {  # safetensors' names of the types that we write
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -188,11 +187,7 @@ def _write_json(path, content):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.export", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )
-    parser.error = refuse
+    parser = make_parser("export", __doc__)
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="RUN_OR_CHECKPOINT",
                         help="a run folder, or a checkpoint in it")
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR",
