@@ -26,6 +26,8 @@ def run_plan(server, tmp_path_factory):
                             pass_out=False, env={"XDG_CACHE_HOME": str(folder)}, **kwargs)
         return result, json.loads(path.read_text()) if path.exists() else None
 
+    run_plan.kept = lambda: {file: file.stat().st_mtime_ns
+                             for file in (folder / "parallel-by-example").iterdir()}
     return run_plan
 
 
@@ -125,10 +127,13 @@ def test_strategies_and_why_not():
 @thorough
 def test_a_budget(run_plan):
     """The fewest accumulation steps that fit; then recomputing; then the least change that would
-    do. And a repeat is instant: nothing is counted again."""
+    do. A repeat counts nothing again."""
     options = f"{TINY} --devices 2 --batch-size 16 --only ddp.py"
     _, large = run_plan(f"{options} --device-memory 1")
     assert [row["command"] for row in large["rows"]] == ["ddp.py"]
+    kept = run_plan.kept()
+    assert run_plan(f"{options} --device-memory 1")[1] == large
+    assert run_plan.kept() == kept  # what is counted again is written again
     _, some = run_plan(f"{options} --device-memory 0.03")
     assert [row["command"] for row in some["rows"]] == [
         "ddp.py --grad-accum 4", "ddp.py --activation-checkpointing"
