@@ -41,7 +41,7 @@ RUNS = [
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
 ]
-SAMPLE = [RUNS[2], RUNS[17]]
+SAMPLE = [RUNS[17]]
 
 
 @pytest.fixture
@@ -203,8 +203,8 @@ def test_the_table_of_the_readme(dry_run, command):
     """An 8B model on 8 GPUs: what README says of a script is what its dry run counts."""
     table = (ROOT / "README.md").read_text().partition("An 8B model")[2]
     row = next(line for line in table.splitlines() if line.startswith(f"| `{command}` |"))
-    _, found = dry_run(f"{command} --model llama3-8b --batch-size 8 --seq-len 8192 --dtype bfloat16 "
-                       "--activation-checkpointing", 8, "--rank", 0)
+    _, found = dry_run(f"{command} --model llama3-8b --batch-size 8 --seq-len 8192 "
+                       "--dtype bfloat16 --activation-checkpointing", 8, "--rank", 0)
     held = [found["held"][kind] for kind in ("parameters", "gradients", "optimizer states")]
     sizes = [*held, found["peak"]["activations"], found["peak"]["in all"], found["sent"]]
     assert [cell.strip() for cell in row.split("|")[2:8]] == [gb(size) for size in sizes]

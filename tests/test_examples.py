@@ -113,6 +113,7 @@ def test_resumes_bit_for_bit_and_on_other_ranks(examples, llama, corpus, tmp_pat
     assert abs(other.history[-1]["loss"] - whole.history[-1]["loss"]) < 0.5
 
 
+@thorough
 def test_the_convnet_learns(examples):
     result = examples("ddp_convnet", 2, "--steps 150 --dtype float32 --lr 0.05")
     assert float(re.search(r"held-out set: (\S+)", result.output)[1]) > 0.6
