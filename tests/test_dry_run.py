@@ -83,7 +83,8 @@ def test_it_counts_what_a_run_counts(run, dry_run, corpus, command, world, ranks
             real["peak"]["activations"] -= 2000 * (64 * 4 + 8)
             real["peak"]["in all"] -= 2000 * (64 * 4 + 8)
         for kind in ("activations", "in all"):
-            assert dry["peak"][kind] == pytest.approx(real["peak"][kind], rel=0.03), kind
+            more = real["peak"][kind] - dry["peak"][kind]
+            assert 0 <= more <= 0.03 * real["peak"][kind], kind
 
 
 @thorough
