@@ -407,7 +407,7 @@ def open_tensors(checkpoint, prefix="model.", around=iter):
     def read_one(name):
         shape, dtype = shapes[name]
         tensors = {prefix + name: torch.empty(shape, dtype=dtype)}
-        _load(tensors, reader)
+        _load(tensors, reader, alone=True)  # also where a process group is there
         return tensors[prefix + name]
 
     return shapes, read_one, saved[MUST]
@@ -448,11 +448,11 @@ def _instead(checkpoint):
     return f"use the older {older[-1]}: --resume-from {step_of(older[-1])}"
 
 
-def _load(tensors, reader, group=None):
+def _load(tensors, reader, group=None, alone=False):
     try:
         with warnings.catch_warnings():  # DCP warns that a single process loads alone
             warnings.simplefilter("ignore")
-            dcp.load(tensors, storage_reader=reader, process_group=group)
+            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SettingError(

@@ -2,11 +2,12 @@
 
     pip install -r examples/requirements.txt
     torchrun --nproc_per_node=2 -m examples.tp_llama --from-pretrained FOLDER --lr 1e-4
-    bash run.sh examples/tp_llama.py --from-pretrained FOLDER
+    bash run.sh examples/tp_llama.py --from-pretrained FOLDER --export TRAINED
 """
 
 import argparse
 import fnmatch
+import pathlib
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,15 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from tools.export import check_is_free, export, find_checkpoint
 
 
 def main(argv=None):
     # Arguments
     parser = argument_parser(__doc__, model=False)
     parser.add_argument("--from-pretrained", required=True, metavar="FOLDER", help="the model")
+    parser.add_argument("--export", type=pathlib.Path, metavar="FOLDER",
+                        help="write the trained model there, for from_pretrained")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                         help="split the norms and the residual stream along the sequence")
     parser.add_argument("--check-samples", action="store_true",
@@ -45,6 +49,8 @@ def main(argv=None):
     args.config = AutoConfig.from_pretrained(args.from_pretrained)
     _, n = rank_and_world_size()
     check(args, n)
+    if args.export:
+        check_is_free(args.export)  # now, and not after the training
 
     # Start-up
     device = start_process_group(
@@ -130,13 +136,16 @@ def main(argv=None):
             break
 
     checkpoints.finish()
-    return metrics.close(**theory(
+    history = metrics.close(**theory(
         sum(p.nbytes for p in model.parameters()),
         sum(p.nbytes for p in model.parameters() if p.ndim == 1),
         args.batch_size, args.seq_len, args.config.hidden_size, args.config.num_hidden_layers, n,
         args.param_dtype.itemsize, args.compute_dtype.itemsize,
         args.sequence_parallel, args.activation_checkpointing,
     ))
+    if args.export and dist.get_rank() == 0:  # tensor by tensor, from the last checkpoint
+        export(find_checkpoint(args.out), args.export)
+    return history
 
 
 def count_targets(batch):

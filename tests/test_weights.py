@@ -502,13 +502,17 @@ def test_which_tensors_share_a_file():
 
 
 @thorough
-def test_the_example_with_transformers_model_is_exported_too(run, llama, corpus, tmp_path):
-    result = run("examples/tp_llama.py", 2, f"--from-pretrained {llama[0]} --data {corpus} "
-                 "--seq-len 32 --steps 1 --batch-size 4 --lr 0")
-    export.main([str(result.out), str(tmp_path / "hf")])
-    found = ours(tmp_path / "hf").state_dict()
-    for name, tensor in llama[1].state_dict().items():
-        assert torch.equal(found[name], tensor.float()), name
+def test_the_example_with_transformers_model_exports_at_its_end(run, llama, corpus, tmp_path):
+    options = (f"--from-pretrained {llama[0]} --data {corpus} --seq-len 32 --steps 2 --batch-size 4 "
+               f"--lr 0.01 --export {tmp_path / 'hf'}")
+    result = run("examples/tp_llama.py", 2, options)
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    for name, tensor in checkpoint.read(result.out / "step-00000002").items():
+        assert torch.equal(found[name], tensor), name
+        assert not torch.equal(tensor, llama[1].state_dict()[name].float())
+    again = run("examples/tp_llama.py", 2, f"{options} --no-resume", expect_ok=False)
+    assert "hf exists: name a folder that does not, or remove it" in again.output
+    assert (result.out / "step-00000002").exists()  # refused before the earlier run moves aside
 
 
 def break_settings(**values):

@@ -49,6 +49,16 @@ def find_checkpoint(path):
     return checkpoints[-1]
 
 
+def check_is_free(folder):
+    """Refuse to write into what is there.
+
+    Raises:
+        SettingError: ``folder`` exists.
+    """
+    if folder.is_symlink() or folder.exists():
+        raise SettingError(f"{folder} exists: name a folder that does not, or remove it")
+
+
 def config_of(settings, checkpoint):
     """The ModelConfig of a run, from the settings in its run.json.
 
@@ -125,8 +135,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     Raises:
         SettingError: the checkpoint is damaged or not of a Llama, or the folder is there.
     """
-    if folder.is_symlink() or folder.exists():
-        raise SettingError(f"{folder} exists: name a folder that does not, or remove it")
+    check_is_free(folder)
     stored, read_one, settings = open_tensors(
         checkpoint, around=lambda files: tqdm(files, "checking", unit=" files", leave=False)
     )
