@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from common import data
 from common.data import BatchSampler, TokenDataset, load_batches, permute
@@ -74,6 +74,21 @@ def test_epochs(size):
         assert len({tuple(epoch) for epoch in epochs}) > len(epochs) // 2
         assert order(size=size, seed=1) != order(size=size)
     assert order(size=size, seed=1) == order(size=size, seed=1)
+
+
+def test_what_distributed_sampler_does_otherwise():
+    """README's table: 10 samples in batches of 4, on 1, 2 and 4 ranks."""
+    def samples(ranks, **options):
+        return [i for rank in range(ranks)
+                for i in DistributedSampler(range(10), ranks, rank, **options)]
+
+    assert len(samples(4)) == 12 and len(set(samples(4))) == 10  # two samples twice
+    assert len(set(samples(4, drop_last=True))) == 8  # two samples never
+    sampler = DistributedSampler(range(10), 1, 0)
+    assert list(sampler) == list(sampler)  # without set_epoch each epoch has the same order
+    assert not hasattr(sampler, "state_dict")  # a resumed run begins the epoch again
+    flat = [i for batch in BatchSampler(10, 4, stop=5) for i in batch]
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
 
 
 def test_replicas_are_equal():

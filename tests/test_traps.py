@@ -302,3 +302,12 @@ def test_each_rank_draws_its_part_of_the_same_weights(run):
 
 def test_rank_0_decides_which_checkpoint_is_newest(run):
     assert "rank 0 decides" in run("tests/newest_checkpoint.py", 2).output
+
+
+@pytest.mark.parametrize("command, world", sampled(
+    [("single.py", 0), ("fsdp.py", 2), ("hybrid_3d.py --tp 2", 4)], [("fsdp.py", 2)]
+))
+def test_rotary_angles_stay_in_float32(run, corpus, command, world):
+    """Also where FSDP casts the parameters, and would cast the inputs of each layer."""
+    run(f"tests/rotary_in_float32.py {command}", world,
+        f"--dtype bfloat16 --steps 1 --seq-len 32 --batch-size 4 --save-every 0 --data {corpus}")
