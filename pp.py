@@ -188,13 +188,17 @@ def main(argv=None):
             load_weights(part, args.init_from)
 
     # Loop
+    loggers = []
+    if args.wandb or args.tensorboard:
+        from common.loggers import start_loggers
+        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
     diagram = describe_stages(
         args.schedule, stage_layers, n, args.stages_per_rank, args.microbatches
     )
     metrics = Metrics(
         args.out, optimizer, parts, [describe(args, model), sampler, dataset, *diagram],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
         flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
     )
     for step in range(sampler.start, args.steps):

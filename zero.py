@@ -114,10 +114,14 @@ def main(argv=None):
     start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
 
     # Loop
+    loggers = []
+    if args.wandb or args.tensorboard:
+        from common.loggers import start_loggers
+        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
     metrics = Metrics(
         args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
         flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")

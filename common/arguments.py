@@ -153,6 +153,12 @@ def argument_parser(doc, model=True, text=True):
     group.add_argument("--log-every", type=at_least(1), default=10, metavar="N",
                        help="steps between lines of metrics.jsonl; the first step, the last step "
                        "and each saved step have a line too")
+    group.add_argument("--wandb", metavar="PROJECT",
+                       help="log the lines of metrics.jsonl into this project of Weights & Biases, "
+                       "offline if there is no API key; needs the package wandb")
+    group.add_argument("--tensorboard", action="store_true",
+                       help="log the lines of metrics.jsonl for TensorBoard, in --out; needs the "
+                       "package tensorboard")
     group.add_argument("--peak-tflops", type=at_least(0, float, above=True), metavar="X",
                        help="what one device can compute in bfloat16, in 10^12 operations per "
                        "second, for the model FLOPs utilisation (MFU); None: by the GPU's name")

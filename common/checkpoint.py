@@ -142,7 +142,8 @@ class Checkpoints:
                 f"{', '.join(map(str, steps)) or 'none at all'}"
             )
         if not done:
-            earlier = [self.folder.glob(kind) for kind in ("step-*", "*.json", "*.jsonl")]
+            kinds = "step-*", "*.json", "*.jsonl", "events.out.*"  # the last of TensorBoard
+            earlier = [self.folder.glob(kind) for kind in kinds]
             _move_aside(self.folder, [path for paths in earlier for path in paths])
         return done
 

@@ -1,6 +1,7 @@
 """What a run reports: start lines, progress bar, metrics.jsonl, trace and summary."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -48,14 +49,17 @@ class Metrics:
         flops_per_token: of forward and backward pass; with it, and a known peak, MFU is reported:
             the share of the device's peak that the model's operations take.
         peak_tflops: the peak of one device; None: that of the GPU, by its name.
+        loggers: objects with ``log``, called with each line of metrics.jsonl, those of before a
+            resume too, and ``finish``; see common/loggers.py.
     """
 
     def __init__(self, folder, optimizer, modules, description, *, start, stop, tokens_per_step,
                  device, mesh=None, log_every=10, profile=False, unit="tokens",
-                 flops_per_token=0, peak_tflops=None):
+                 flops_per_token=0, peak_tflops=None, loggers=()):
         self.folder, self.optimizer, self.modules = pathlib.Path(folder), optimizer, modules
         self.start, self.stop, self.tokens_per_step = start, stop, tokens_per_step
         self.device, self.mesh, self.log_every, self.unit = device, mesh, log_every, unit
+        self.loggers = loggers
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         peak = (peak_tflops or _peak_tflops(device)) * 1e12 * world_size
@@ -72,7 +76,9 @@ class Metrics:
         if self.rank == 0:
             with _in_words(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.file = _open_log(self.folder / "metrics.jsonl", start)
+                self.file, earlier = _open_log(self.folder / "metrics.jsonl", start)
+            for line, logger in itertools.product(earlier, loggers):
+                logger.log(json.loads(line))
         self.bar = tqdm(
             initial=start, total=stop, unit=" steps", disable=self.rank != 0, dynamic_ncols=True,
             mininterval=0.1 if sys.stderr.isatty() else 5,
@@ -110,11 +116,7 @@ class Metrics:
         if self.mfu_per_rate:
             record["mfu"] = tokens_per_second * self.mfu_per_rate
             mfu = f", MFU {record['mfu']:.1%}"
-        self.history.append(record)
-        if self.rank == 0:
-            with _in_words(self.folder):
-                self.file.write(json.dumps(record) + "\n")
-                self.file.flush()
+        self._write(record)
         self.bar.set_postfix_str(
             f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
             f"{self.unit}/s{mfu}", False
@@ -126,6 +128,16 @@ class Metrics:
                 f"is {loss}, the gradient norm {grad_norm}): training diverged; lower --lr "
                 f"({lr:.3g} in step {done}) or lengthen --warmup-steps"
             )
+
+    def _write(self, record):
+        """Add a line to metrics.jsonl, and give it to the loggers."""
+        self.history.append(record)
+        if self.rank == 0:
+            with _in_words(self.folder):
+                self.file.write(json.dumps(record) + "\n")
+                self.file.flush()
+            for logger in self.loggers:
+                logger.log(record)
 
     def begin_step(self, step):
         """Call it first in every step."""
@@ -166,6 +178,8 @@ class Metrics:
         if self.profiler:
             self.profiler.stop()
         self.bar.close()
+        for logger in self.loggers:
+            logger.finish()
         if self.done < self.stop:
             self.say(self._stopped())
             return self.history
@@ -270,7 +284,8 @@ def _in_words(folder):
 
 
 def _open_log(path, start):
-    """Open metrics.jsonl to append, without the lines after step ``start``: those are repeated."""
+    """Open metrics.jsonl to append, without the lines after step ``start``: those are repeated.
+    Returns the file and its lines."""
     kept = []
     if path.is_file():
         for line in path.read_text().splitlines():
@@ -283,4 +298,4 @@ def _open_log(path, start):
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     os.replace(temporary, path)
-    return path.open("a")
+    return path.open("a"), kept

@@ -104,10 +104,14 @@ def main(argv=None):
     sampler.start = checkpoints.resume()
 
     # Loop
+    loggers = []
+    if args.wandb or args.tensorboard:
+        from common.loggers import start_loggers
+        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
     metrics = Metrics(
         args.out, optimizer, [model, *layers], [describe(args, model), sampler],
         start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile,
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
     )
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)

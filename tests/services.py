@@ -2,16 +2,19 @@
 
 import ast
 
-NAMES = {"metrics", "checkpoints"}
-MODULES = {"common.metrics", "common.checkpoint"}
+NAMES = {"metrics", "checkpoints", "loggers"}
+MODULES = {"common.metrics", "common.checkpoint", "common.loggers"}
 
 
 def without_services(source):
-    """``source`` without the statements that name ``metrics`` or ``checkpoints``, and without their
-    imports. A compound statement goes as a whole if its own line names one of them."""
+    """``source`` without the statements that name ``metrics``, ``checkpoints`` or ``loggers``, and
+    without their imports. A compound statement goes as a whole if its own line names one of them,
+    or nothing is left in its body."""
     lines = source.splitlines(keepends=True)
 
     def cut(statements):
+        """Returns whether nothing is left."""
+        left = 0
         for statement in statements:
             blocks = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
             inside = {id(node) for block in blocks for node in block}
@@ -19,12 +22,13 @@ def without_services(source):
             named = {
                 node.id for child in own for node in ast.walk(child) if isinstance(node, ast.Name)
             }
-            if named & NAMES or getattr(statement, "module", None) in MODULES:
+            gone = named & NAMES or getattr(statement, "module", None) in MODULES
+            if gone or any([cut(block) for block in blocks if block]):
                 for number in range(statement.lineno - 1, statement.end_lineno):
                     lines[number] = ""
             else:
-                for block in blocks:
-                    cut(block)
+                left += 1
+        return not left
 
     cut(ast.parse(source).body)
     return "".join(lines)

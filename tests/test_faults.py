@@ -449,7 +449,7 @@ def test_a_file_that_cannot_be_written(inject, what, message):
         code = ("import common.metrics\n"
                 "class Full:\n"
                 "    def write(self, _): raise OSError(28, 'No space left on device')\n"
-                "common.metrics._open_log = lambda *_: Full()")
+                "common.metrics._open_log = lambda *_: (Full(), [])")
     assert message in one_error(inject("single.py", 0, code))
 
 

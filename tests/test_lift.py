@@ -92,7 +92,7 @@ def test_the_copy_runs_alone_also_without_its_services(server, corpus, tmp_path,
 
     bare = copy(name, tmp_path / "bare", services=False)
     assert copied - bare == {
-        "checkpoint", "checkpoint_files", "replicas", "signals", "metrics", "counting"
+        "checkpoint", "checkpoint_files", "replicas", "signals", "metrics", "counting", "loggers"
     }
     script = str(tmp_path / "bare" / "final_weights.py")
     assert_equal(weights(server, script, name, tmp_path / "bare", corpus), expected)
