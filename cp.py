@@ -5,14 +5,14 @@ parameters, gradients, optimizer states, and the batch: all ranks read the same 
 the activations of one sequence do not fit on one device. Only attention looks across positions, so
 only attention communicates:
 
-- ring (arXiv:2310.01889, arXiv:2105.13120): K and V travel around the ring of ranks. Each rank
-  attends to the block that it has while the next block arrives. Works with any number of heads;
-  communication overlaps with computation.
+- ring (arXiv:2310.01889, arXiv:2105.13120): keys and values travel around the ring of ranks.
+  Each rank attends to the block that it has while the next block arrives. Works with any number of
+  heads; communication overlaps with computation.
 - ulysses (arXiv:2309.14509): an all-to-all turns shards of the sequence into shards of the heads;
   after plain attention another one turns them back. The more ranks, the less each sends. The
   numbers of heads must be multiples of the number of ranks.
-- allgather (Llama 3, arXiv:2407.21783): every rank gathers K and V of the whole sequence and keeps
-  its own queries. The simplest; holds K and V of the whole sequence, of one layer at a time.
+- allgather (Llama 3, arXiv:2407.21783): every rank gathers all keys and values, and keeps its own
+  queries. The simplest; holds the keys and values of the whole sequence, of one layer at a time.
 
     torchrun --nproc_per_node=2 cp.py
     torchrun --nproc_per_node=4 cp.py --attention ulysses --seq-len 4096 --batch-size 1
@@ -20,16 +20,18 @@ only attention communicates:
 
 Sent in a step by each of n ranks: 2P(n-1)/n for the gradients, as in ddp.py; and for each layer and
 micro-batch the following. kv: bytes of one rank's keys and values in a micro-batch. grad_kv: bytes
-of their gradients, in float32 at least. H, KV: numbers of query heads and of key/value heads.
+of their gradients, in float32 at least. H, KV: numbers of query heads and of key/value heads. L:
+number of layers. a: micro-batches.
 
     ring       forward n-1 sends of kv;              backward n-1 sends of kv and n-1 of grad_kv
-    ulysses    forward 4 all-to-all (q, k, v, out);  backward 4; each pass (1+H/KV) kv (n-1)/n
+    ulysses    forward 4 all-to-all (queries, keys, values, output); backward 4;
+               each pass (1+H/KV) kv (n-1)/n
     allgather  forward 1 all-gather, kv (n-1);       backward the same, and 1 reduce-scatter,
                                                      grad_kv (n-1)
 
 Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
-travels while attention to the one before is computed; a block of c positions hides its transfer if
-c is large, since computing grows with c^2. The collectives of ulysses and allgather are exposed.
+travels while attention to the one before is computed. A long block hides its transfer, since
+computing grows with the square of its length. The collectives of ulysses and allgather are exposed.
 The gradients' all-reduce overlaps with the backward pass, as in ddp.py.
 
 To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
@@ -259,10 +261,10 @@ def ring_attention(q, k, v, group):
 
 
 class RingAttention(torch.autograd.Function):
-    """K and V travel around the ring. Queries stay, and accumulate their output block by block.
+    """Keys and values travel around the ring. Queries stay, and add up their output block by block.
 
     No rank ever has more of the sequence than its own shard, one block, and the block that arrives
-    next. In the backward pass K and V travel again. Each block's gradient travels with it, in
+    next. In the backward pass they travel again. Each block's gradient travels with it, in
     float32 at least, and ends at the block's owner.
     """
 
@@ -338,9 +340,9 @@ def allgather_attention(q, k, v, group):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Gathers K and V, and gathers them again in the backward pass: only the own ones are kept.
+    """Gathers keys and values, and again in the backward pass: only the own ones are kept.
 
-    Each rank has used this rank's K and V, so that their gradients are the sums of what the ranks
+    Each rank has used this rank's keys and values: their gradients are the sums of what the ranks
     have for them: a reduce-scatter, in float32 at least.
     """
 
@@ -402,7 +404,7 @@ def in_sight(source, group, length):
 
 
 def attend_to_blocks(q, blocks, group):
-    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): K and V of
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): those of
     rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
     log-sum-exp of all scores, as ``attend`` does."""
     for source, block in blocks:
@@ -467,7 +469,7 @@ def attend_backward(grad_out, q, kv, out, lse, causal):
             offset,
         )
         return grad_q, torch.stack(grad_kv)
-    shared = q.shape[1] // k.shape[1]  # query heads that share a K and V
+    shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(

@@ -11,8 +11,8 @@ FSDP, arXiv:2304.11277)
 
 Sent for a micro-batch: for each group an all-gather of the parameters before the forward pass,
 another one before the backward pass, and a reduce-scatter of the gradients after it. The last group
-(norm and head) stays gathered in between. Each of n ranks sends (2G - H + P)(n-1)/n. P: bytes of
-the parameters. G: bytes that are gathered, P or with bfloat16 P/2; H: those of the last group. With
+(norm and head) stays gathered in between. Each of n ranks sends (2G - E + P)(n-1)/n. P: bytes of
+the parameters. G: bytes that are gathered, P or with bfloat16 P/2; E: those of the last group. With
 --no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
 micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
 share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
@@ -236,9 +236,9 @@ def theory(P, last_group, size, compute_size, n, R, a, reshard_after_forward):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, in R replicas
     of s = n/R ranks: P bytes of parameters, ``last_group`` of them in the last group; ``size``
     bytes of a number in parameters, ``compute_size`` in what is gathered."""
-    s, G, H = n // R, P * compute_size / size, last_group * compute_size / size
+    s, G, E = n // R, P * compute_size / size, last_group * compute_size / size
     if reshard_after_forward:
-        formula, sent = "a(2G-H+P)(s-1)/s", a * (2 * G - H + P) * (s - 1) / s
+        formula, sent = "a(2G-E+P)(s-1)/s", a * (2 * G - E + P) * (s - 1) / s
     else:
         formula, sent = "(G+aP)(s-1)/s", (G + a * P) * (s - 1) / s
     if R > 1:

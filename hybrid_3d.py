@@ -272,8 +272,8 @@ def main(argv=None):
     return metrics.close(**theory(
         sum(p.nbytes for p in model.parameters()),
         sum(p.nbytes for p in model.parameters() if p.ndim == 1), last_group,
-        args.batch_size // dp, args.seq_len // cp, args.config.hidden_size,
-        args.config.num_key_value_heads // tp * args.config.head_dim, len(layers),
+        args.batch_size, args.seq_len, args.config.hidden_size,
+        args.config.num_key_value_heads, args.config.head_dim, len(layers),
         args.param_dtype.itemsize, args.compute_dtype.itemsize, dp, cp, tp, stage, pp,
         args.replicate, args.grad_accum, args.microbatches, args.sequence_parallel,
         args.activation_checkpointing, tokens.numel() * args.config.vocab_size > MAX_LOGITS,
@@ -393,9 +393,9 @@ def allgather_attention(q, k, v, group):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Gathers K and V, and gathers them again in the backward pass: only the own ones are kept.
+    """Gathers keys and values, and again in the backward pass: only the own ones are kept.
 
-    Each rank has used this rank's K and V, so that their gradients are the sums of what the ranks
+    Each rank has used this rank's keys and values: their gradients are the sums of what the ranks
     have for them: a reduce-scatter, in float32 at least.
     """
 
@@ -457,7 +457,7 @@ def in_sight(source, group, length):
 
 
 def attend_to_blocks(q, blocks, group):
-    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): K and V of
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): those of
     rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
     log-sum-exp of all scores, as ``attend`` does."""
     for source, block in blocks:
@@ -522,7 +522,7 @@ def attend_backward(grad_out, q, kv, out, lse, causal):
             offset,
         )
         return grad_q, torch.stack(grad_kv)
-    shared = q.shape[1] // k.shape[1]  # query heads that share a K and V
+    shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -696,15 +696,14 @@ def check(args, n):
         )
 
 
-def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
+def theory(P, N, last_group, B, T, D, KV, K, L, size, matrix_size, dp, cp, tp, stage, pp, R, a, M,
            sequence_parallel, activation_checkpointing, loss_in_chunks):
     """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
 
     P bytes of parameters in its stage, N of them in norms; ``last_group``, of what FSDP shards,
-    the bytes of the last group; (B, T, D) the shape of its hidden states; KV numbers per position
-    in each of its K and V; L layers in its stage; ``size`` bytes of a number in parameters,
-    ``matrix_size`` in matrix products; dp x cp ranks in R replicas; ``a`` accumulation steps of M
-    micro-batches.
+    the bytes of the last group; (B, T, D) the shape of all hidden states; KV heads of K numbers; L
+    layers in its stage; ``size`` bytes of a number in parameters, ``matrix_size`` in matrix
+    products; dp x cp ranks in R replicas; ``a`` accumulation steps of M micro-batches.
     """
     s, half = dp * cp // R, matrix_size / size
     U = (P - N) / tp + N  # bytes that FSDP shards
@@ -713,7 +712,8 @@ def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stag
     else:  # once for all micro-batches of the pipeline
         gathered = a * U * half + a * U
     fsdp = gathered * (s - 1) / s + a * 2 * U / s * (R - 1) / R
-    t, x = B * T * size, B * T * D * matrix_size  # one number per token; hidden states
+    tokens = B // dp * (T // cp)  # of this rank
+    t, x = tokens * size, tokens * D * matrix_size  # one number per token; hidden states
     again = activation_checkpointing
     if sequence_parallel:
         # The gradients of norms are reduced as they are computed, in a pipeline after adding up.
@@ -723,8 +723,8 @@ def theory(P, N, last_group, B, T, D, KV, L, size, matrix_size, dp, cp, tp, stag
     ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
     loss = (12 if loss_in_chunks else 6) * t * (stage == pp - 1)
     tensor = (L * in_layers + ends + loss + norms) * (tp - 1) / tp
-    # K and V are gathered in each pass, and their gradients reduced.
-    context = L * 2 * B * T * KV * ((2 + again) * matrix_size + size) * (cp - 1)
+    # Keys and values are gathered in each pass, and their gradients reduced.
+    context = L * 2 * tokens * (KV // tp) * K * ((2 + again) * matrix_size + size) * (cp - 1)
     targets = 16 * (dp - 1) / dp  # the number of targets in the global batch, all-reduced over dp
     borders = (stage > 0) + (stage < pp - 1)
     pipeline = borders * x / (tp if sequence_parallel else 1)

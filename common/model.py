@@ -292,7 +292,7 @@ class Transformer(nn.Module):
 
 def next_token_loss(logits, targets):
     """The sum of the cross-entropies in nats, in float32 at least. Targets of -100 do not count.
-    logits (B, T, V) or (N, V), targets (B, T) or (N,)."""
+    logits (B, T, V) or (B T, V), targets (B, T) or (B T,)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 

@@ -223,9 +223,9 @@ def theory(P, last_group, size, compute_size, n, R, a, reshard_after_forward):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, in R replicas
     of s = n/R ranks: P bytes of parameters, ``last_group`` of them in the last group; ``size``
     bytes of a number in parameters, ``compute_size`` in what is gathered."""
-    s, G, H = n // R, P * compute_size / size, last_group * compute_size / size
+    s, G, E = n // R, P * compute_size / size, last_group * compute_size / size
     if reshard_after_forward:
-        formula, sent = "a(2G-H+P)(s-1)/s", a * (2 * G - H + P) * (s - 1) / s
+        formula, sent = "a(2G-E+P)(s-1)/s", a * (2 * G - E + P) * (s - 1) / s
     else:
         formula, sent = "(G+aP)(s-1)/s", (G + a * P) * (s - 1) / s
     if R > 1:

@@ -37,7 +37,7 @@ def option(options, name, otherwise):
 
 def expected_traffic(attention, n, options, size, gradient_size):
     """By (collective, group): how many there are in a step, and what one rank sends in them. In
-    bytes, of ``size`` per element of K and V, ``gradient_size`` per element of their gradients."""
+    bytes, of ``size`` per key or value, ``gradient_size`` per element of their gradients."""
     accum, T = option(options, "--grad-accum", 1), option(options, "--seq-len", 32)
     kv_heads = option(options, "--num-key-value-heads", KV_HEADS)
     times = LAYERS * accum
