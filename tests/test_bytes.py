@@ -1,17 +1,22 @@
 """Promise 5: bytes held and sent per rank, counted from the run, are those of the theory."""
 
+import inspect
 import json
 import re
 
 import pytest
 
+import cp
 import ddp
 import fsdp
+import hybrid_3d
+import pp
 import single
+import tp
 import zero
 from common.model import ModelConfig, Transformer
 from tests.processes import ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 
 # Sizes that 4 ranks divide: nothing is padded.
 MODEL = ("--vocab-size 256 --hidden-size 64 --intermediate-size 128 --num-hidden-layers 3 "
@@ -133,7 +138,10 @@ def test_accumulation_holds_no_whole_gradients(summary, command):
     assert whole / 2 < found["peak"]["gradients"] <= whole / 2 + 2 * LAYER < 0.75 * whole
 
 
-P4 = 3_215_872  # of README's table: the default model, on 4 ranks
+BYTES = (ROOT / "docs" / "bytes.md").read_text()
+SYMBOLS = [name for names in re.findall(r"(?m)^\| ([\w, ]+) \| [^|]+ \|$", BYTES)
+           for name in names.split(", ") if name != "symbol"]
+P4 = 3_215_872  # of the counted bytes in docs/bytes.md: the default model, on 4 ranks
 HEAD4 = 4 * (256 * 128 + 128)  # its last norm and head
 TABLE = {
     "single.py": single.theory(P4), "ddp.py": ddp.theory(P4, 4),
@@ -144,13 +152,78 @@ TABLE = {
 }
 
 
+def row(section, command):
+    """The cells of a row in a table of docs/bytes.md, without that of the command."""
+    text = BYTES.partition(f"\n## {section}")[2].partition("\n## ")[0]
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| `{command}` |")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
 @pytest.mark.parametrize("command", TABLE)
-def test_readmes_table_is_the_theory(command):
+def test_the_counted_bytes_are_the_theory(command):
     """What was counted is the theory: on top are only step counts and the norm for clipping."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    (row,) = [line for line in lines if re.match(rf"\| `{re.escape(command)}` \| [\d,]+ \|", line)]
-    cells = [int(cell.replace(",", "")) for cell in row.split("|")[2:7]]
+    cells = [int(cell.replace(",", "")) for cell in row("Counted: parameters", command)]
     expected = {kind: value for kind, (formula, value) in TABLE[command].items()}
     assert cells[0] == expected["parameters"] and cells[1] == expected["gradients"]
     assert 0 <= cells[3] - expected["optimizer_states"] <= 4 * 39
     assert 0 <= cells[4] - expected["sent"] <= 234
+
+
+@thorough
+@pytest.mark.parametrize("command", ["tp.py", "tp.py --no-sequence-parallel", "cp.py",
+                                     "cp.py --attention ulysses", "cp.py --attention allgather"])
+def test_the_counted_activations(run, corpus, command):
+    options = f"--batch-size 2 --seq-len 512 --steps 4 --save-every 0 --data {corpus}"
+    for world, cell in zip((1, 2, 4), row("Counted: activations", command)):
+        found = run(command, world, options, out=f"out-{world}").summary["peak"]["activations"]
+        assert found == int(cell.replace(",", ""))
+
+
+def value(formula, **symbols):
+    """The number that a formula of docs/bytes.md stands for, such as a(2G-E+P)(s-1)/s."""
+    tokens = re.findall(r"grad_kv|kv|KV|[A-Za-z]|\d+|[-+/()]", formula)
+    assert "".join(tokens) == formula.replace(" ", "")
+    python = ""
+    for before, token in zip(["("] + tokens, tokens):
+        product = before not in "-+/(" and token not in "-+/)"
+        python += ("*" if product else "") + token
+    return eval(python, symbols)
+
+
+def test_the_formulas_are_those_of_the_scripts():
+    """The cells, as numbers, for sizes that have nothing in common."""
+    n, a, R, L, B, T, D, H, KV, K, P, N, E = 6, 5, 2, 11, 60, 42, 13, 14, 7, 17, 19_000, 230, 3100
+    s, G, X, x, t = n // R, P / 2, B * T * D * 4, B * T * D * 2, B * T * 4
+    kv = 2 * (B // a) * KV * (T // n) * K * 2
+    symbols = {"n": n, "a": a, "R": R, "L": L, "H": H, "KV": KV, "P": P, "N": N, "s": s, "G": G,
+               "E": E / 2, "X": X, "x": x, "t": t, "kv": kv, "grad_kv": 2 * kv}
+    assert symbols.keys() <= set(SYMBOLS)
+    targets = 16 * (n - 1) / n  # the number of targets, all-reduced
+    sizes = P, N, B, T, D, L, n, 4, 2
+    heads = P, B, T, H, KV, K, L, n, a, 2, 4
+    for command, theory, more in (
+        ("single.py", single.theory(P), 0), ("ddp.py", ddp.theory(P, n), targets),
+        ("zero.py --stage 1", zero.theory(P, n, a, 1), targets),
+        ("zero.py --stage 2", zero.theory(P, n, a, 2), targets),
+        ("fsdp.py", fsdp.theory(P, E, 4, 2, n, 1, a, True), targets),
+        ("fsdp.py --no-reshard-after-forward",
+         fsdp.theory(P, E, 4, 2, n, 1, a, False), targets),
+        ("fsdp.py --replicate R", fsdp.theory(P, E, 4, 2, n, R, a, True), targets),
+        ("tp.py", tp.theory(*sizes, True, False, False), 0),
+        ("tp.py --no-sequence-parallel", tp.theory(*sizes, False, False, False), 0),
+        ("cp.py", cp.theory(*heads, "ring", False), 0),
+        ("cp.py --attention ulysses", cp.theory(*heads, "ulysses", False), 0),
+    ):
+        _, *held, sent = row("Formulas", command)
+        for cell, kind in zip(held, ("parameters", "gradients", "optimizer_states")):
+            assert value(cell.partition(";")[0], **symbols) == pytest.approx(theory[kind][1])
+        assert value(sent, **symbols) == pytest.approx(theory["sent"][1] - more), command
+
+
+@pytest.mark.parametrize("script", [single, ddp, zero, fsdp, tp, cp, pp, hybrid_3d])
+def test_every_symbol_has_one_meaning(script):
+    """Those of the formulas are in the table of docs/bytes.md, each once."""
+    assert len(SYMBOLS) == len(set(SYMBOLS)) > 20
+    arguments = inspect.signature(script.theory).parameters
+    short = {name for name in arguments if len(name) == 1 or name.isupper()}
+    assert short and short <= set(SYMBOLS)
