@@ -36,9 +36,10 @@ RUN = {
     "bash run.sh test": NO_TESTS,
     "python -m pytest": NO_TESTS,
     "torchrun --nproc_per_node=2 -m examples.": "--steps 2",
-    "torchrun --nproc_per_node=2": SMALL,
+    "torchrun --nproc_per_node=": SMALL,
+    "python single.py": SMALL,
     "bash run.sh examples/": "--steps 2",
-    "python -m tools.dry_run 1024": "",
+    "python -m tools.dry_run": "",
     "diff ": "",
 }
 TESTED = {

@@ -311,8 +311,8 @@ def lay_out(rows, markdown):
 
 
 def launch_command(command, options, args):
-    """How to start a command: one line for a shell. On several machines as a Slurm job; README has
-    the other ways."""
+    """How to start a command: one line for a shell. On several machines as a Slurm job;
+    docs/launching.md has the other ways."""
     script, *own = command.split()
     words = shlex.join([script, *own, *options])
     if args.devices == 1:
