@@ -13,7 +13,7 @@ import pytest
 
 from common.data import TokenDataset
 from tests.processes import ROOT
-from tools import command, plot, prepare, text
+from tools import command, plot, prepare
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def run_prepare(bpe, tmp_path, capsys):
 
     def run_prepare(*options, tokenizer=bpe, out="tokens", dtype="uint16"):
         folder = tmp_path / out
-        words = [*options, "--tokenizer", tokenizer, "--out", folder]
+        words = [*options, "--tokenizer", tokenizer, "--out", folder, "--eod", "</s>"]
         prepare.main([str(word) for word in words])
         loaded = tokenizers.Tokenizer.from_file(str(tokenizer))
         sides = []
         for name in ("train.bin", "val.bin"):
             path = folder / name
-            ids = np.fromfile(path, dtype) if path.exists() else np.array([], int)
+            ids = np.fromfile(path, dtype)
             (ends,) = np.nonzero(ids == loaded.token_to_id("</s>"))
             *parts, rest = np.split(ids, ends + 1)
             assert not len(rest)
@@ -63,8 +63,8 @@ def run_prepare(bpe, tmp_path, capsys):
     return run_prepare
 
 
-def write_jsonl(path, documents, field="text"):
-    lines = (json.dumps({"id": 1, field: document}) + "\n" for document in documents)
+def write_jsonl(path, documents):
+    lines = (json.dumps({"id": 1, "text": document}) + "\n" for document in documents)
     path.write_text("".join(lines))
     return path
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_text(run_prepare, bpe, tmp_path):
     """Whole documents in their order, with special tokens only between them; and the scripts' data
     reads them with the options that the tool prints."""
     documents = stories(50)
-    path = write_jsonl(tmp_path / "a.jsonl", ["", *documents, ""])
+    path = write_jsonl(tmp_path / "a.jsonl", documents)
     path.write_text(path.read_text() + "\n  \n")  # empty lines
     (train, validation), output = run_prepare(path, "--val", 0)
     assert train == documents and validation == []
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_text(run_prepare, bpe, tmp_path):
     assert output.splitlines()[-1] == (f"give the scripts --data {tmp_path}/tokens/train.bin "
                                        f"--token-dtype uint16 --vocab-size {vocab_size}")
     size = (tmp_path / "tokens/train.bin").stat().st_size // 2
-    assert f"train.bin: {size:,} tokens in 50 documents" in output
+    assert f"train.bin: {size:,} tokens" in output
     dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
     assert dataset.tokens == size
     ids = np.fromfile(tmp_path / "tokens/train.bin", "uint16").astype(int)
@@ -107,8 +107,7 @@ def test_the_largest_id_chooses_the_type(run_prepare, tmp_path, largest, dtype):
     tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "a.txt").write_text("a b a b b " * 20)
     (train, _), output = run_prepare(
-        tmp_path / "a.txt", "--val", 0, "--eod", "</s>", tokenizer=tmp_path / "words.json",
-        dtype=dtype,
+        tmp_path / "a.txt", "--val", 0, tokenizer=tmp_path / "words.json", dtype=dtype
     )
     assert train == ["a b a b b" + " a b a b b" * 19]
     assert f"--token-dtype {dtype} --vocab-size {largest + 1}" in output
@@ -124,10 +123,8 @@ def test_split_is_by_document(run_prepare, tmp_path):
     assert not set(train) & set(validation)
     assert sorted(train + validation) == sorted(documents + documents[:100])
     assert 0.13 < len(validation) / 700 < 0.27
-    (tmp_path / "parts").mkdir()
-    for i in range(7):
-        write_jsonl(tmp_path / f"parts/{i}.jsonl", documents[::-1][i::7], "body")
-    sides, _ = run_prepare(tmp_path / "parts", "--val", 0.2, "--field", "body")
+    parts = [write_jsonl(tmp_path / f"{i}.jsonl", documents[::-1][i::7]) for i in range(7)]
+    sides, _ = run_prepare(*parts, "--val", 0.2)
     assert [set(side) for side in sides] == [set(train), set(validation)]
     (_, more), _ = run_prepare(path, "--val", 0.4)
     assert set(validation) < set(more)
@@ -137,115 +134,56 @@ def test_split_is_by_document(run_prepare, tmp_path):
 
 
 def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
-    folder = tmp_path / "texts"
-    (folder / "sub").mkdir(parents=True)
-    (folder / ".hidden").write_text("no")
-    (folder / "b.md").write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
-    (folder / "sub/a.txt").write_text("x\n\ny\n\n\nz\n")
-    assert run_prepare(folder, "--val", 0)[0][0] == ["one\r\ntwo", "x\n\ny\n\n\nz\n"]
-    assert run_prepare(folder, "--val", 0, "--separator", "")[0][0] == [
-        "one\r\ntwo", "x\n", "y\n", "z\n"
-    ]
-    monkeypatch.setattr(text, "PIECE", 10)
-    lines = ["1234\n", "5678\n", "9\n", "a line longer than ten bytes\n", "猫🦊" * 9]
-    (folder / "b.md").write_text("".join(lines))
-    (train, _), _ = run_prepare(folder / "b.md", "--val", 0)
-    assert train[0] == "1234\n5678\n" and train[1] == "9\n"
-    assert "".join(train) == "".join(lines)
-    assert all(len(document) <= 11 for document in train)
-    long = write_jsonl(tmp_path / "a.jsonl", lines)  # these are never cut, but have a limit
-    assert run_prepare(long, "--val", 0)[0][0] == lines
-    monkeypatch.setattr(text, "LONGEST_LINE", 30)
-    with pytest.raises(command.SettingError, match="a.jsonl, line 4: this must be a JSON object"):
-        run_prepare(long)
-
-
-def test_the_end_of_a_document(bpe):
-    pytest.importorskip("tokenizers")
-    assert [text.load_tokenizer(str(bpe), eod)[2] for eod in (None, "", "<pad>")] == [
-        "</s>", "", "<pad>"
-    ]
+    """All of a short one; of a long one the pieces, which end with a line if they can."""
+    monkeypatch.setattr(prepare.read_documents, "__defaults__", (2**8,))
+    short, long = tmp_path / "a.txt", tmp_path / "b.txt"
+    short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
+    lines = [*("猫 1234567\n" for _ in range(100)), "🦊" * 2**10]
+    long.write_text("".join(lines))
+    (train, _), _ = run_prepare(short, long, "--val", 0)
+    assert train[0] == "one\r\ntwo" and "".join(train[1:]) == "".join(lines)
+    assert train[1].endswith("\n") and 2**8 <= len(train[1]) < 2**8 + 10
+    assert all(len(document) <= 2**9 for document in train)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "one line.txt", "a.jsonl"])
 def test_memory_does_not_grow(bpe, tmp_path, monkeypatch, name):
     """A file four times as long takes no more memory."""
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(text, "PIECE", 2**12)
-    monkeypatch.setattr(text, "BATCH", 2**14)
+    monkeypatch.setattr(prepare.read_documents, "__defaults__", (2**9,))
     path, peaks = tmp_path / name, []
     for lines in (2000, 500, 2000):  # the first time only to import and to allocate what stays
-        line = "the lazy dog " * 5 + ("" if name == "one line.txt" else "\n")
+        text = "the lazy dog " * 20 + ("" if name == "one line.txt" else "\n")
         if name == "a.jsonl":
-            write_jsonl(path, [line] * lines)
+            write_jsonl(path, [text] * lines)
         else:
-            path.write_text(line * lines)
+            path.write_text(text * lines)
         tracemalloc.start()
         prepare.main([str(path), "--tokenizer", str(bpe), "--out", str(tmp_path / "out"),
-                      "--val", "0"])
+                      "--val", "0", "--eod", "</s>"])
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.2 * peaks[1]
 
 
-KILLED = """
-import os, pathlib, signal, sys
-
-from tools import text
-text.BATCH = 1
-def texts():
-    yield from ["the quick fox"] * 9
-    os.kill(os.getpid(), signal.SIGKILL)
-tokenizer, _, eod = text.load_tokenizer(sys.argv[1], None)
-text.write_tokens(texts(), tokenizer, eod, "uint16", 0.5, pathlib.Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_killed(bpe, tmp_path, before):
-    """No half file has the name of a whole one, and an earlier output stays as it was."""
-    pytest.importorskip("tokenizers")
-    write_jsonl(tmp_path / "a.jsonl", stories(99))
-    out, old = tmp_path / "out", {}
-    if before:
-        prepare.main([str(tmp_path / "a.jsonl"), "--tokenizer", str(bpe), "--out", str(out)])
-        old = {path.name: path.read_bytes() for path in out.iterdir()}
-        assert set(old) == {"train.bin", "val.bin"}
-    killed = subprocess.run([sys.executable, "-c", KILLED, bpe, out], cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL
-    left = [path for path in out.iterdir() if not path.name.startswith(".")]
-    assert {path.name: path.read_bytes() for path in left} == old
-    assert len(list(out.iterdir())) == len(old) + 1
-
-
-def test_failed(run_prepare, tmp_path, monkeypatch):
-    """What cannot end leaves nothing; and a train.bin never stands beside an older val.bin."""
+@pytest.mark.parametrize("end", ["killed", "failed"])
+def test_no_half_file_has_the_name_of_a_whole_one(run_prepare, bpe, tmp_path, end):
+    """An earlier output stays as it was."""
     good = write_jsonl(tmp_path / "good.jsonl", stories(99))
     run_prepare(good, "--val", 0.5)
     out = tmp_path / "tokens"
     old = {path.name: path.read_bytes() for path in out.iterdir()}
-    write_jsonl(tmp_path / "bad.jsonl", [*stories(9), 3])
-    with pytest.raises(command.SettingError):
-        run_prepare(tmp_path / "bad.jsonl")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == old
-
-    def rename_once(path, target):
-        os.rename(path, target)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(tmp_path), "rename", rename_once)
-    with pytest.raises(KeyboardInterrupt):
-        run_prepare(good, "--val", 0.4)
-    assert [path.name for path in out.iterdir()] == ["val.bin"]
-
-
-def test_nothing_for_validation(run_prepare, tmp_path):
-    """The val.bin of an earlier run does not stay."""
-    path = write_jsonl(tmp_path / "a.jsonl", stories(99))
-    assert all(run_prepare(path, "--val", 0.5)[0])
-    sides, output = run_prepare(path, "--val", 1e-9)
-    assert len(sides[0]) == 99 and not (tmp_path / "tokens/val.bin").exists()
-    assert "no document was drawn for val.bin" in output
+    assert set(old) == {"train.bin", "val.bin"}
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*stories(200), 3])
+    code = "import sys; from tools import prepare; prepare.main(sys.argv[1:])"
+    if end == "killed":  # where it would refuse the last line
+        code = "import os; from tools import prepare; " \
+               "prepare.refuse = lambda _: os.kill(os.getpid(), 9); " + code
+    words = [bad, "--tokenizer", bpe, "--out", out, "--val", "0.5", "--eod", "</s>"]
+    status = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT).returncode
+    assert status == (-signal.SIGKILL if end == "killed" else 1)
+    assert {name: (out / name).read_bytes() for name in old} == old
+    assert {path.name for path in out.iterdir()} - set(old) == {"train.bin.part", "val.bin.part"}
 
 
 def the_line(main, words):
@@ -258,9 +196,9 @@ def the_line(main, words):
 
 BAD_LINES = {  # in a .jsonl file
     b"{": "JSONDecodeError", b"[1]": "TypeError", b'"text"': "TypeError", b"3": "TypeError",
-    b'{"body": "x"}': "KeyError: 'text'", b'{"text": 3}': "AttributeError",
+    b'{"body": "x"}': "KeyError('text')", b'{"text": 3}': "AttributeError",
     b'{"text": null}': "AttributeError", b'{"text": "\\ud800"}': "surrogates not allowed",
-    b"[" * 10**5: "RecursionError", b'{"text": "\xff"}': "not UTF-8 (invalid start byte)",
+    b"[" * 10**5: "RecursionError", b'{"text": "\xff"}': "invalid start byte",
 }
 
 
@@ -269,52 +207,36 @@ def test_bad_lines(bpe, tmp_path, line, words):
     pytest.importorskip("tokenizers")
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line)
-    found = the_line(prepare.main, [path, "--tokenizer", bpe, "--out", tmp_path / "out"])
-    assert found.startswith(f"prepare.py: error: {path}, line 3: ") and words in found
+    found = the_line(prepare.main, [path, "--tokenizer", bpe, "--out", tmp_path, "--eod", "</s>"])
+    assert found.startswith(f"prepare.py: error: {path}, near document ") and words in found
 
 
 def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
     """Each ends with one line that names the value."""
     pytest.importorskip("tokenizers")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    good = folder / "a.txt"
+    good = tmp_path / "a.txt"
     good.write_text("one fox\n" * 99)
-    (tmp_path / "old.bin").write_bytes(b"12")
-    (tmp_path / "latin.txt").write_bytes("gut\nschön\n".encode("latin1"))
     (tmp_path / "half.txt").write_bytes("x\nschö".encode()[:-1])  # a download that broke off
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
 
-    def line(*words, tokenizer=bpe, out=tmp_path / "out"):
-        found = the_line(prepare.main, [*words, "--tokenizer", tokenizer, "--out", out])
+    def line(*words, tokenizer=bpe, out=tmp_path / "out", eod="</s>"):
+        words = [*words, "--tokenizer", tokenizer, "--out", out, "--eod", eod]
+        found = the_line(prepare.main, words)
         assert found.startswith("prepare.py: error: ")
         return found[len("prepare.py: error: "):]
 
-    assert line(tmp_path / "none").startswith(f"{tmp_path}/none: no such file or folder")
-    assert line(tmp_path / "link").startswith(f"{tmp_path}/link: no such file or folder")
-    assert line(tmp_path / "old.bin").startswith(f"{tmp_path}/old.bin: a .bin file holds token ids")
-    assert line(tmp_path / "latin.txt").startswith(f"{tmp_path}/latin.txt, line 2: this is not UTF")
-    assert "half.txt, line 2: this is not UTF-8 (unexpected end" in line(tmp_path / "half.txt")
-    assert "give more text" in line(tmp_path / "nothing")
-    assert "none is left for train.bin" in line(good, "--val", 0.9999999)
-    for share in ("1", "-0.1", "nan"):
-        assert line(good, "--val", share).startswith(f"--val {float(share)} is not allowed")
+    assert line(tmp_path / "none").endswith(f"No such file or directory: '{tmp_path}/none'")
+    assert line(tmp_path).endswith(f"Is a directory: '{tmp_path}'")
+    assert "half.txt, near document 0: no UTF-8" in line(tmp_path / "half.txt")
     assert "argument --val: invalid float value: 'many'" in line(good, "--val", "many")
-    found = line(good, "--eod", "<eos>")
-    assert found.startswith("--eod <eos>: the tokenizer has no such token") and "</s>" in found
-    for tokenizer in (good, folder, tmp_path / "none"):
-        assert line(good, tokenizer=tokenizer).startswith(f"--tokenizer {tokenizer}: this is no")
-    assert f"--out {good}: " in line(good, out=good)
-    assert "cannot be written (File exists)" in line(good, out=good)
-    assert "cannot be written (Not a directory)" in line(good, out=good / "out")
+    assert line(good, eod="<eos>").startswith("--eod <eos>: the tokenizer has no such token")
+    for tokenizer in (good, tmp_path, tmp_path / "none"):
+        assert line(good, tokenizer=tokenizer).startswith(f"--tokenizer {tokenizer}: no tokenizer")
+    assert line(good, out=good).endswith(f"File exists: '{good}'")
     if os.path.exists("/dev/full"):  # every write to it fails: the disk is full
-        monkeypatch.setattr(text.pathlib, "Path", lambda *_: type(good)("/dev/full"))
-        with pytest.raises(command.SettingError, match="No space left on device.*make room"):
-            text.write_tokens(iter(["x"]), text.load_tokenizer(str(bpe), "")[0], "", "uint16", 0,
-                              tmp_path / "out")
-    monkeypatch.undo()
-    assert "required: PATH, --tokenizer, --out" in the_line(prepare.main, [])
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full/train.bin.part").symlink_to("/dev/full")
+        assert "No space left on device" in line(good, out=tmp_path / "full")
+    assert "required: files, --tokenizer, --out" in the_line(prepare.main, [])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert line(good).endswith("python -m pip install tokenizers")
 

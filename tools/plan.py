@@ -194,18 +194,19 @@ def cached(script, options, world_size, rank, nproc_per_node):
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     path = folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text()), None
     except (OSError, ValueError):
         counted = dry_run.count(script, options, world_size, rank, nproc_per_node)
     counted = {k: v for k, v in counted.items() if k not in ("description", "theory")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(counted, file)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # then it is counted again next time
-    return counted
+        with tempfile.TemporaryDirectory(dir=path.parent) as part:
+            file = pathlib.Path(part, "counted")
+            file.write_text(json.dumps(counted))
+            file.replace(path)
+    except OSError as error:
+        return counted, f"{path.parent} cannot be written ({error.strerror})"
+    return counted, None
 
 
 @functools.cache
