@@ -22,8 +22,7 @@ P = sum(p.nbytes for p in MODULE.parameters())
 NORMS = sum(p.nbytes for p in MODULE.parameters() if p.ndim == 1)
 
 
-@pytest.mark.parametrize("grad_accum", sampled([1, 2], [2]))
-@pytest.mark.parametrize("world", sampled([1, 2, 4], [2]))
+@pytest.mark.parametrize("world, grad_accum", sampled([(1, 2), (2, 1), (2, 2), (4, 2)], [(2, 2)]))
 @pytest.mark.parametrize("command", ["tp.py", "tp.py --no-sequence-parallel"])
 def test_equals_single(run, single, corpus, command, world, grad_accum):
     result = run(command, world, f"{FOUR_HEADS} --data {corpus} --grad-accum {grad_accum} "
