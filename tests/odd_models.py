@@ -83,4 +83,4 @@ def change_model(change):
 
 
 globals()[kind]()
-launch(importlib.import_module(script.removesuffix(".py")).main)
+launch(importlib.import_module(script.removesuffix(".py").replace("/", ".")).main)

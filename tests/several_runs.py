@@ -19,4 +19,5 @@ def main():
         module.main(options + more)
 
 
-launch(main)
+if __name__ == "__main__":
+    launch(main)
