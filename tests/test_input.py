@@ -132,11 +132,11 @@ def wrong(case, result, message):
     return [] if good else [(case, message, result.statuses, result.output)]
 
 
-def test_options(server, folder):
-    """Some 130 of them."""
+def test_options(server, folder, request):
+    """Some 130 of them; without --all every third."""
     assert len(OPTIONS) > 100
     found = []
-    for options, message in OPTIONS:
+    for options, message in OPTIONS[:: 1 if request.config.getoption("--all") else 3]:
         options = options if isinstance(options, list) else options.split()
         env = {}
         if "shrinks.bin" in options:  # a file that is cut while the run starts
