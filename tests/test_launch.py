@@ -96,24 +96,10 @@ def two_machines(tmp_path, options, **environment):
 
 
 @thorough
-def test_two_agents_on_one_machine(tmp_path, corpus, expected):
-    processes = two_machines(tmp_path, f"{EXACT} --data {corpus}")
-    outputs = [finish(process) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert curve(tmp_path / "runs" / "ddp") == expected
-    for rank, output in enumerate(outputs):
-        shown = output.splitlines()[0]
-        assert shown.startswith("+ OMP_NUM_THREADS=1 ")
-        assert f" {sys.executable} -P {ROOT}/common/torchrun.py --nnodes=2 " in shown
-        assert f"is_host={1 - rank}" in shown and shlex.split(shown)[-2:] == ["--data", corpus]
-    # The machines keep their order.
-    assert "final loss" in outputs[0] and "final loss" not in outputs[1]
-
-
-@thorough
 def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     """A process of the second machine is killed: both resume, and end as if undisturbed."""
-    processes = two_machines(tmp_path, f"{EXACT} --data {corpus} --save-every 2", MAX_RESTARTS="1")
+    options = f"{EXACT} --save-every 2 --data {corpus}"
+    processes = two_machines(tmp_path, options, MAX_RESTARTS="1")
     out = tmp_path / "runs" / "ddp"
     wait_until(lambda: any(path.name[5:].isdigit() for path in out.glob("step-*")))
     os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
@@ -124,6 +110,13 @@ def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     assert [row[0] for row in found] == list(range(1, 21))
     assert max(abs(a - b) for row, other in zip(found, expected)
                for a, b in zip(row, other)) < 1e-10
+    for rank, output in enumerate(outputs):
+        shown = output.splitlines()[0]
+        assert shown.startswith("+ OMP_NUM_THREADS=1 ")
+        assert f" {sys.executable} -P {ROOT}/common/torchrun.py --nnodes=2 " in shown
+        assert f"is_host={1 - rank}" in shown and shlex.split(shown)[-2:] == ["--data", corpus]
+    # The machines keep their order.
+    assert "final loss" in outputs[0] and "final loss" not in outputs[1]
 
 
 def listeners(pids):
@@ -141,6 +134,7 @@ def listeners(pids):
             if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
+@thorough
 def test_on_one_machine_nothing_listens_beyond_loopback(tmp_path, corpus):
     options = f"{EXACT} --data {corpus} --steps 100000"
     process = start([*RUN, "ddp.py", *options.split()], tmp_path, NPROC="2")
@@ -167,12 +161,10 @@ def children(pid):
 
 
 @thorough
-def test_fewer_machines_go_on(tmp_path, corpus):
+def test_fewer_machines_go_on(run, tmp_path, corpus):
     """NNODES=1:2, and the second machine dies: the same curve, but for the order of sums."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
     options = f"{EXACT} --data {corpus} --steps 300 --save-every 20"
-    assert start([sys.executable, ROOT / "single.py", *options.split()], whole).wait() == 0
+    expected = curve(run("single.py", 0, f"{options} --save-every 0", out="whole").out)
     port = str(free_port())
     first, second = [
         start([*RUN, "ddp.py", *options.split()], tmp_path, NNODES="1:2", NODE_RANK=str(rank),
@@ -187,7 +179,7 @@ def test_fewer_machines_go_on(tmp_path, corpus):
     output = finish(first)
     assert first.returncode == 0 and "1 process on cpu" in output, output
     assert "resuming after step" in output
-    found, expected = curve(out), curve(whole / "runs" / "single")
+    found = curve(out)
     assert len(found) == len(expected) == 300
     assert max(abs(a - b) for row, other in zip(found, expected)
                for a, b in zip(row, other)) < 1e-9
@@ -333,6 +325,7 @@ def on_hosts(machines, tmp_path, script, *options, hosts=None, **environment):
                  HOSTS=" ".join(hosts or machines.hosts), SSH=machines.ssh, **environment)
 
 
+@thorough
 def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
     process = on_hosts(machines, tmp_path, "ddp.py", *EXACT.split(), "--data", corpus,
                        "--out", "two hosts")
@@ -358,7 +351,6 @@ def test_a_signal_lets_all_hosts_save(machines, tmp_path, corpus):
     assert not left_over(tmp_path)
 
 
-@thorough
 def test_what_crosses_ssh(machines, tmp_path):
     """Each host has its number; arguments and settings arrive as they are."""
     forwarded = {"OMP_PROC_BIND": "true", "TP_SIZE": "2", "NCCL_DEBUG": "a b", "CUDA_A": "c",
