@@ -150,15 +150,16 @@ def test_by_run_sh_from_any_folder(tmp_path):
 
 
 @thorough
-def test_the_trainer_and_the_same_with_fsdp(tmp_path):
+def test_the_trainer_and_the_same_with_fsdp(run):
     plain = start([sys.executable, "-m", "examples.trainer"], ROOT)
     assert plain.returncode == 0 and len(plain.stdout.splitlines()) == 20, plain.stderr
-    for world in (2, 4):
-        sharded = start([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                         f"--nproc-per-node={world}", "-m", "examples.trainer_fsdp"], ROOT)
+    torchrun = start([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                      "--nproc-per-node=2", "-m", "examples.trainer_fsdp"], ROOT)
+    on_4_ranks = run("examples/trainer_fsdp.py", 4, pass_out=False)
+    for output in (torchrun.stdout, on_4_ranks.output):
         numbers = [[float(word) for word in line.split()[3::2]]
-                   for output in (plain, sharded) for line in output.stdout.splitlines()]
-        assert len(numbers) == 40, sharded.stderr
+                   for line in (plain.stdout + output).splitlines()]
+        assert len(numbers) == 40, (torchrun.stderr, on_4_ranks.output)
         assert max(abs(a - b) for row, other in zip(numbers[:20], numbers[20:])
                    for a, b in zip(row, other)) < 1e-10
 
