@@ -64,6 +64,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.validation import Validation
 
 aten = torch.ops.aten
 # torch 2.11 has them by their former names only.
@@ -134,6 +135,12 @@ def main(argv=None):
         mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
@@ -163,6 +170,11 @@ def main(argv=None):
     )
     with autocast:
         arrange_buckets(replica, lambda: replica(zeros, zeros, positions))
+
+    def loss_of_part(inputs, targets):  # CP: of the positions of this rank, for validation
+        targets = targets[:, positions]
+        return model(inputs[:, positions], targets, positions), targets
+
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
         seed_step(args.seed, step, mesh.get_local_rank("cp"))  # CP: each rank has its own dropout
@@ -194,6 +206,9 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause(), autocast:  # CP: each rank has the loss of its positions
+                metrics.log_validation(step, validation.loss(model, loss_of_part))
         if checkpoints.after_step(step):
             break
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
 
 from common.arguments import (
@@ -54,6 +54,7 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 from common.slices import local_slices
+from common.validation import Validation
 
 
 def main(argv=None):
@@ -115,6 +116,12 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
@@ -170,6 +177,10 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause():
+                metrics.log_validation(step, validation.loss(model))
+            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
         if checkpoints.after_step(step):
             break
 
@@ -212,6 +223,16 @@ def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offlo
         reshard = reshard_after_forward and group is not groups[-1]
         fully_shard(group, reshard_after_forward=reshard, **options)
     fully_shard(model, **options)
+
+
+def reshard(model):
+    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
+    the next forward pass uses them again, even if the shards have changed."""
+    if hasattr(model, "reset_iter_state"):
+        return model.reset_iter_state()
+    for module in model.modules():  # torch 2.11: the next backward pass gathers one group too many
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def check(args, n):

@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -69,6 +69,7 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 from common.slices import local_slices
+from common.validation import Validation
 
 aten = torch.ops.aten
 # torch 2.11 has them by their former names only.
@@ -194,6 +195,12 @@ def main(argv=None):
     else:
         forward_backward = functools.partial(one_stage, model, args.microbatches, loss_fn)
 
+    def loss_of_part(inputs, targets):  # CP, PP: of this rank's positions and stage, for validation
+        return forward_only(
+            {stage: model}, range(pp), range(args.microbatches), inputs[:, positions],
+            targets[:, positions], hidden, mesh.get_group("pp"),
+        )
+
     # Optimizer
     optimizer = torch.optim.AdamW(
         decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
@@ -207,6 +214,12 @@ def main(argv=None):
         mesh=dp_mesh,  # the tp, cp and pp ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
@@ -265,6 +278,10 @@ def main(argv=None):
             dist.all_reduce(loss)
             metrics.log(step, loss / (dp * cp * tp), grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause(), loss_parallel():  # CP, PP: the part of the loss on this rank
+                metrics.log_validation(step, validation.loss(model, loss_of_part))
+            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
         if checkpoints.after_step(step):
             break
 
@@ -564,6 +581,16 @@ def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offlo
     fully_shard(model, **options)
 
 
+def reshard(model):
+    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
+    the next forward pass uses them again, even if the shards have changed."""
+    if hasattr(model, "reset_iter_state"):
+        return model.reset_iter_state()
+    for module in model.modules():  # torch 2.11: the next backward pass gathers one group too many
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def split_layers(num_layers, num_stages, head):
     """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
     possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
@@ -618,6 +645,45 @@ def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs
         loss = loss_fn(model(x, targets=y), y)
         loss.backward()
         losses.append(loss)
+
+
+def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
+    """The forward pass of a batch through all stages, for validation. Each rank sends what it has
+    computed, and receives what it computes next, at the same time.
+
+    PyTorch's ``schedule.eval`` would do it too, but not with stages in a V (torch 2.11 to 2.15).
+
+    Args:
+        parts: {stage: module} of this rank.
+        rank_of: the rank of each stage.
+        starts: for each micro-batch, the time at which the first stage computes it; stage s does at
+            a time s later. No rank may have two stages to compute at the same time.
+        inputs, targets: (B, T), the same on all ranks.
+        hidden: a meta tensor like the hidden states of a micro-batch.
+        group: the process group of the pipeline.
+
+    Returns the summed loss and the targets, on the rank of the last stage; others have a loss of 0
+    and no targets.
+    """
+    M, last = len(starts), len(rank_of) - 1
+    x, loss = None, torch.zeros((), dtype=torch.float64, device=inputs.device)
+    inputs_of, targets_of = inputs.chunk(M), targets.chunk(M)
+    todo = {start + stage: (stage, m) for stage in parts for m, start in enumerate(starts)}
+    for time in range(max(todo) + 1):
+        ops = []
+        if time in todo:
+            stage, m = todo[time]
+            x = parts[stage](x if stage else inputs_of[m], targets_of[m])
+            if stage == last:
+                loss += x
+            elif stage + 1 not in parts:
+                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank_of[stage + 1]))
+        if time + 1 in todo and (stage := todo[time + 1][0]) and stage - 1 not in parts:
+            x = torch.empty_like(hidden, device=inputs.device)
+            ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+    return loss, targets if last in parts else targets[:0]
 
 
 def clip_grad_norm(parameters, max_norm, group):

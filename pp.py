@@ -81,6 +81,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.validation import Validation
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -160,6 +161,15 @@ def main(argv=None):
         mesh.get_group("pp"), device,
     )
 
+    rank_of = [r for stage in range(len(stage_layers)) for r in range(n)
+               if stage in stages_of(r, n, args.stages_per_rank, args.schedule)]
+    starts = forward_starts(args.schedule, n, args.stages_per_rank, args.microbatches)
+
+    def loss_of_stages(inputs, targets):  # PP: for validation
+        return forward_only(
+            dict(zip(own, parts)), rank_of, starts, inputs, targets, hidden, mesh.get_group("pp")
+        )
+
     # Optimizer
     optimizer = torch.optim.AdamW(
         decay_groups(parameters, args.weight_decay), betas=(args.beta1, args.beta2),
@@ -173,6 +183,12 @@ def main(argv=None):
         mesh=mesh["dp"],  # PP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
@@ -228,6 +244,9 @@ def main(argv=None):
             dist.all_reduce(loss)  # PP: the rank of the last stage has the loss, all others 0
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause():  # PP: the rank of the last stage has the loss
+                metrics.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
         if checkpoints.after_step(step):
             break
 
@@ -318,6 +337,53 @@ def make_schedule(
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
     )
+
+
+def forward_starts(schedule, n, v, M):
+    """When ``forward_only`` starts each of M micro-batches, with v stages on each of n ranks: in a
+    V at every second time, so that a rank's two stages take turns; otherwise in rounds of n."""
+    if schedule in V_SHAPED:
+        return [2 * m for m in range(M)]
+    return [m // n * n * v + m % n for m in range(M)]
+
+
+def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
+    """The forward pass of a batch through all stages, for validation. Each rank sends what it has
+    computed, and receives what it computes next, at the same time.
+
+    PyTorch's ``schedule.eval`` would do it too, but not with stages in a V (torch 2.11 to 2.15).
+
+    Args:
+        parts: {stage: module} of this rank.
+        rank_of: the rank of each stage.
+        starts: for each micro-batch, the time at which the first stage computes it; stage s does at
+            a time s later. No rank may have two stages to compute at the same time.
+        inputs, targets: (B, T), the same on all ranks.
+        hidden: a meta tensor like the hidden states of a micro-batch.
+        group: the process group of the pipeline.
+
+    Returns the summed loss and the targets, on the rank of the last stage; others have a loss of 0
+    and no targets.
+    """
+    M, last = len(starts), len(rank_of) - 1
+    x, loss = None, torch.zeros((), dtype=torch.float64, device=inputs.device)
+    inputs_of, targets_of = inputs.chunk(M), targets.chunk(M)
+    todo = {start + stage: (stage, m) for stage in parts for m, start in enumerate(starts)}
+    for time in range(max(todo) + 1):
+        ops = []
+        if time in todo:
+            stage, m = todo[time]
+            x = parts[stage](x if stage else inputs_of[m], targets_of[m])
+            if stage == last:
+                loss += x
+            elif stage + 1 not in parts:
+                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank_of[stage + 1]))
+        if time + 1 in todo and (stage := todo[time + 1][0]) and stage - 1 not in parts:
+            x = torch.empty_like(hidden, device=inputs.device)
+            ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+    return loss, targets if last in parts else targets[:0]
 
 
 def clip_grad_norm(parameters, max_norm, group):

@@ -23,6 +23,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.validation import Validation
 
 
 def main(argv=None):
@@ -57,6 +58,12 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
@@ -104,6 +111,9 @@ def main(argv=None):
         if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause(), autocast:
+                metrics.log_validation(step, validation.loss(model))
         if checkpoints.after_step(step):
             break
 

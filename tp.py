@@ -60,6 +60,7 @@ from common.optimizer import (
 )
 from common.seed import seed_step
 from common.slices import local_slices
+from common.validation import Validation
 
 
 def main(argv=None):
@@ -109,6 +110,12 @@ def main(argv=None):
         mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
@@ -162,6 +169,10 @@ def main(argv=None):
         if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            # TP: the logits are (B/accum, T, V/tp), as above.
+            with metrics.pause(), loss_parallel(), autocast:
+                metrics.log_validation(step, validation.loss(model))
         if checkpoints.after_step(step):
             break
 

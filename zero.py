@@ -42,6 +42,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.validation import Validation
 
 # torch 2.11 has them by their former names only.
 all_gather_single = (
@@ -99,6 +100,12 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     tensors = model.state_dict(keep_vars=True) | shards
@@ -157,6 +164,10 @@ def main(argv=None):
             dist.all_reduce(loss, dist.ReduceOp.AVG)
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            with metrics.pause(), autocast:
+                metrics.log_validation(step, validation.loss(model))
+            start_gathering(buckets)  # ZeRO: so that the next step sends what any other sends
         if checkpoints.after_step(step):
             break
 

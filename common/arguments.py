@@ -50,6 +50,13 @@ def _folder(text):
     return pathlib.Path(text)
 
 
+def _path(text):
+    """An argparse type: text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or a folder")
+    return text
+
+
 def _json(text):
     """An argparse type: JSON."""
     try:
@@ -172,8 +179,16 @@ def _add_text_options(group):
                        help="a .bin file of token ids, a text file, or a folder of either; text is "
                        f"read as bytes; '{STANDARD_LIBRARY}': the source text of Python's standard "
                        "library")
+    group.add_argument("--val-data", type=_path, metavar="PATH",
+                       help="held-out data, of the kinds that --data takes: evaluate the model on "
+                       "it; None: no validation")
+    group.add_argument("--val-every", type=at_least(1), default=100, metavar="N",
+                       help="with --val-data: steps between evaluations; the last step has one too")
+    group.add_argument("--val-batches", type=at_least(1), default=10, metavar="N",
+                       help="with --val-data: batches of --batch-size sequences in each "
+                       "evaluation, always the same ones; fewer if the data has fewer")
     group.add_argument("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto",
-                       help="type of the ids in a .bin file; auto: uint16 if the vocabulary fits, "
+                       help="type of the ids in .bin files; auto: uint16 if the vocabulary fits, "
                        "otherwise uint32")
     group.add_argument("--seq-len", type=at_least(1), default=128, metavar="T",
                        help="tokens in a sequence")

@@ -156,6 +156,7 @@ class TokenDataset(Dataset):
         token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32"; "auto": uint16 if
             ``vocab_size`` allows it.
         vocab_size: refuse token ids that are not below this.
+        option: the name of ``data`` in error messages.
 
     Files are memory-mapped; those whose names start with a dot are skipped. A sample is two int64
     tensors (T,).
@@ -166,18 +167,18 @@ class TokenDataset(Dataset):
             vocabulary, or the file has become shorter.
     """
 
-    def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None):
+    def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
         self.data, self.vocab_size = data, vocab_size
-        self.files = _find_files(data)
+        self.files = _find_files(data, option)
         binary = [path.suffix == ".bin" for path in self.files]
         if any(binary) and not all(binary):
             raise SettingError(
-                f"--data {data} mixes .bin files (token ids) with others (text): keep one kind"
+                f"{option} {data} mixes .bin files (token ids) with others (text): keep one kind"
             )
         if token_dtype == "auto":
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
-        sizes = np.array([_size(path) for path in self.files], np.int64)
+        sizes = np.array([_size(path, option) for path in self.files], np.int64)
         for path, size in zip(self.files, sizes):
             if size % self.dtype.itemsize:
                 raise SettingError(
@@ -190,7 +191,7 @@ class TokenDataset(Dataset):
         self.seq_len = seq_len
         if len(self) < 1:
             raise SettingError(
-                f"--data {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} "
+                f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} "
                 f"takes {seq_len + 1}; give more data or a smaller --seq-len"
             )
 
@@ -245,7 +246,7 @@ def fingerprint(dataset):
     }
 
 
-def _size(path):
+def _size(path, option):
     """The bytes of a file that can be read."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
@@ -254,29 +255,31 @@ def _size(path):
         reason = "not a regular file"
     except OSError as error:
         reason = error.strerror
-    raise SettingError(f"--data: {path} cannot be read ({reason}): remove it, or see to its rights")
+    raise SettingError(
+        f"{option}: {path} cannot be read ({reason}): remove it, or see to its rights"
+    )
 
 
-def _find_files(data):
+def _find_files(data, option):
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
     if data == "" or not os.path.exists(path):
         raise SettingError(
-            f"--data {data or repr(data)}: no such file or folder (give one, or "
+            f"{option} {data or repr(data)}: no such file or folder (give one, or "
             f"'{STANDARD_LIBRARY}' for the source of Python's standard library)"
         )
     if not path.is_dir():
         return [path]
+
+    def refuse(error):
+        raise SettingError(f"{option}: {error.filename} cannot be read ({error.strerror})")
+
     found = []
-    for folder, subfolders, files in os.walk(path, onerror=_refuse_folder):
+    for folder, subfolders, files in os.walk(path, onerror=refuse):
         skipped = SKIPPED_FOLDERS if standard else ()
         subfolders[:] = [s for s in subfolders if s not in skipped and not s.startswith(".")]
         found += [pathlib.Path(folder, file) for file in files if not file.startswith(".")]
     return sorted(file for file in found if file.suffix == ".py" or not standard)
-
-
-def _refuse_folder(error):
-    raise SettingError(f"--data: {error.filename} cannot be read ({error.strerror})")
 
 
 def load_batches(dataset, sampler, device, workers=0):

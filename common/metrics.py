@@ -32,7 +32,8 @@ class Metrics:
     compiles, and DTensor caches how each operation is sharded.
 
     Steps are counted from 0 while they run and reported as the number of steps done: the first
-    line of metrics.jsonl has step 1. ``history`` is the list of the logged lines, on every rank.
+    line of metrics.jsonl has step 1. ``history`` is the list of the logged lines, on every rank;
+    those of ``log_validation`` have ``val_loss`` in place of ``loss``.
 
     Args:
         folder: the run folder, for metrics.jsonl, summary.json and traces.
@@ -66,7 +67,7 @@ class Metrics:
         self.mfu_per_rate = flops_per_token / peak if peak else 0
         self.counted_step = min(start + 2, stop - 1)
         self.counter, self.held, self.allocated = None, {}, None
-        self.history, self.done = [], start
+        self.history, self.done, self.loss, self.val_loss = [], start, None, None
         self.say(self._place())
         for line in description:
             self.say(line)
@@ -85,6 +86,7 @@ class Metrics:
         )
         self.began = self.logged_at = time.perf_counter()
         self.logged_step = start
+        self.others = ""  # what the bar shows beside the losses
         self.warm = None  # (step, time) at the end of warm-up: tokens/s are measured from there
 
     def say(self, line):
@@ -102,7 +104,8 @@ class Metrics:
         Raises:
             SettingError: the loss or the norm is not finite, or was not since the last call.
         """
-        loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
+        self.loss = loss = float(loss)  # waits for the device
+        grad_norm = float(grad_norm)
         now, done = time.perf_counter(), step + 1
         tokens = (done - self.logged_step) * self.tokens_per_step
         tokens_per_second = tokens / (now - self.logged_at)
@@ -116,11 +119,8 @@ class Metrics:
         if self.mfu_per_rate:
             record["mfu"] = tokens_per_second * self.mfu_per_rate
             mfu = f", MFU {record['mfu']:.1%}"
+        self.others = f"grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} {self.unit}/s{mfu}"
         self._write(record)
-        self.bar.set_postfix_str(
-            f"loss {loss:.3f}, grad norm {grad_norm:.2f}, {tokens_per_second:,.0f} "
-            f"{self.unit}/s{mfu}", False
-        )
         skipped = int(getattr(self.optimizer, "first_skipped", -1)) + 1
         if skipped or not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise SettingError(
@@ -129,8 +129,14 @@ class Metrics:
                 f"({lr:.3g} in step {done}) or lengthen --warmup-steps"
             )
 
+    def log_validation(self, step, val_loss):
+        """Write a line for an evaluation after ``step``: ``val_loss`` is the mean loss on held-out
+        data."""
+        self.val_loss = val_loss
+        self._write({"step": step + 1, "val_loss": val_loss})
+
     def _write(self, record):
-        """Add a line to metrics.jsonl, and give it to the loggers."""
+        """Add a line to metrics.jsonl, give it to the loggers, and show it beside the bar."""
         self.history.append(record)
         if self.rank == 0:
             with _in_words(self.folder):
@@ -138,6 +144,27 @@ class Metrics:
                 self.file.flush()
             for logger in self.loggers:
                 logger.log(record)
+        values = {"loss": self.loss, "val loss": self.val_loss}
+        shown = [f"{name} {value:.3f}" for name, value in values.items() if value is not None]
+        self.bar.set_postfix_str(", ".join([*shown, self.others]), False)
+
+    @contextlib.contextmanager
+    def pause(self):
+        """``with metrics.pause():`` around what is no training, such as validation. Its time does
+        not count in tokens per second."""
+        self._wait_for_device()
+        began = time.perf_counter()
+        yield
+        self._wait_for_device()
+        paused = time.perf_counter() - began
+        self.began, self.logged_at = self.began + paused, self.logged_at + paused
+        if self.warm:
+            self.warm = self.warm[0], self.warm[1] + paused
+
+    def _wait_for_device(self):
+        """Wait for what is queued on the GPU, which may be steps behind."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def begin_step(self, step):
         """Call it first in every step."""
@@ -160,8 +187,7 @@ class Metrics:
             if self.device.type == "cuda":
                 self.allocated = torch.cuda.max_memory_allocated(self.device)
         if step <= self.counted_step:  # such a step compiles, allocates, or counts
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the GPU may be steps behind
+            self._wait_for_device()
             self.warm = step + 1, time.perf_counter()
         self.done = step + 1
         self.bar.update()
@@ -198,7 +224,8 @@ class Metrics:
         if self.rank == 0:
             self.file.close()
             summary = {
-                "loss": self.history[-1]["loss"], f"{self.unit}_per_second": rate,
+                "loss": self.loss, "val_loss": self.val_loss,
+                f"{self.unit}_per_second": rate,
                 "mfu": rate * self.mfu_per_rate or None,
                 "held": held, "peak": peak, "allocated": self.allocated, "sent": sent,
                 "theory": {name: {"formula": f, "bytes": b} for name, (f, b) in theory.items()},
@@ -208,9 +235,9 @@ class Metrics:
                 (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         if self.profiler:
             self.say(f"traces of a few steps: {self.folder}/trace-rank*.json")
+        val_loss = "" if self.val_loss is None else f" | val loss {self.val_loss:.4f}"
         self.say(
-            f"final loss {self.history[-1]['loss']:.4f} | {rate:,.0f} {self.unit}/s{mfu} | "
-            f"{self.folder}"
+            f"final loss {self.loss:.4f}{val_loss} | {rate:,.0f} {self.unit}/s{mfu} | {self.folder}"
         )
         for line in bytes_table(0, held, peak, sent, theory, self.allocated):
             self.say(line)

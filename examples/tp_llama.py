@@ -32,6 +32,7 @@ from common.optimizer import (
     decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
 )
 from common.seed import seed_step
+from common.validation import Validation
 from tools.export import check_is_free, export, find_checkpoint
 
 
@@ -85,6 +86,12 @@ def main(argv=None):
         mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
     batches = load_batches(dataset, sampler, device, args.workers)
+    held_out = args.val_data and TokenDataset(
+        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     run, may_change = run_settings(args, args.config.to_dict(), fingerprint(dataset))
@@ -106,6 +113,11 @@ def main(argv=None):
         device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+    def compute_loss(inputs, targets):  # for validation
+        logits = model(inputs, position_ids=positions, use_cache=False).logits
+        return next_token_loss(logits, targets).full_tensor(), targets
+
     for step in range(sampler.start, args.steps):
         metrics.begin_step(step)
         seed_step(args.seed, step, tp_rank)  # TP: dropout is equal where activations are
@@ -136,6 +148,10 @@ def main(argv=None):
         if metrics.due(step) or checkpoints.due(step):
             metrics.log(step, loss, grad_norm, lr)
         metrics.end_step(step)
+        if validation.due(step):
+            # TP: the logits are (B/accum, T, V/tp), as above.
+            with metrics.pause(), loss_parallel(), autocast:
+                metrics.log_validation(step, validation.loss(model, compute_loss))
         if checkpoints.after_step(step):
             break
 

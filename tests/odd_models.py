@@ -17,7 +17,9 @@ kind, script = sys.argv.pop(1), sys.argv.pop(1)
 
 def dropout():
     forward = common.model.Layer.forward
-    common.model.Layer.forward = lambda self, *args: F.dropout(forward(self, *args), 0.1)
+    common.model.Layer.forward = lambda self, *args: F.dropout(
+        forward(self, *args), 0.1, self.training
+    )
 
 
 def ignored():

@@ -43,8 +43,9 @@ class Result:
         return json.loads((self.out / "summary.json").read_text())
 
     def curve(self, *names):
-        return [[record[name] for name in names or ("loss", "grad_norm")]
-                for record in self.history]
+        names = names or ("loss", "grad_norm")
+        return [[record[name] for name in names]
+                for record in self.history if record.keys() >= set(names)]
 
 
 class ProcessServer:

@@ -2,14 +2,14 @@
 
 import ast
 
-NAMES = {"metrics", "checkpoints", "loggers"}
-MODULES = {"common.metrics", "common.checkpoint", "common.loggers"}
+NAMES = {"metrics", "checkpoints", "loggers", "held_out", "validation"}
+MODULES = {"common.metrics", "common.checkpoint", "common.loggers", "common.validation"}
 
 
 def without_services(source):
-    """``source`` without the statements that name ``metrics``, ``checkpoints`` or ``loggers``, and
-    without their imports. A compound statement goes as a whole if its own line names one of them,
-    or nothing is left in its body."""
+    """``source`` without the statements that name one of ``NAMES``, and without their imports. A
+    compound statement goes as a whole if its own line names one of them, or nothing is left in its
+    body."""
     lines = source.splitlines(keepends=True)
 
     def cut(statements):

@@ -179,5 +179,5 @@ def test_the_diff_is_small(script, example):
 
 def test_what_is_lifted_is_unchanged():
     text = (ROOT / "fsdp.py").read_text()
-    shard = text[text.index("def shard("): text.index("def check(")]
+    shard = text[text.index("def shard("): text.index("def reshard(")]
     assert shard in (ROOT / "examples" / "trainer_fsdp.py").read_text()

@@ -14,7 +14,8 @@ HUGE = "1" + "0" * 400
 WHOLE = {  # options that are whole numbers: their least value
     "--steps": 1, "--batch-size": 1, "--grad-accum": 1, "--warmup-steps": 0, "--seed": 0,
     "--seq-len": 1, "--workers": 0, "--timeout": 1, "--save-every": 0, "--keep": 1,
-    "--log-every": 1, "--resume-from": 1, "--check-replicas": 0,
+    "--log-every": 1, "--resume-from": 1, "--check-replicas": 0, "--val-every": 1,
+    "--val-batches": 1,
 }
 SIZES = ["--vocab-size", "--hidden-size", "--intermediate-size", "--num-hidden-layers",
          "--num-attention-heads", "--num-key-value-heads", "--head-dim"]
@@ -61,6 +62,14 @@ OPTIONS = [
     ("--data odd.bin", "not a whole number of uint16 tokens"),
     ("--data big.bin", "beyond a vocabulary of 256"),
     ("--data mixed", "mixes .bin files (token ids) with others (text)"),
+    (["--val-data", ""], "--val-data: it is empty: name a file or a folder"),
+    ("--val-data nowhere", "--val-data nowhere: no such file"),
+    ("--val-data with-fifo", "--val-data: with-fifo/fifo cannot be read (not a regular file)"),
+    ("--val-data empty", "--val-data empty holds 0 tokens"),
+    ("--val-data mixed", "--val-data mixed mixes .bin files (token ids) with others (text)"),
+    ("--val-data big.bin", "big.bin holds token 300, beyond a vocabulary of 256"),
+    ("--val-data file --batch-size 79",
+     "--val-data has 78 samples of 128 tokens in file, less than one batch of --batch-size 79: give"),
     ("--data shrinks.bin", "shrinks.bin cannot be read any more"),
     (["--data", os.fsdecode(b"\xff\xfe")], r"--data \udcff\udcfe: no such file"),
     (["--data", "\x1b[2Jx"], r"--data \x1b[2Jx: no such file"),

@@ -92,7 +92,8 @@ def test_the_copy_runs_alone_also_without_its_services(server, corpus, tmp_path,
 
     bare = copy(name, tmp_path / "bare", services=False)
     assert copied - bare == {
-        "checkpoint", "checkpoint_files", "replicas", "signals", "metrics", "counting", "loggers"
+        "checkpoint", "checkpoint_files", "replicas", "signals", "metrics", "counting", "loggers",
+        "validation",
     }
     script = str(tmp_path / "bare" / "final_weights.py")
     assert_equal(weights(server, script, name, tmp_path / "bare", corpus), expected)
@@ -182,7 +183,7 @@ def unmarked(name):
 
 HEADERS = {
     "micro_batch", "inputs", "targets", "batch", "enumerate", "metrics", "checkpoints", "step",
-    "autocast",
+    "autocast", "validation",
 }
 
 
@@ -218,7 +219,7 @@ def test_what_scripts_share_is_the_same():
 
 
 ALLOWED = {
-    "metrics": {"counting"}, "arguments": {"model", "data", "huggingface"},
+    "metrics": {"counting"}, "validation": {"data"}, "arguments": {"model", "data", "huggingface"},
     "checkpoint": {"checkpoint_files", "replicas", "signals"}, "huggingface": {"model"},
 }
 

@@ -267,16 +267,24 @@ def test_drawn_is_what_runs_wrote(tmp_path):
               "$x_{$": {10: 4.5, 15: 7.0}}
     folders = [write_run(tmp_path / "first", first)]
     folders += [write_run(tmp_path / name, curve) for name, curve in others.items()]
-    curves = {folder.name: plot.read_curve(folder) for folder in folders}
+    with (folders[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "val_loss": 2.75}\n')
+    found = {folder.name: plot.read_curves(folder) for folder in folders}
+    curves, held_out = ({name: pair[i] for name, pair in found.items()} for i in range(2))
+    assert held_out == {"first": {}, "same": {30: 2.75}, "near": {}, "$x_{$": {}}
     assert curves == {"first": first, **others}
     apart = plot.differences(curves)
     assert apart == {
         "same": dict.fromkeys(first, 0.0), "near": {1: 0.0, 10: 2**-20, 20: 0.0, 30: 0.5},
         "$x_{$": {10: 0.5},
     }
-    figure = plot.draw(curves, apart)
+    figure = plot.draw(curves, held_out, apart)
     figure.savefig(tmp_path / "curves.png")  # no name is read as a formula
     upper, lower = figure.axes
+    (dashed,) = [line for line in upper.lines if line.get_marker() == "x"]
+    assert dict(zip(*dashed.get_data())) == {30: 2.75} and dashed.get_linestyle() == "--"
+    assert dashed.get_color() == upper.lines[1].get_color()
+    dashed.remove()
     drawn = [dict(zip(*line.get_data())) for line in upper.lines]
     assert drawn == list(curves.values())
     ticks = dict(zip((text.get_text() for text in lower.get_yticklabels()), lower.get_yticks()))
@@ -288,7 +296,7 @@ def test_drawn_is_what_runs_wrote(tmp_path):
                      for values in apart.values()]
     assert lower.get_yscale() == "log" and upper.get_xlim() == lower.get_xlim()
     assert [text.get_text().replace("\\", "") for text in upper.get_legend().get_texts()] == [
-        *curves
+        "first", "same", "same, held-out data", "near", "$x_{$"
     ]
     for below, above in zip(lower.lines, upper.lines[1:]):
         assert below.get_color() == above.get_color()

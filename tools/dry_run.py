@@ -253,6 +253,13 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
         def finish(self):
             pass
 
+    class Validation:  # in no step that is counted
+        def __init__(self, *_):
+            pass
+
+        def due(self, step):
+            return False
+
     class Metrics:
         def __init__(self, folder, optimizer, modules, description, *, stop, mesh=None, **_):
             self.optimizer, self.mesh, self.counted_step = optimizer, mesh, min(1, stop - 1)
@@ -305,8 +312,8 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
     return {
         "start_process": start_one, "start_process_group": start, "TokenDataset": TokenDataset,
         "fingerprint": lambda dataset: {}, "load_batches": load_batches,
-        "Checkpoints": Checkpoints, "Metrics": Metrics, "init_weights": nothing,
-        "load_weights": nothing,
+        "Checkpoints": Checkpoints, "Metrics": Metrics, "Validation": Validation,
+        "init_weights": nothing, "load_weights": nothing,
         "init_device_mesh": pretend.outside(init_device_mesh), "compile_layers": nothing,
         "check_samples": nothing,
     }

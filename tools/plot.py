@@ -1,4 +1,5 @@
-"""Draw the loss curves of runs over each other, and how far each is from the first run.
+"""Draw the loss curves of runs over each other, and how far each is from the first run. The loss on
+held-out data, if a run has it, is dashed.
 
     python -m tools.plot runs/single runs/ddp runs/fsdp --out curves.png
 
@@ -16,9 +17,9 @@ from common.errors import printable
 from tools.command import make_parser, need, refuse, run
 
 
-def read_curve(folder):
-    """{step: loss} of the run in ``folder``."""
-    path, curve = pathlib.Path(folder, "metrics.jsonl"), {}
+def read_curves(folder):
+    """{step: loss} of the run in ``folder``, and the same of the loss on held-out data."""
+    path, curve, held_out = pathlib.Path(folder, "metrics.jsonl"), {}, {}
     try:
         lines = path.read_text(errors="replace").splitlines(keepends=True)
     except OSError as error:
@@ -26,12 +27,17 @@ def read_curve(folder):
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            curve[int(record["step"])] = float(record["loss"])
+            if "val_loss" in record:
+                held_out[int(record["step"])] = float(record["val_loss"])
+            else:
+                curve[int(record["step"])] = float(record["loss"])
         except (ValueError, TypeError, KeyError):
             if line.endswith("\n"):  # otherwise the run writes this line now, or was killed then
                 refuse(f"{path}, line {number}: this must be a JSON object with the numbers 'step' "
                        "and 'loss'; remove the line, or leave this run out")
-    return curve or refuse(f"{path} has no step yet: leave this run out")
+    if not curve:
+        refuse(f"{path} has no step yet: leave this run out")
+    return curve, held_out
 
 
 def differences(curves):
@@ -51,8 +57,9 @@ def plain(name):
     return name.replace("$", r"\$")
 
 
-def draw(curves, apart):
-    """A matplotlib Figure of ``curves``, {name: {step: loss}}, and below of ``apart``, if any."""
+def draw(curves, held_out, apart):
+    """A matplotlib Figure of ``curves``, {name: {step: loss}}, and of ``held_out`` like them, and
+    below of ``apart``, if any."""
     figure = need("matplotlib.figure").Figure((8, 6.5 if apart else 4.5), layout="constrained")
     panels = figure.subplots(2 if apart else 1, sharex=True, squeeze=False,
                              height_ratios=[5, 3] if apart else None)[:, 0]
@@ -67,6 +74,9 @@ def draw(curves, apart):
         if i == 0 and len(curves) > 1:
             over = {"color": "0.8", "lw": 8}
         panels[0].plot(list(curve), list(curve.values()), label=plain(name), **style | over)
+        if held_out[name]:
+            panels[0].plot(list(held_out[name]), list(held_out[name].values()), color=f"C{i}",
+                           ls="--", lw=1, marker="x", label=f"{plain(name)}, held-out data")
         if name in apart:
             shown = [max(size, 10.0**low) for size in apart[name].values()]
             panels[1].plot(list(apart[name]), shown, **style)
@@ -101,8 +111,9 @@ def main(argv=None):
         refuse("a run is named twice: give each once")
     if args.diff and len(names) == 1:
         refuse("--diff compares runs: give at least two")
-    curves = dict(zip(names, map(read_curve, args.runs)))
-    figure = draw(curves, {} if args.diff is False else differences(curves))
+    found = dict(zip(names, map(read_curves, args.runs)))
+    curves, held_out = ({name: pair[i] for name, pair in found.items()} for i in range(2))
+    figure = draw(curves, held_out, {} if args.diff is False else differences(curves))
     try:
         figure.savefig(args.out, dpi=150)
     except (OSError, ValueError) as error:
