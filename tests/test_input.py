@@ -69,7 +69,7 @@ OPTIONS = [
     ("--val-data mixed", "--val-data mixed mixes .bin files (token ids) with others (text)"),
     ("--val-data big.bin", "big.bin holds token 300, beyond a vocabulary of 256"),
     ("--val-data file --batch-size 79",
-     "--val-data has 78 samples of 128 tokens in file, less than one batch of --batch-size 79: give"),
+     "--val-data has 78 samples of 128 tokens in file, less than one batch of --batch-size 79:"),
     ("--data shrinks.bin", "shrinks.bin cannot be read any more"),
     (["--data", os.fsdecode(b"\xff\xfe")], r"--data \udcff\udcfe: no such file"),
     (["--data", "\x1b[2Jx"], r"--data \x1b[2Jx: no such file"),

@@ -503,8 +503,8 @@ def test_which_tensors_share_a_file():
 
 @thorough
 def test_the_example_with_transformers_model_exports_at_its_end(run, llama, corpus, tmp_path):
-    options = (f"--from-pretrained {llama[0]} --data {corpus} --seq-len 32 --steps 2 --batch-size 4 "
-               f"--lr 0.01 --export {tmp_path / 'hf'}")
+    options = (f"--from-pretrained {llama[0]} --data {corpus} --seq-len 32 --steps 2 "
+               f"--batch-size 4 --lr 0.01 --export {tmp_path / 'hf'}")
     result = run("examples/tp_llama.py", 2, options)
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     for name, tensor in checkpoint.read(result.out / "step-00000002").items():
