@@ -68,9 +68,8 @@ def main(argv=None):
         loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
     metrics = Metrics(
         args.out, optimizer, [model], [describe(args, model), sampler],
-        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size,
-        unit="images", device=device, mesh=mesh, log_every=args.log_every,
-        profile=args.profile, loggers=loggers,
+        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size, unit="images",
+        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     zeros = torch.zeros(
