@@ -2,12 +2,15 @@
 
 import json
 import pathlib
+import types
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tools import dry_run as tool
 from tools.plan import gb
 
 # Script and options, its world size, and the ranks to play.
@@ -15,12 +18,13 @@ RUNS = [
     ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
     ("ddp.py", 2, [1]),
     ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 4, [2]),
-    ("zero.py --stage 1 --grad-accum 2", 4, [0]),
+    ("zero.py --stage 1 --grad-accum 2", 2, [0]),
     ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16", 4, [3]),
     ("zero.py --batch-size 12", 3, [2]),
-    ("fsdp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 4, [3]),
+    ("fsdp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
     ("fsdp.py --no-reshard-after-forward --grad-accum 2", 4, [0]),
-    ("fsdp.py --replicate 2", 8, [5]),
+    ("fsdp.py --replicate 2", 4, [3]),
+    ("tp.py", 2, [0]),
     ("tp.py --activation-checkpointing", 4, [0]),
     ("tp.py --no-sequence-parallel --dtype bfloat16 --grad-accum 2", 2, [1]),
     ("tp.py --vocab-size 8192 --batch-size 32", 2, [0]),  # the loss in chunks
@@ -87,6 +91,11 @@ def test_it_counts_what_a_run_counts(run, dry_run, corpus, command, world, ranks
             assert 0 <= more <= 0.03 * real["peak"][kind], kind
 
 
+def test_the_fake_world(server, tmp_path):
+    """Whatever the peak of a run is: it may hide a tensor too many at another moment."""
+    server.run("tests/as_outside.py", 0, folder=tmp_path, pass_out=False)
+
+
 @thorough
 def test_the_ranks_of_a_pipeline(dry_run):
     """Without --rank it is the stage that holds most: here the last, which has the head."""
@@ -97,6 +106,21 @@ def test_the_ranks_of_a_pipeline(dry_run):
     assert most["rank"] == 1 and most["peak"]["in all"] == peaks[1] > peaks[0]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
     assert most["bubble"] == 1 / 5
+
+
+@pytest.mark.parametrize("name, stages, bubble", [
+    ("ScheduleGPipe", 1, 3 / 11), ("Schedule1F1B", 1, 3 / 11), ("ScheduleLoopedBFS", 2, 3 / 19),
+    ("ScheduleInterleaved1F1B", 2, 3 / 19), ("ScheduleInterleavedZeroBubble", 2, 3 / 51),
+    ("ScheduleZBVZeroBubble", 2, 3 / 51), ("ScheduleDualPipeV", 2, 3 / 51),
+])
+def test_the_bubble_of_a_schedule(name, stages, bubble):
+    """Of 4 ranks and 8 micro-batches: 3 turns of waiting, each a stage's forward and backward pass,
+    a third of it where the backward pass is split."""
+    assert hasattr(schedules, name)
+    schedule = type(name, (), {"_n_microbatches": 8})()
+    parts = [types.SimpleNamespace(group_size=4)] * stages
+    vars(schedule).update({"_stage": parts[0]} if stages == 1 else {"_stages": parts})
+    assert tool.bubble(schedule) == bubble
 
 
 @thorough
