@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import types
 
 import pytest
@@ -19,11 +20,11 @@ def run_plan(server, tmp_path_factory):
     """What it prints, and what it writes; results are kept in the same folder over a test."""
     folder = tmp_path_factory.mktemp("plan")
 
-    def run_plan(options, **kwargs):
+    def run_plan(options, cache=folder, **kwargs):
         path = folder / "plan.json"
         path.unlink(missing_ok=True)
         result = server.run("tools/plan.py", 0, f"{options} --json {path}", folder=folder,
-                            pass_out=False, env={"XDG_CACHE_HOME": str(folder)}, **kwargs)
+                            pass_out=False, env={"XDG_CACHE_HOME": str(cache)}, **kwargs)
         return result, json.loads(path.read_text()) if path.exists() else None
 
     run_plan.kept = lambda: {file: file.stat().st_mtime_ns
@@ -68,32 +69,135 @@ def test_a_deep_model_is_extrapolated_where_that_is_exact(
 ):
     """What is counted at three depths gives what the whole depth gives, to the byte."""
     script, *options = command.split()
-    config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=14)
+    layers = 14 if stages == 1 else 40  # a pipeline is counted at 8, 10 and 12
+    config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     depths = []
 
-    class Pool:
-        """Dry runs, each in a process of its own."""
-
-        def submit(self, _, script, options, world_size, rank, nproc_per_node):
-            depths.append(int(options[-1]))
-            path = tmp_path / "dry.json"
-            server.run("tools/dry_run.py", 0, [
-                "--rank", rank, "--json", path, world_size, script, *options
-            ], folder=tmp_path, pass_out=False)
-            found = json.loads(path.read_text())
-            del found["description"], found["theory"]
-            if stages > 1:
-                found["stages"] = [0, world // stages]
-            return types.SimpleNamespace(result=lambda: found)
+    def submit(script, options, world_size, rank, nproc_per_node):
+        """A dry run, in a process of its own."""
+        depths.append(int(options[-1]))
+        path = tmp_path / "dry.json"
+        server.run("tools/dry_run.py", 0, [
+            "--rank", rank, "--json", path, world_size, script, *options
+        ], folder=tmp_path, pass_out=False)
+        found = json.loads(path.read_text())
+        del found["description"], found["theory"]
+        if stages > 1:
+            found["stages"] = [0, world // stages]
+        return types.SimpleNamespace(result=lambda: found)
 
     found = plan.evaluate(
-        plan.Strategy(script, world, stages, stages), options, config, (world, 8), Pool()
+        plan.Strategy(script, world, stages, stages), options, config, (world, 8), submit
     )
-    assert (max(depths) < 14) == exact
-    whole = Pool().submit(None, str(ROOT / script), [
-        *options, "--num-hidden-layers", "14"
+    assert (max(depths) < layers) == exact
+    whole = submit(str(ROOT / script), [
+        *options, "--num-hidden-layers", str(layers)
     ], world, found["rank"], 8)
     assert found == whole.result()
+
+
+def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch):
+    """A dry run of many accumulation steps takes long. Nothing is counted that another count has
+    shown to be needless: that parameters, gradients and states alone are too much."""
+    tried = []
+
+    def evaluate(strategy, options, *_):
+        steps = int(options[options.index("--grad-accum") + 1]) if "--grad-accum" in options else 1
+        again = "--activation-checkpointing" in options
+        tried.append((steps, again))
+        peak = 10 + 64 // steps // (4 if again else 1)
+        return {"peak": {"in all": peak}, "held": {"parameters": 4, "gradients": 4,
+                                                   "optimizer states": 2}}
+
+    monkeypatch.setattr(plan, "evaluate", evaluate)
+
+    def search(memory, command="tp.py"):
+        tried.clear()
+        rows = plan.search(plan.Strategy(command, 1), 8, [], None, (8, 8), memory, None)
+        return [command for command, _ in rows], list(tried)
+
+    checkpointing = "tp.py --activation-checkpointing"
+    assert search(74) == (["tp.py"], [(1, False)])
+    assert search(42) == (["tp.py --grad-accum 2", checkpointing],
+                          [(1, False), (1, True), (2, False)])
+    assert search(25) == (["tp.py --grad-accum 8", "tp.py --grad-accum 2 "
+                           "--activation-checkpointing"],
+                          [(1, False), (1, True), (2, True), (2, False), (4, False), (8, False)])
+    assert search(13)[0] == ["tp.py --grad-accum 8 --activation-checkpointing"]
+    assert search(9) == (["tp.py --grad-accum 8 --activation-checkpointing"],
+                         [(1, False), (8, True)])
+    assert search(9, "pp.py --schedule zerobubble")[1] == [(1, False), (8, False)]
+
+
+def test_what_sorts_the_rows():
+    """What fits; then the bounds; then operations, with those of the bubble, to 5 %; then bytes."""
+    def row(name, peak, operations, crossing=0, sent=0, bubble=0):
+        return name, {"peak": {"in all": peak * 1e9}, "operations": operations * 1e12,
+                      "bubble": bubble, "between_machines": crossing * 1e9, "sent": sent * 1e9}
+
+    rows = [row("too large", 11, 1), row("larger", 12, 1), row("sends more", 1, 100, 2, 3),
+            row("to others", 1, 104, 1, 4), row("sends least", 10, 104, 1, 2),
+            row("bubble", 1, 90, 0, 0, 0.5), row("computes more", 1, 110)]
+
+    def ordered(**rates):
+        args = types.SimpleNamespace(device_memory=10, least_work=100e12, tflops=None, link=None,
+                                     network=None)
+        vars(args).update(rates)
+        return [name for name, _ in sorted(rows, key=lambda row: plan.order(row, args))]
+
+    assert ordered() == ["sends least", "to others", "sends more", "computes more", "bubble",
+                         "too large", "larger"]
+    assert ordered(link=1)[:5] == ["computes more", "bubble", "sends least", "sends more",
+                                   "to others"]
+    assert ordered(link=10, network=0.1)[2:5] == ["sends least", "to others", "sends more"]
+    assert ordered(tflops=1)[:5] == ["sends more", "sends least", "to others", "computes more",
+                                     "bubble"]
+
+
+def test_micro_batches_and_accumulation():
+    pipeline = plan.Strategy("pp.py", 1, 2, 4)
+    assert plan.variants(pipeline, 64)[0] == ["--microbatches", "8"]  # four for each rank
+    assert plan.variants(pipeline, 64)[-1] == ["--microbatches", "8", "--grad-accum", "8"]
+    assert plan.variants(plan.Strategy("fsdp.py", 8), 32) == [
+        [], ["--grad-accum", "2"], ["--grad-accum", "4"]
+    ]
+    assert plan.variants(plan.Strategy("tp.py", 1), 12)[-1] == ["--grad-accum", "4"]
+
+
+@pytest.mark.parametrize("depth, slope", [(40, 1), (14, 0)])  # from three depths, and whole
+def test_the_stage_that_holds_most_counts(depth, slope):
+    """Each stage is extrapolated by itself."""
+    def submit(_, options, world_size, rank, nproc_per_node):
+        layers = int(options[-1])
+        assert (layers < depth) == slope
+        peak = {0: 1000 + layers, 4: 500 + 100 * layers, 8: 900}[rank]
+        found = counted(peak, 0) | {"rank": rank, "stages": [0, 4, 8]}
+        return types.SimpleNamespace(result=lambda: found)
+
+    config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=depth)
+    strategy = plan.Strategy("pp.py", 1, 2, 2)
+    found = plan.evaluate(strategy, [], config, (12, 8), submit)
+    assert found["rank"] == 4 and found["peak"]["in all"] == 500 + 100 * depth
+
+
+@pytest.mark.parametrize("what", ["no folder", "disk full"])
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path, what):
+    """The count goes on, says so, and leaves no half file."""
+    folder = tmp_path / "cache"
+    if what == "no folder":
+        folder.write_text("")  # a file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(plan.dry_run, "count", lambda *_: {"sent": 1, "held": ["x"] * 9})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if what == "disk full":  # a write fails in the middle
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        counted = plan.cached("fsdp.py", [], 2, 0, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert counted["sent"] == 1 and "cannot be written (" in counted["not kept"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path != folder]
+    assert not list(tmp_path.glob("cache/*/*"))
 
 
 def counted(peak, after, turn=0):
@@ -104,8 +208,12 @@ def counted(peak, after, turn=0):
 def test_no_line_no_extrapolation():
     line = [counted(10 + 3 * depth, 3 * depth) for depth in (2, 3, 4)]
     assert plan.extrapolate(*line, (2, 3, 4), 32) == counted(106, 96)
-    bent = [*line[:2], counted(23, 12)]
+    wide = [counted(10 + 3 * depth, 3 * depth) for depth in (8, 10, 12)]
+    assert plan.extrapolate(*wide, (8, 10, 12), 32) == counted(106, 96)
+    bent = [*line[:2], counted(22 + 2**-10, 12)]
     assert plan.extrapolate(*bent, (2, 3, 4), 32) is None
+    other = [*line[:2], line[2] | {"collectives": [{"calls": 1}]}]
+    assert plan.extrapolate(*other, (2, 3, 4), 32) is None
     # What grows faster than the peak will overtake it: after the backward pass, or before it.
     after = [counted(100 + 2 * depth, 3 * depth) for depth in (2, 3, 4)]
     assert plan.extrapolate(*after, (2, 3, 4), 32) is None
@@ -147,6 +255,10 @@ def test_a_budget(run_plan):
     assert "nothing fits into 0.012 GB: the least is" in result.lines[-1]
     assert f"--device-memory {-(-needed // 0.01) / 100:.2f} or more" in result.lines[-1]
     assert "or --devices 4" in result.lines[-1] and "fsdp.py" in result.lines[-1]
+    no_folder = run_plan(f"{options} --device-memory 1", cache="/dev/null")
+    assert no_folder[1] == large
+    (line,) = [line for line in no_folder[0].lines if "not kept" in line]
+    assert line.endswith("/dev/null/parallel-by-example cannot be written (Not a directory)")
 
 
 @thorough

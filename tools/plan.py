@@ -17,7 +17,7 @@ Layers are equal, so a deep model is counted at three smaller depths: if a strai
 through them, and the peak of memory grows as fast as what is held when backward passes begin and
 when the last has ended (so that no other moment of a step can overtake it), the line is exact.
 Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
-layer's largest matrix.
+layer's largest matrix, and where three depths would take as long as the whole one.
 """
 
 import collections
@@ -25,6 +25,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -51,6 +52,7 @@ SPLIT = [  # all ranks read the same samples
     "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
+KEPT = "parameters", "gradients", "optimizer states"
 LEAST_POSITIONS = 1024  # on a context-parallel rank: with fewer, attention is too little work
 
 
@@ -113,11 +115,11 @@ def variants(strategy, batch_size):
     return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
 
 
-def evaluate(strategy, options, config, settings, pool):
+def evaluate(strategy, options, config, settings, submit):
     """What the rank that holds most counts, a dict as of ``dry_run.count``.
 
     ``config``: the ModelConfig that ``options`` describe. ``settings``: world size, ranks on a
-    machine. ``pool`` runs ``cached``.
+    machine. ``submit`` starts ``cached`` in another process and returns a future.
 
     Raises:
         SettingError: the script refuses these options.
@@ -128,9 +130,9 @@ def evaluate(strategy, options, config, settings, pool):
     def at(depth):
         full = [*own, *options, "--num-hidden-layers", str(depth)]
         job = str(ROOT / script), full, world_size
-        first = pool.submit(cached, *job, 0, nproc_per_node).result()
+        first = submit(*job, 0, nproc_per_node).result()
         ranks = first.get("stages", [0])[1:]
-        others = [pool.submit(cached, *job, rank, nproc_per_node) for rank in ranks]
+        others = [submit(*job, rank, nproc_per_node) for rank in ranks]
         return [first, *(other.result() for other in others)]
 
     layers, every = config.num_hidden_layers, strategy.stages
@@ -138,7 +140,8 @@ def evaluate(strategy, options, config, settings, pool):
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
     matrix = 4 * config.hidden_size * config.intermediate_size
     uneven = strategy.command.startswith(("ddp.py", "cp.py")) and matrix < 25 * 2**20
-    if len(depths) == 3 and not uneven:
+    quicker = len(depths) == 3 and sum(depths) <= 0.75 * layers
+    if quicker and not uneven:
         counted = [at(depth) for depth in depths]
         lines = [extrapolate(*of_rank, depths, layers) for of_rank in zip(*counted)]
         if all(lines):
@@ -188,13 +191,14 @@ def unflatten(value, numbers, path=()):
 
 def cached(script, options, world_size, rank, nproc_per_node):
     """``dry_run.count``, without what only describes, or what an earlier call found. A file for
-    each in ~/.cache; another torch, or a changed script, is another file."""
+    each in ~/.cache; another torch, or a changed script, is another file. If it cannot be written,
+    "not kept" says why."""
     key = json.dumps([sources(), torch.__version__, script, options, world_size, rank,
                       nproc_per_node])
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     path = folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
-        return json.loads(path.read_text()), None
+        return json.loads(path.read_text())
     except (OSError, ValueError):
         counted = dry_run.count(script, options, world_size, rank, nproc_per_node)
     counted = {k: v for k, v in counted.items() if k not in ("description", "theory")}
@@ -205,8 +209,8 @@ def cached(script, options, world_size, rank, nproc_per_node):
             file.write_text(json.dumps(counted))
             file.replace(path)
     except OSError as error:
-        return counted, f"{path.parent} cannot be written ({error.strerror})"
-    return counted, None
+        counted["not kept"] = f"{path.parent} cannot be written ({error.strerror})"
+    return counted
 
 
 @functools.cache
@@ -217,32 +221,38 @@ def sources():
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
-def search(strategy, batch_size, options, config, settings, memory, pool):
+def search(strategy, batch_size, options, config, settings, memory, submit):
     """The rows of a strategy: (command, counted) of the variants that fit into ``memory`` bytes, or
     of the one that holds least."""
-
-    def row(variant, again):
-        words = [*options, *variant, *(["--activation-checkpointing"] if again else [])]
-        counted = evaluate(strategy, words, config, settings, pool)
-        shown = [*variant, *(["--activation-checkpointing"] if again else [])]
-        return " ".join([strategy.command, *shown]), counted
 
     def fits(found):
         return found[1]["peak"]["in all"] <= memory
 
+    def first_that_fits(several, again):
+        """If none does, the last."""
+        for variant in several:
+            shown = [*variant, *(["--activation-checkpointing"] if again else [])]
+            counted = evaluate(strategy, [*options, *shown], config, settings, submit)
+            found = " ".join([strategy.command, *shown]), counted
+            if fits(found):
+                break
+        return found
+
     several = variants(strategy, batch_size)
-    fastest = row(several[0], False)
+    fastest = first_that_fits(several[:1], False)
     if fits(fastest):
         return [fastest]
-    splits = "zerobubble" in strategy.command  # it cannot compute layers again
-    smallest = row(several[-1], not splits)
-    if not fits(smallest):
-        return [smallest]
-    found = []
-    for again in (False,) if splits else (False, True):
-        rows = (row(variant, again) for variant in several)
-        found += [next((each for each in rows if fits(each)), None)]
-    return [each for each in found if each]
+    more_steps = several[1:] or several
+    held = fastest[1]["held"]
+    if sum(held.get(kind, 0) for kind in KEPT) > memory:  # smaller activations will not help
+        several = more_steps = several[-1:]
+    if "zerobubble" in strategy.command:  # it cannot compute layers again
+        return [first_that_fits(more_steps, False)]
+    again = first_that_fits(several, True)
+    if not fits(again):
+        return [again]
+    plain = first_that_fits(more_steps, False)
+    return [plain, again] if fits(plain) else [again]
 
 
 def bounds(counted, args):
@@ -285,7 +295,7 @@ def table(rows, args):
         sent = " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items()
                           if size >= sum(by_axis.values()) / 1000)
         cells = ["yes" if peak["in all"] <= args.device_memory * 1e9 else "no", gb(peak["in all"])]
-        cells += [gb(held.get(kind, 0)) for kind in ("parameters", "gradients", "optimizer states")]
+        cells += [gb(held.get(kind, 0)) for kind in KEPT]
         cells += [gb(peak["activations"]), sent or "0"]
         cells += [gb(counted["between_machines"])] * several
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
@@ -339,7 +349,7 @@ def model_options(name):
     return [word for pair in options for word in pair], config
 
 
-def smallest_change(rows, args, options, config, pool):
+def smallest_change(rows, args, options, config, submit):
     """If nothing fits: how much memory the smallest of ``rows`` takes, and how many devices more
     would do."""
     command, counted = min(rows, key=lambda row: row[1]["peak"]["in all"])
@@ -352,7 +362,7 @@ def smallest_change(rows, args, options, config, pool):
         try:
             rows = search(Strategy("fsdp.py", devices), batch_size,
                           [*options, "--batch-size", str(batch_size)], config,
-                          (devices, args.nproc_per_node), args.device_memory * 1e9, pool)
+                          (devices, args.nproc_per_node), args.device_memory * 1e9, submit)
         except SettingError:
             continue
         if rows[0][1]["peak"]["in all"] <= args.device_memory * 1e9:
@@ -409,30 +419,46 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
-    with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads:
+    with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads, \
+            tqdm(total=len(tried), desc="strategies", leave=False) as bar:
+        numbers = itertools.count(1)
+
+        def submit(script, words, *where):
+            future = pool.submit(cached, script, words, *where)
+            shown = " ".join([os.path.basename(script), *(w for w in words if w not in sized)])
+            future.add_done_callback(
+                lambda _: bar.set_postfix_str(f"dry run {next(numbers)}: {shown}")
+            )
+            return future
+
         searches = {
             threads.submit(search, each, args.batch_size, sized, config,
-                           (args.devices, args.nproc_per_node), memory, pool): each.command
+                           (args.devices, args.nproc_per_node), memory, submit): each.command
             for each in tried
         }
-        finished = concurrent.futures.as_completed(searches)
-        for each in tqdm(finished, "strategies", len(searches), leave=False):
+        for each in concurrent.futures.as_completed(searches):
             try:
                 rows += each.result()
+                for command, counted in each.result():
+                    bar.write(f"{gb(counted['peak']['in all'])} GB: {command}", file=sys.stderr)
             except SettingError as error:
                 left_out[f"{searches[each]}: {error}"] += 1
+            bar.update()
         if not rows:
             reasons = "; ".join(left_out)
             raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
         args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
                               for _, counted in rows)
+        not_kept = {counted.pop("not kept", None) for _, counted in rows} - {None}
         rows.sort(key=lambda row: order(row, args))
         fitting = [row for row in rows if row[1]["peak"]["in all"] <= memory]
-        change = "" if fitting else smallest_change(rows, args, options, config, pool)
+        change = "" if fitting else smallest_change(rows, args, options, config, submit)
     for line in lay_out(table(rows, args), args.markdown):
         print(line)
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
+    for reason in list(not_kept)[:1]:
+        print(printable(f"what was counted is not kept for a repeat: {reason}"))
     if fitting:
         print(f"the first row: {launch_command(rows[0][0], sized, args)}")
     if args.json:
