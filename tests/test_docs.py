@@ -49,6 +49,7 @@ TESTED = {
     "python -m tools.prepare": "test_tools.py::test_split_is_by_document",
     "python -m tools.plot": "test_tools.py::test_drawn_is_what_runs_wrote",
     "python -m tools.export": "test_weights.py::test_transformers_reads_what_is_exported",
+    "bash run.sh fsdp.py --init-from": "test_weights.py::test_every_script_starts_from_the_weights",
     "NNODES=2 NODE_RANK=": "test_launch.py::test_all_machines_start_again_after_a_kill",
     "NNODES=1:2 MAX_RESTARTS=9": "test_launch.py::test_fewer_machines_go_on",
     'HOSTS="host0 host1" bash run.sh fsdp.py': "test_launch.py::test_two_hosts_over_ssh",

@@ -207,7 +207,6 @@ def test_the_table_is_complete():
         assert float(cells[3].replace(",", "")) >= float(cells[2].replace(",", ""))
 
 
-@pytest.mark.xfail(strict=True, reason="README.md does not have the table yet: take this line out")
 def test_readme_has_the_table():
     readme = (ROOT / "README.md").read_text()
     assert "\n".join(table.rows()) in readme
