@@ -167,6 +167,8 @@ def test_the_timelines_are_complete(name):
             assert ("B" in kinds or name in pp.SPLIT_BACKWARD)
         ends = [start + length for _, start, length in cells]
         assert all(start >= end for end, (_, start, _) in zip(ends, cells[1:]))
+    calls = [[call for call, *_ in cells] for cells in ranks]
+    assert plain(figures.simulate(calls)) == ranks
     formula = pp.bubble(name, 4, v, 8)
     assert formula.endswith(f"= {pictures.waiting(name):.1%}"), formula
     assert f"ranks wait for {pictures.waiting(name):.1%}" in FILES[name].lower()
