@@ -13,25 +13,25 @@
 #
 # On several machines, in one of three ways:
 #
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     the same on each machine, with its
-#                                     own NODE_RANK; MASTER_ADDR is where all others reach the first;
-#                                     NNODES=1:2 with MAX_RESTARTS=9 goes on when the second dies
-#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one place; all stop
-#                                     when one fails, or when this one is stopped; SSH="ssh -p 2222"
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     on each machine, with its own
+#                                     NODE_RANK; MASTER_ADDR is the address of machine 0; with
+#                                     NNODES=1:2 MAX_RESTARTS=9 the run continues if machine 1 dies
+#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one machine; all stop
+#                                     if one fails or you stop this command; SSH="ssh -p 2222"
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A second
 # one ends it at once.
 #
 # Every machine needs this folder and the working folder at the same path, and --out on a file system
-# that all share. Ports: MASTER_PORT (29500; under Slurm one for each job), and free ones.
+# that all share. Ports: MASTER_PORT (29500; under Slurm one per job), and ports that are free.
 #
-# MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died; they go on from the last
-# checkpoint. It is 0 by default, since what fails by a wrong setting fails again.
+# MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died. They resume from the
+# newest checkpoint. The default is 0, since a wrong setting would fail again.
 #
-# Uses the Python that is active if it has what requirements.txt names. Otherwise makes a virtual
-# environment, .venv beside this file, and installs that there, once, with the torch that was
-# measured. PYTHON names another Python.
+# run.sh uses the active Python if requirements.txt is installed in it. Otherwise it creates a virtual
+# environment, .venv beside this file, and installs requirements.txt there, once, with the torch that
+# was measured. PYTHON names another Python.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -58,10 +58,10 @@ PYTHON
 
 check_settings() {
   local name least
-  if [[ ${NNODES:-} =~ ^[0-9]{1,9}:[0-9]{1,9}$ ]]; then  # from as few machines to as many
+  if [[ ${NNODES:-} =~ ^[0-9]{1,9}:[0-9]{1,9}$ ]]; then  # MIN:MAX machines
     local fewest=${NNODES%:*} NNODES=${NNODES#*:}
     [[ $fewest -ge 1 && $fewest -le $NNODES ]] ||
-      fail "NNODES is '$fewest:$NNODES': of MIN:MAX machines MIN is at least 1 and at most MAX"
+      fail "NNODES is '$fewest:$NNODES': give MIN:MAX machines, with MIN at least 1 and at most MAX"
   fi
   while read -r name least; do
     [[ ! -v $name || (${!name} =~ ^(0|[1-9][0-9]{0,8})$ && ${!name} -ge $least) ]] ||
@@ -81,7 +81,7 @@ check_settings() {
   fi
 }
 
-# Sets python. With a torch: the Python of the environment that has it.
+# Sets python. With a version of torch: the Python of that version's own environment.
 find_python() {
   local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
   python=${PYTHON:-python3}
@@ -103,7 +103,7 @@ find_common() {
   [[ $folder/ != "$here"/?*/ ]] || export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# Run a command that may begin with variables, and show it so that it can be typed again.
+# Print a command, which may begin with variables, so that it can be typed again, and run it.
 show_and_run() {
   local word line="+"
   for word in "$@"; do
@@ -114,36 +114,36 @@ show_and_run() {
   exec env "$@"
 }
 
-# The processes of this machine, by torchrun, which watches over them.
+# Start the processes of this machine by torchrun, which watches them.
 run_here() {
   local processes nodes=${NNODES:-1} threads rendezvous variables=()
   processes=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-  # Without this torchrun gives each process one thread, and says so at length.
+  # Otherwise torchrun gives each process one thread, and prints a long warning.
   threads=$(($(nproc) / processes))
   variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
-  # Less fragmentation of the memory of GPUs.
+  # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
   if [ "$nodes" = 1 ]; then
     rendezvous=(--rdzv-backend=c10d --rdzv-conf=store_type=file --local-addr=127.0.0.1)
   else
     "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
-      fail "MASTER_ADDR is $MASTER_ADDR: this machine knows no other of that name"
-    # c10d: when one machine starts its processes again, so do all. It numbers the machines in the order
-    # of their --local-addr, and the processes find each other at the first one's. ~ sorts last.
+      fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
+    # c10d: when one machine restarts its processes, all machines do. c10d sorts the machines by
+    # --local-addr (~ sorts last); the processes connect to the address of the first machine.
     rendezvous=(
       "--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
       "--local-addr=$([ "$NODE_RANK" -eq 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
     )
   fi
-  # A store of its own for each start, not the rendezvous', which still has the dead processes' addresses.
+  # Each start gets its own store. The rendezvous' store still has the addresses of dead processes.
   variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${rendezvous[@]}" \
     "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
-# In a Slurm job, outside of its steps: start this file again, once on each of its machines.
+# In a Slurm job, outside of its steps: start this file again, once on each machine of the job.
 run_as_slurm_step() {
   command -v srun >/dev/null ||
     fail "this is Slurm job $SLURM_JOB_ID without srun: unset SLURM_JOB_ID to run on this machine alone"
@@ -151,14 +151,14 @@ run_as_slurm_step() {
     bash "$here/run.sh" "$script" "$@"
 }
 
-# In a step of a Slurm job: which of its machines is this?
+# In a step of a Slurm job: set NODE_RANK and the like from Slurm's variables.
 read_slurm_step() {
   [ "$SLURM_STEP_NUM_TASKS" -eq "$SLURM_STEP_NUM_NODES" ] ||
     fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines: start it once on each," \
       "with --ntasks-per-node=1, or start the script itself: srun python $command"
   NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
   local names
-  names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one in a line
+  names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line
   MASTER_ADDR=${MASTER_ADDR:-${names%%$'\n'*}}
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}  # jobs that share a machine do not collide
 }
@@ -204,7 +204,7 @@ elif [[ -v HOSTS ]]; then
 elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
   run_here "$@"
 elif [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
-  # The shell of sbatch or salloc has no such number, or one above 4294967000.
+  # In the shell of sbatch or salloc SLURM_STEP_ID is not set, or above 4294967000.
   run_as_slurm_step "$@"
 else
   read_slurm_step

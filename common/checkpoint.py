@@ -1,10 +1,10 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
 A run folder holds ``step-00000100/`` for each of the newest checkpoints. In it are the shards that
-``torch.distributed.checkpoint`` (DCP) wrote, every rank its own in parallel, the SHA-256 of each
-file, and ``run.json``: the settings of the run. ``model.NAME`` is a tensor of the model,
-``optimizer.NAME.exp_avg`` a state that the optimizer keeps for it. How tensors were sharded when
-they were saved does not matter when they are loaded.
+``torch.distributed.checkpoint`` (DCP) wrote (each rank writes its own, in parallel), the SHA-256 of
+each file, and ``run.json``: the settings of the run. ``model.NAME`` is a tensor of the model,
+``optimizer.NAME.exp_avg`` an optimizer state of that tensor. How tensors were sharded when they
+were saved does not matter when they are loaded.
 
 A checkpoint is written under a temporary name and renamed when all of it is on disk: a folder named
 step-NNNNNNNN is always complete, and finite. Loading runs no code that a file chose (see
@@ -49,20 +49,20 @@ class Checkpoints:
         folder: the run folder; with several machines, one that they share.
         run: a dict of the settings that must stay the same when the run is resumed, such as the
             seed and the batch size.
-        may_change: a dict of the settings that may change then, such as the learning rate: what has
-            changed is printed.
-        tensors: a state dict of the very tensors that are trained, whole or DTensors, such as
-            ``model.state_dict(keep_vars=True)``.
+        may_change: a dict of the settings that may change when the run is resumed, such as the
+            learning rate. Changes are printed.
+        tensors: a state dict of the trained tensors themselves, not of copies, whole or DTensors,
+            such as ``model.state_dict(keep_vars=True)``.
         optimizer: its states are saved under the names of the tensors that it updates.
         stop: number of steps in the whole run; the last step saves too.
         every: steps between checkpoints; 0: save none at all.
         keep: how many of the newest checkpoints to keep.
-        resume: resume from the newest checkpoint, or from that of the step that a number names.
-            Without one, or with False, start afresh. What is newer than the checkpoint that the run
-            resumes from moves into ``previous-N``.
-        in_background: write while training continues. It takes memory on the host for what this
+        resume: True: resume from the newest checkpoint, if there is one. A number: resume from the
+            checkpoint of that step. False: start afresh. Checkpoints that are newer than the one
+            that the run resumes from move into ``previous-N``.
+        in_background: write while training continues. It takes host memory for a copy of what this
             rank writes.
-        check_replicas: steps between checks that what ranks hold in common is equal; 0: no checks.
+        check_replicas: steps between checks that the replicas on all ranks are equal; 0: no checks.
     """
 
     def __init__(self, folder, run, tensors, optimizer, *, stop, may_change=None, every=100, keep=2,
@@ -74,14 +74,14 @@ class Checkpoints:
         self.tensors, self.optimizer = tensors, optimizer
         self.stop, self.every, self.keep, self.from_step = stop, every, keep, resume
         self.in_background, self.check_replicas = in_background, check_replicas
-        # An all-reduce of whether a signal has come, and what it found
+        # The running all-reduce that asks whether any rank got a signal, and the last answer
         self.asking, self.stopping = None, False
         self.saving = None  # (future, temporary path, final path) of a save in the background
-        self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop need not wait for
+        self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop does not wait for
         self.removing = None
         self.staged = {}
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
-        # Collectives on the CPU, which wait for no GPU; those of the thread need their own group.
+        # For collectives on the CPU, which wait for no GPU. The thread needs a group of its own.
         self.group = self.group_aside = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
@@ -138,11 +138,11 @@ class Checkpoints:
         done = max(steps, default=0) if self.from_step is True else int(self.from_step)
         if done and done not in steps:
             raise SettingError(
-                f"--resume-from {done}: {self.folder} has no such checkpoint, only "
-                f"{', '.join(map(str, steps)) or 'none at all'}"
+                f"--resume-from {done}: {self.folder} has no such checkpoint; it has "
+                f"{', '.join(map(str, steps)) or 'none'}"
             )
         if not done:
-            kinds = "step-*", "*.json", "*.jsonl", "events.out.*"  # the last of TensorBoard
+            kinds = "step-*", "*.json", "*.jsonl", "events.out.*"  # the last: TensorBoard's
             earlier = [self.folder.glob(kind) for kind in kinds]
             _move_aside(self.folder, [path for paths in earlier for path in paths])
         return done
@@ -151,8 +151,8 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def _agree_on(self, done):
-        """Compare the settings of all ranks. Returns the step from which rank 0 resumes: on a
-        network file system another machine may not see yet what one machine sees."""
+        """Compare the settings of all ranks. Returns the step from which rank 0 resumes, once this
+        rank sees its checkpoint too: a network file system may show it later on other machines."""
         first = {"step": done} | self.run
         if dist.is_initialized():
             first = json.loads(_broadcast_text(json.dumps(first), self.group))
@@ -175,8 +175,8 @@ class Checkpoints:
         return done
 
     def due(self, step):
-        """Whether ``step`` (from 0) is followed by a save: every ``every`` steps, the last, and
-        when a signal has asked any rank to stop."""
+        """Whether a save follows ``step`` (counted from 0): after every ``every`` steps, after the
+        last step, and when a signal has asked any rank to stop."""
         if self.asking:
             flag, work = self.asking
             if work:
@@ -187,8 +187,8 @@ class Checkpoints:
         )
 
     def after_step(self, step):
-        """Save if a checkpoint is due; call it at the end of every step. Returns whether the run
-        has been asked to stop, and is to end now."""
+        """Save if a checkpoint is due; call it at the end of every step. Returns True if a signal
+        has asked the run to stop: then the loop must end."""
         if self.saving and self.saving[0].done():
             self.publish_saved()
         if self.check_replicas and (step + 1) % self.check_replicas == 0:
@@ -196,7 +196,7 @@ class Checkpoints:
         if self.due(step):
             self.save(step + 1)
         if not self.stopping:
-            # Read at the end of the next step, so that no step waits for it.
+            # The next step reads the answer, so that no step waits for it.
             flag, work = torch.tensor(int(asked() is not None)), None
             if dist.is_initialized():
                 work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -204,8 +204,8 @@ class Checkpoints:
         return self.stopping
 
     def compare_replicas(self, step):
-        """Compare what ranks hold in common: parameters, buffers and optimizer states. Buffers of
-        running statistics (BatchNorm's) are each rank's own until a save.
+        """Check that replicas are equal on all ranks: parameters, buffers and optimizer states. Not
+        running statistics (BatchNorm's), which differ between ranks until a save.
 
         Raises:
             SettingError: ranks hold different values.
@@ -238,8 +238,8 @@ class Checkpoints:
                 the checkpoints before it are intact.
         """
         self.publish_saved()
-        # DCP takes equal tensors from different ranks: first make buffers equal, to those of the
-        # first rank that holds a copy.
+        # One rank writes each buffer: first all ranks take the values of the first rank that holds
+        # the buffer.
         for name, (source, group) in self.buffers.items():
             dist.broadcast(self.tensors[name], source, group)
         own = {name: self.tensors[name] for name in self.written}
@@ -269,7 +269,7 @@ class Checkpoints:
                 self.publish(temporary, final)
 
     def write(self, tensors, folder, step):
-        """Write a state dict into ``folder``: each rank what it holds in ``tensors``."""
+        """Write a state dict into ``folder``: each rank writes its ``tensors``."""
         group = self.group_aside
         with _in_words(step, folder, group), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that a single process saves alone
@@ -285,8 +285,8 @@ class Checkpoints:
             write_hashes(folder, names)
 
     def stage(self, tensors):
-        """Copies of ``tensors`` on the host, in memory that is allocated at the first save, and
-        pinned if they are on a GPU."""
+        """Copy ``tensors`` to host memory, which the first save allocates, pinned if they are on a
+        GPU. Returns the copies."""
         if any(tensor.is_cuda for tensor in tensors.values()):
             return self.stager.stage(tensors)
         for name, tensor in tensors.items():
@@ -312,7 +312,7 @@ class Checkpoints:
             self.removing.result()
 
     def publish(self, temporary, final):
-        """Rank 0 renames a checkpoint that all ranks have written, and removes older ones aside."""
+        """Rank 0 renames a checkpoint that all ranks have written. A thread removes older ones."""
         if _rank() == 0:
             _flush_to_disk(temporary)
             temporary.rename(final)
@@ -387,7 +387,7 @@ def read(checkpoint, prefix="model."):
 def open_tensors(checkpoint, prefix="model.", around=iter):
     """The tensors of a checkpoint whose names start with ``prefix``, to be read one at a time.
 
-    ``around`` goes around the list of the files while their hashes are checked: a progress bar.
+    ``around`` wraps the list of files while their hashes are checked, to show a progress bar.
     Returns three things: a dict from the rest of each name to the shape and the torch.dtype; a
     function of such a name, which reads that tensor, whole, on the CPU; and the settings of the run
     that must stay the same, a dict.
@@ -408,7 +408,7 @@ def open_tensors(checkpoint, prefix="model.", around=iter):
     def read_one(name):
         shape, dtype = shapes[name]
         tensors = {prefix + name: torch.empty(shape, dtype=dtype)}
-        _load(tensors, reader, alone=True)  # also where a process group is there
+        _load(tensors, reader, alone=True)  # even if there is a process group
         return tensors[prefix + name]
 
     return shapes, read_one, saved[MUST]
@@ -434,7 +434,7 @@ def _open(checkpoint):
 
 
 def _counts(index):
-    """What an index must not lose."""
+    """The numbers of tensors and parts in an index; run.json has them too, to notice a loss."""
     entries = index.state_dict_metadata.values()
     return {"tensors": len(entries), "parts": sum(len(entry.chunks) for entry in entries)}
 
@@ -445,7 +445,7 @@ def _instead(checkpoint):
         path for path in list_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)
     ] if re.fullmatch(r"step-\d+", checkpoint.name) else []
     if not older:
-        return "no older checkpoint is there: start anew with --no-resume or another --out"
+        return "there is no older checkpoint: start anew with --no-resume or another --out"
     return f"use the older {older[-1]}: --resume-from {step_of(older[-1])}"
 
 
@@ -469,7 +469,7 @@ def _in_words(step, temporary, group):
     problem = None
     try:
         yield
-    except dcp.CheckpointException as error:  # raised on all ranks, though one failed
+    except dcp.CheckpointException as error:  # all ranks raise it if one fails
         rank, (cause, _) = next(iter(error.failures.items()))
         problem = f"rank {rank}: {cause}"
     except OSError as error:
@@ -488,7 +488,7 @@ def _in_words(step, temporary, group):
 
 
 def _with_states(tensors, optimizer):
-    """Everything that a checkpoint holds, by its name there."""
+    """All tensors of a checkpoint, by their names in it."""
     named = {}
     for name, tensor in tensors.items():
         named[f"model.{name}"] = tensor.detach()
@@ -498,10 +498,10 @@ def _with_states(tensors, optimizer):
 
 
 def _share_out(tensors, group):
-    """Who writes what. Returns the names of the tensors whose part on this rank this rank writes:
-    of the ranks that hold equal parts one does, and all write about as much. For each buffer of
-    this rank of which others hold copies, the first such rank and their group. And what several
-    ranks hold, as pairs of a name and a part.
+    """Decide which rank writes what. One of the ranks that hold equal parts writes them, and all
+    ranks write about as much. Returns the names of the tensors whose part this rank writes; for
+    each buffer that this rank and others hold, the first such rank and the group of these ranks;
+    and what several ranks hold, as pairs of a name and a part.
     """
     own = [
         (name, _part(tensor), _local(tensor).nbytes, _is_buffer(tensor))
@@ -533,20 +533,20 @@ def _share_out(tensors, group):
 
 
 def _first_not_finite(tensors, optimizer):
-    """The name of the first parameter that is not finite, or has such an optimizer state."""
+    """The name of the first parameter that is not finite, or whose optimizer states are not."""
     for name, tensor in tensors.items():
-        if not _is_buffer(tensor):  # a mask may hold -inf
+        if not _is_buffer(tensor):  # a buffer, such as a mask, may hold -inf
             for value in (tensor, *optimizer.state.get(tensor, {}).values()):
                 value = _local(value)
                 if value.is_floating_point() and value.numel():
-                    # Needs no memory, and gives NaN if one is there.
+                    # aminmax needs little memory, and returns NaN if there is one.
                     if not torch.stack(value.aminmax()).isfinite().all():
                         return name
 
 
 def _raise_together(problem, group):
-    """Raise a SettingError on all ranks of ``group`` if one has a ``problem``; alone without a
-    group."""
+    """Raise a SettingError on all ranks of ``group`` if one of them has a ``problem``. Without a
+    group: on this rank only."""
     problems = [problem]
     if group is not None:
         problems = [None] * dist.get_world_size(group)
@@ -556,7 +556,7 @@ def _raise_together(problem, group):
 
 
 def _broadcast_text(text, group):
-    """The text of rank 0 (no pickle)."""
+    """The text of rank 0, sent to all ranks without pickle."""
     content = torch.tensor(list(text.encode()), dtype=torch.uint8)
     size = torch.tensor(len(content))
     dist.broadcast(size, 0, group)
@@ -616,13 +616,13 @@ def _lock(folder):
         SettingError: another process has it.
     """
     file = open(folder / "lock", "a+")
-    patience = time.monotonic() + 5  # a run that is ending, such as one that lost its launcher
+    patience = time.monotonic() + 5  # for the run before, if it is just ending
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{folder} cannot be locked ({error.strerror}): see to it that no other run "
+                print(f"{folder} cannot be locked ({error.strerror}): make sure that no other run "
                       f"uses it", file=sys.stderr)
                 return file
             if time.monotonic() > patience:
@@ -671,5 +671,5 @@ def _rank():
 
 
 def _as_read(settings):
-    """As settings come back from a file: tuples are lists, keys are strings."""
+    """The settings as a JSON file returns them: tuples become lists, keys become strings."""
     return json.loads(json.dumps(settings, default=str))

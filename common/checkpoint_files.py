@@ -1,9 +1,9 @@
 """The files of a checkpoint, which are not trusted: their hashes, and DCP's index.
 
 Beside each FILE lies FILE.sha256, as ``sha256sum`` writes it (``sha256sum -c *.sha256
-.*.sha256`` reads it). The index, ``.metadata``, is a pickle: it is read by an unpickler that admits
-only the classes that DCP writes, and what it says of files and sizes is compared with the files,
-before anything is allocated.
+.*.sha256`` reads it). The index, ``.metadata``, is a pickle. The unpickler that reads the index
+admits only the classes that DCP writes. What the index says about files and sizes is compared with
+the files before anything is allocated.
 """
 
 import errno
@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-# What reading a broken file raises.
+# The errors that reading a broken file may raise.
 BROKEN = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError,
     MemoryError, EOFError, pickle.UnpicklingError,
@@ -29,7 +29,7 @@ def open_regular(path):
     """Open a file to read bytes.
 
     Raises:
-        OSError: it cannot be read, or is a FIFO or a device, of which reading might not end.
+        OSError: it cannot be read, or is a FIFO or a device, where reading might never end.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -59,8 +59,8 @@ def hashed_files(folder):
 
 
 def find_damage(folder, names):
-    """What is wrong with the first damaged one of the files ``names``, in words; None if all are
-    as they were written."""
+    """Says what is wrong with the first damaged file of ``names``: a sentence, or None if all files
+    are as they were written."""
     for name in names:
         try:
             with open_regular(folder / f"{name}.sha256") as file:
@@ -77,15 +77,15 @@ def _line(folder, name):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, but its index may name only the classes that DCP writes, tensors alone, and
-    parts of files of the checkpoint's own folder. DCP itself reads tensors with
+    """DCP's reader, but the index may name only classes that DCP writes, hold only tensors, and
+    point only into files of the checkpoint's own folder. DCP itself reads tensors with
     ``weights_only=True``.
 
     Raises, when the index is read:
-        ValueError: the index says what cannot be. Or another of ``BROKEN``.
+        ValueError, or another of ``BROKEN``: the index contradicts itself or the files.
     """
 
-    index = None  # of the checkpoint's parts: read and checked once, however often something loads
+    index = None  # read and checked once, however often something is loaded
 
     def read_metadata(self, *args, **kwargs):
         self.index = self.index or self._read_index()
@@ -102,7 +102,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _check_files(storage, folder):
-    """Each stored part lies within a regular file of ``folder`` itself, one with a hash."""
+    """Check that each stored part lies within a regular file of ``folder`` that has a hash."""
     names, sizes = hashed_files(folder), {}
     for part in storage.values():
         name = part.relative_path
@@ -116,7 +116,7 @@ def _check_files(storage, folder):
 
 
 def _check_tensor(name, entry, storage):
-    """The stored parts of a tensor make it up, and are as long as they should be."""
+    """Check that the stored parts of a tensor make it up, and that each has the right size."""
     if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
         raise ValueError(f"it is not to be trusted: {name} is not a tensor")
     parts = {}

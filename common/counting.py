@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-# By operation: its name in a report, and the share of a tensor that each of n ranks sends: in a
-# ring (Patarasu and Yuan, 2009), or directly for all-to-all and send. The tensor is the input, for
-# an all-gather the output. Operations that are not listed are not counted.
+# For each operation: its name in a report, and the share of a tensor that each of n ranks sends.
+# all-to-all and send are direct, all others a ring (Patarasu and Yuan, 2009). The tensor is the
+# input, but of an all-gather the output. Operations that are not listed are not counted.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
     "all_reduce": ("all-reduce", lambda n: 2 * (n - 1) / n),
@@ -36,7 +36,7 @@ class StepCounter(TorchDispatchMode):
     """Counts between ``__enter__`` and ``__exit__``:
 
     - ``now`` and ``peak``: for each kind of ``HELD``, the bytes that are alive on this rank, and
-      the most that were alive at once. Everything that is no other kind is an activation. "in all"
+      the most that were alive at once. What is of no other kind counts as an activation. "in all"
       is the sum of the kinds.
     - ``sent``: the bytes that this rank sends, by (collective, group), and ``calls``, the number of
       calls. A group is named by its dimension of ``mesh``, or "world".
@@ -46,8 +46,8 @@ class StepCounter(TorchDispatchMode):
     Args:
         optimizer: its parameters and states are what this rank holds.
         modules: the model and its layers. A hook on each finds the parameters that it uses, which
-            may be gathered copies of the optimizer's. Modules within a compiled layer stay without
-            a hook: it would have the layer compiled anew.
+            may be gathered copies of the optimizer's parameters. Modules within a compiled layer
+            get no hook: with a hook torch.compile would compile the layer again.
         mesh: the DeviceMesh of the run, or None.
         activation_dims: collectives over these dimensions of ``mesh`` move activations, those over
             other dimensions parameters and gradients.
@@ -74,8 +74,7 @@ class StepCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls):
-        """Without it torch.compile refuses to run while this mode is on, and skips the code for
-        ever."""
+        """Without this method torch.compile skips code that runs under this mode, now and later."""
         return True
 
     def __enter__(self):
@@ -151,7 +150,7 @@ class StepCounter(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         if function.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             self.collective(name, args, out)
-        # A buffer to receive into may have been allocated before the counting began.
+        # recv writes into a buffer that may have been allocated before the counting began.
         for leaf in tree_leaves([out, args] if name == "recv_" else out):
             if isinstance(leaf, torch.Tensor):
                 self.track(leaf, "activations")
@@ -173,7 +172,7 @@ class StepCounter(TorchDispatchMode):
         if dim not in self.activation_dims:
             kind = "parameters" if label == "all-gather" else "gradients"
             for tensor in [*inputs, *tree_leaves(out)]:
-                own = label == "all-gather" and tensor is tensors[0]  # the part that is gathered
+                own = label == "all-gather" and tensor is tensors[0]  # this rank's part
                 if isinstance(tensor, torch.Tensor) and not own:
                     self.track(tensor, kind)
 
@@ -192,7 +191,7 @@ class StepCounter(TorchDispatchMode):
 
 
 def group_of(args):
-    """The process group among the arguments of a collective, where it is an object or a name."""
+    """The process group of a collective, which is an object or a name among its arguments."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().name():
             return dist.ProcessGroup.unbox(arg)

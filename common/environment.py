@@ -49,7 +49,7 @@ def master_address():
     """MASTER_ADDR and MASTER_PORT, where rank 0 listens, and whether that address is loopback.
 
     Raises:
-        SettingError: a variable is missing or cannot be, or no machine of this name is known.
+        SettingError: a variable is missing or invalid, or the address cannot be resolved.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -63,14 +63,14 @@ def master_address():
         address = None
     if not address:
         raise SettingError(
-            f"MASTER_ADDR is '{os.environ['MASTER_ADDR']}': this machine knows no other of that "
+            f"MASTER_ADDR is '{os.environ['MASTER_ADDR']}': this machine cannot resolve that "
             f"name; give the address of the machine of rank 0"
         )
     return address, port, _is_loopback(address)
 
 
 def _is_loopback(address):
-    # Not what a name resolves to: many machines resolve their own to 127.0.1.1.
+    # Do not resolve the name: many machines resolve their own name to 127.0.1.1.
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
@@ -78,7 +78,7 @@ def local_rank():
     """The rank of this process on its machine, from LOCAL_RANK, or from RANK and LOCAL_WORLD_SIZE.
 
     Raises:
-        SettingError: it is not known, so that every process would take the same GPU.
+        SettingError: the variables are not set, so that every process would take the same GPU.
     """
     rank, world_size = rank_and_world_size()
     if "LOCAL_RANK" in os.environ or world_size == 1:
@@ -117,7 +117,7 @@ def _read_slurm():
 
 
 def _refuse_mpi():
-    """Processes that ``mpirun`` started would each train alone."""
+    """Refuse processes that ``mpirun`` has started: each of them would train alone."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
             raise SettingError(
@@ -134,9 +134,9 @@ def pick_interface():
     Raises:
         SettingError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
 
-    By itself gloo takes the address of this machine's own name. Many systems resolve that name to
-    127.0.1.1, which no other machine can reach. On the first machine MASTER_ADDR may be such a name
-    too; then the interface of the default route is taken.
+    By default gloo takes the address of this machine's own name. Many systems resolve that name to
+    127.0.1.1, which no other machine can reach. On machine 0 MASTER_ADDR may be such a name too:
+    then gloo gets the interface of the default route.
     """
     env, master = os.environ, os.environ.get("MASTER_ADDR", "localhost")
     one_machine = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")

@@ -2,9 +2,9 @@
 # Part of run.sh: start it on several machines over ssh.
 # shellcheck disable=SC2154,SC2153  # here, python, script and HOSTS are run.sh's
 
-# What host number $1 is to run, read by a bash there. Its input is a pipe from here, on which a line
-# comes every second. "stop" asks the run to save and end. So does the end of lines: this one or the
-# network is dead. "now" ends it at once.
+# Print the commands for host number $1. A bash there reads them from a pipe from this process, which
+# then sends a line every second. "stop" asks the run to save and end, "now" ends it at once. If no
+# line comes, this process or the network is dead: the run saves and ends.
 remote_commands() {
   local name settings=("NNODES=${#hosts[@]}" "NODE_RANK=$1" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
   [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
@@ -37,7 +37,7 @@ tell_hosts() {
   for pipe in "${pipes[@]}"; do { echo "$1" >&"$pipe"; } 2>/dev/null || true; done
 }
 
-# At the first signal let all save, at a second end at once, with status $1.
+# At the first signal let all hosts save; at a second signal end at once, with status $1.
 ask_hosts() {
   [ -z "$asked" ] || exit "$1"
   asked=$1
@@ -58,7 +58,7 @@ stop_hosts() {
 # Over ssh: start this file on each of HOSTS, and stop all when one fails.
 run_on_hosts() {
   local host pipe status fifos failed=()
-  sessions=() pipes=() asked=  # of each host: its ssh, and the pipe to it
+  sessions=() pipes=() asked=  # for each host: its ssh, and the pipe to it
   read -ra hosts <<<"${HOSTS//$'\n'/ }"
   fifos=$(mktemp -d)
   trap 'stop_hosts' EXIT
@@ -70,7 +70,7 @@ run_on_hosts() {
   for host in "${!hosts[@]}"; do
     mkfifo "$fifos/$host"
     (
-      for pipe in "${pipes[@]}"; do exec {pipe}>&-; done  # only the first process may hold these
+      for pipe in "${pipes[@]}"; do exec {pipe}>&-; done  # only run.sh itself may hold these pipes
       trap '' INT HUP USR1  # a terminal sends Ctrl-C to ssh too
       # shellcheck disable=SC2086  # SSH may be several words
       exec ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" bash -s
@@ -78,7 +78,7 @@ run_on_hosts() {
     sessions[host]=$!
     exec {pipe}>"$fifos/$host"
     pipes[host]=$pipe
-    { remote_commands "$host" "$@" >&"$pipe"; } 2>/dev/null || true  # it may be gone already
+    { remote_commands "$host" "$@" >&"$pipe"; } 2>/dev/null || true  # the host may be gone already
   done
   rm -r "$fifos"
   while [ ${#sessions[@]} -gt 0 ]; do

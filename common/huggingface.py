@@ -1,7 +1,7 @@
-"""Weights and dimensions from a folder of a Hugging Face Llama, as ``save_pretrained`` writes it:
-config.json, and model.safetensors or shards with model.safetensors.index.json.
+"""Reads the dimensions and weights of a Hugging Face Llama from a folder that ``save_pretrained``
+wrote: config.json, and model.safetensors or shards with model.safetensors.index.json.
 
-``load_weights`` needs a package more: ``pip install safetensors``.
+``load_weights`` needs one more package: ``pip install safetensors``.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 from common.errors import SettingError
 from common.model import ModelConfig, Transformer, local_part
 
-# What our model does not do, and the value that a config.json has without it.
+# Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {
     "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "attention_dropout": 0, "partial_rotary_factor": 1,
@@ -45,7 +45,7 @@ def config_from(found, path):
     Raises:
         SettingError: see ``read_config``.
     """
-    # transformers 5 writes rope_parameters, with rope_theta in it; before it both stood alone.
+    # transformers 5 writes rope_theta inside rope_parameters; older ones write it beside it.
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     if isinstance(rope, dict):
         inner = ("rope_theta", "partial_rotary_factor")
@@ -58,7 +58,7 @@ def config_from(found, path):
             continue
         if value != plain:
             raise SettingError(
-                f"{path} has {name} {value!r}: only Llama is known, which has {plain!r}"
+                f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
     values = {}
     for field in dataclasses.fields(ModelConfig):
@@ -83,12 +83,12 @@ def config_from(found, path):
 
 
 def is_tied(folder):
-    """Whether embedding and head of the model in ``folder`` are one parameter. Ours are two."""
+    """Whether embedding and head share one parameter in ``folder``. In our model they are two."""
     return read_json(pathlib.Path(folder) / "config.json").get("tie_word_embeddings") is True
 
 
 def read_json(path, kind="config.json"):
-    """The dict that a file of JSON holds, which should be a ``kind``.
+    """The dict in a JSON file. ``kind`` says in errors what the file should be.
 
     Raises:
         SettingError: it cannot be read, or holds something else.
@@ -115,8 +115,8 @@ def load_weights(model, folder, local_slices=None):
     gets the embedding's values. The two are then trained apart.
 
     Raises:
-        SettingError: safetensors is not installed; a file is missing or damaged; or the tensors in
-            it, all of them and not only this rank's, are not those of ``model.config``.
+        SettingError: safetensors is not installed; a file is missing or damaged; or the names and
+            shapes of the tensors, not only this rank's, do not follow from ``model.config``.
     """
     folder = pathlib.Path(folder)
     with contextlib.ExitStack() as stack:
@@ -129,7 +129,8 @@ def load_weights(model, folder, local_slices=None):
         for name, part in stored.items():
             if part.get_dtype() not in DTYPES:
                 raise SettingError(
-                    f"{folder} has {name} in {part.get_dtype()}: only {', '.join(DTYPES)} are known"
+                    f"{folder} has {name} in {part.get_dtype()}: only {', '.join(DTYPES)} are "
+                    f"supported"
                 )
         for name, parameter in model.named_parameters():
             own, slices = parameter, tuple(slice(0, size) for size in parameter.shape)
@@ -140,8 +141,8 @@ def load_weights(model, folder, local_slices=None):
 
 
 def _open_tensors(folder, stack):
-    """What is in the safetensors files of a folder: a dict from each name to an object of which a
-    slice can be read. ``stack``, a contextlib.ExitStack, closes the files."""
+    """Open the safetensors files of a folder. Returns a dict from the name of each tensor to an
+    object from which slices can be read. ``stack``, a contextlib.ExitStack, closes the files."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -151,7 +152,7 @@ def _open_tensors(folder, stack):
     stored = {}
     for path in _files(folder):
         try:
-            if not path.is_file():  # to open a FIFO might not end
+            if not path.is_file():  # opening a FIFO might never return
                 raise OSError("there is no such file")
             file = stack.enter_context(safe_open(path, framework="pt"))
             parts = {name: file.get_slice(name) for name in file.keys()}
@@ -162,7 +163,7 @@ def _open_tensors(folder, stack):
         for name, part in parts.items():
             if name in stored:
                 raise SettingError(f"{folder} has {name} in two files")
-            # A table of angles in files of older versions; ours follows from config.json.
+            # Older files also hold a table of rotary angles; our model computes its own.
             if not name.endswith(".rotary_emb.inv_freq"):
                 stored[name] = part
     return stored
@@ -187,8 +188,8 @@ def _files(folder):
 
 
 def fingerprint(folder):
-    """A hash of the names and sizes of a folder's safetensors files, and of some of their bytes:
-    do several machines see the same weights?"""
+    """A hash of the names and sizes of a folder's safetensors files, and of some of their bytes. It
+    is equal on all machines that see the same weights."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
         if not path.is_file():
@@ -214,7 +215,7 @@ def check_shapes(found, expected, where):
     """Compare two dicts of shapes by name.
 
     Raises:
-        SettingError: it names the first tensor that is missing, left over or of another shape.
+        SettingError: a tensor is missing, unexpected or of another shape; it names the first one.
     """
     for name, shape in expected.items():
         if name not in found:
@@ -224,10 +225,12 @@ def check_shapes(found, expected, where):
                 f"{where} has {name} of shape {found[name]}, and its config needs {shape}"
             )
     if unknown := [name for name in found if name not in expected]:
-        raise SettingError(f"{where} has {_some(unknown)}, which a Llama of its config has not")
+        raise SettingError(
+            f"{where} has {_some(unknown)}, which a Llama of its config does not have"
+        )
 
 
 def _some(names):
     """The first name, and how many more there are."""
-    more = f" and {len(names) - 1} tensors more" if len(names) > 1 else ""
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"the tensor {names[0]}{more}"

@@ -24,10 +24,10 @@ from common.environment import (
 from common.errors import SettingError, printable
 
 
-# What gloo, and last NCCL, says if a process is lost.
+# Words in the errors that gloo raises when another process has died; the last one is NCCL's.
 LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
         "a remote process exiting")
-# What a setting too large, or a file that cannot be read, raises before the first step.
+# The errors that a too large setting or an unreadable file raises before the first step.
 INPUT = (OSError, OverflowError, MemoryError, UnicodeError)
 TOO_LARGE = ("can't allocate memory", "out of memory", "overflow", "not enough memory")
 
@@ -37,7 +37,7 @@ def pick_device(device="auto", share=False):
 
     Args:
         device: "cuda", "cpu", or "auto": a GPU if torch finds one.
-        share: if there are fewer GPUs than processes, several may have the same one.
+        share: if there are fewer GPUs than processes, several processes may use the same GPU.
 
     Raises:
         SettingError: there is no GPU for this process.
@@ -58,7 +58,7 @@ def pick_device(device="auto", share=False):
 
 
 def start_process(device="auto"):
-    """Start-up of a script that is one process. Returns its torch.device.
+    """Start a script that runs as one process. Returns the torch.device of the process.
 
     Args:
         device: see ``pick_device``.
@@ -81,8 +81,8 @@ def _store():
 
     The store of torchrun's agent outlives the processes. After a restart it still holds the
     addresses of the processes that died, so the number of the restart becomes part of each key.
-    Several agents may count restarts differently: for several machines, run.sh gives the processes
-    of each start a store of their own.
+    The agents of several machines may count restarts differently. There run.sh gives each start of
+    the processes its own store.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -92,7 +92,7 @@ def _store():
     serves = rank == 0 and not of_agent
     listener = None
     try:
-        if serves and loopback:  # a TCPStore by itself listens on all interfaces
+        if serves and loopback:  # by default a TCPStore listens on all interfaces
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, port), family=family).detach()
         store = dist.TCPStore(
@@ -110,15 +110,15 @@ def _store():
 
 
 def start_process_group(device="auto", backend="auto", timeout=600, folder=".", settings=None):
-    """Start-up of one process of many. Returns its torch.device. End the process as ``launch``
-    does.
+    """Start one process of several, and connect it to the others. Returns the torch.device of the
+    process. End the process as ``launch`` does.
 
     Args:
         device: see ``pick_device``.
-        backend: "nccl" for tensors on GPUs, beside gloo for tensors on CPUs; "gloo", which can also
-            let several ranks share a GPU; "mpi"; or "auto": nccl on GPUs, otherwise gloo.
+        backend: "nccl" for tensors on GPUs (gloo is added for tensors on CPUs); "gloo", with which
+            several ranks can share a GPU; "mpi"; or "auto": nccl on GPUs, otherwise gloo.
         timeout: seconds after which a collective of any group fails, if a rank does not take part.
-        folder: where NCCL then leaves a record of the last collectives of each rank.
+        folder: if that happens with NCCL, each rank writes a record of its last collectives there.
         settings: a dict of what must be the same on all ranks, such as the options.
 
     Raises:
@@ -127,7 +127,7 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder=".", 
             is missing.
     """
     rank, world_size = rank_and_world_size()
-    store = _store()  # first: if only some ranks fail below, one of them can say why
+    store = _store()  # first: without a store only local rank 0 prints why it fails
     device = pick_device(device, share=backend == "gloo")
     if not dist.is_initialized():
         _check_settings(store, rank, world_size, {
@@ -137,11 +137,11 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder=".", 
         backend = _check_backend(backend, device)
         pick_interface()
         if backend == "nccl":
-            # No user can act on these warnings, of gloo in a mesh and of P2P in pipelines.
+            # A user cannot act on these two warnings: gloo's options in a mesh, P2P in a pipeline.
             warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo")
             for name, value in nccl_variables(folder).items():
                 os.environ.setdefault(name, value)
-        # The groups of a mesh, and further ones, do not inherit the timeout of the default group.
+        # The groups of a mesh, and other new groups, do not inherit the default group's timeout.
         timeout = datetime.timedelta(seconds=timeout)
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         dist.init_process_group(
@@ -157,8 +157,8 @@ def start_process_group(device="auto", backend="auto", timeout=600, folder=".", 
 
 
 def _check_settings(store, rank, world_size, settings):
-    """Compare the settings of all ranks with those of rank 0. All ranks learn of a difference: the
-    others would wait for one that ends alone."""
+    """Compare the settings of all ranks with those of rank 0. If one rank differs, all ranks raise
+    a SettingError: if that rank ended alone, the others would wait for it."""
     own = json.loads(json.dumps(settings, default=str))
     if rank == 0:
         store.set("settings", json.dumps(own))
@@ -176,24 +176,24 @@ def _check_settings(store, rank, world_size, settings):
 
 
 def nccl_variables(folder):
-    """The environment variables that are set beside NCCL, where nobody has: a dict."""
+    """The environment variables to set with NCCL, unless the user has set them: a dict."""
     return {
-        # If a collective fails, by --timeout for one, each rank leaves a record of its last ones:
+        # If a collective fails, for example by --timeout, each rank records its last collectives:
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": os.path.join(folder, "flight-record-rank"),
-        # Otherwise gloo, which is little used beside NCCL, connects each pair of processes.
+        # Let gloo connect two processes when they first communicate: beside NCCL few pairs do.
         "TORCH_GLOO_LAZY_INIT": "1",
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     }
 
 
 def _check_backend(backend, device):
-    """The backend that "auto" stands for, if this torch has it.
+    """Returns ``backend``, or the backend that "auto" stands for.
 
     Raises:
-        SettingError: it has not, or it cannot work on ``device``.
+        SettingError: this torch lacks the backend, or the backend cannot work on ``device``.
     """
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -214,15 +214,15 @@ def launch(main):
 
     The process ends by ``os._exit``. At an ordinary exit of a good run a thread of gloo may need
     the GIL while the interpreter is finalised: the process aborts or hangs
-    (https://github.com/pytorch/pytorch/issues/190489). Before it the handlers of ``atexit`` run and
-    the output is flushed, as Python would do. The process group is destroyed after ``main`` has
-    returned and dropped all uses of it.
+    (https://github.com/pytorch/pytorch/issues/190489). Before ``os._exit`` the ``atexit`` handlers
+    run and the output is flushed, as Python would do. The process group is destroyed after ``main``
+    has returned, when no variable refers to it.
     """
     status, failure = 1, None
     try:
         _end_with_launcher()
         if rank_and_world_size()[1] > 1:
-            _store()  # first: if the arguments are wrong, one of the processes can say so
+            _store()  # first: without a store only local rank 0 prints why it fails
         main()
         status = 0
     except SettingError as error:
@@ -261,9 +261,9 @@ def _end_with_launcher():
     processes train on, and write into the folder from which a new start reads."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        launcher = os.environ.get("TORCHRUN_PID")  # as run.sh's sets it
+        launcher = os.environ.get("TORCHRUN_PID")  # set by common/torchrun.py
         if launcher and not os.path.exists(f"/proc/{launcher}"):
-            raise SettingError("torchrun has ended")  # before the line above
+            raise SettingError("torchrun has ended")  # before prctl was called
 
 
 def _script():
@@ -276,10 +276,10 @@ def _report(failure):
     try:
         rank, world_size = rank_and_world_size()
         if _store.cache_info().currsize:
-            _store().set("verdict", "another rank has failed")  # to those that still start
+            _store().set("verdict", "another rank has failed")  # for ranks that are still starting
             failed = _store().add("failed", 1)
             first = failed == 1
-        else:  # before the processes are connected, one of each machine
+        else:  # not connected yet: one process of each machine prints
             first = os.environ.get("LOCAL_RANK", "0") == "0"
     except SettingError:  # the rank is not known
         first = True
@@ -289,7 +289,7 @@ def _report(failure):
         # The progress bar of rank 0 may occupy the current line of the terminal.
         print("\n" * (rank > 0) + failure, file=sys.stderr)
     if failed and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # This process serves the store: the others need a moment to read that one has printed.
+        # This process serves the store: wait until the others have read that one has printed.
         deadline = time.monotonic() + 2
         while _store().add("failed", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -21,22 +21,22 @@ from common.errors import SettingError, printable
 
 
 class Logger:
-    """Takes the lines of metrics.jsonl to one place.
+    """Copies the lines of metrics.jsonl to one service.
 
-    After an error it says so in one line, takes no more of them, and training goes on.
+    After an error it prints one line and copies no more; training continues.
 
     Args:
-        name: of the place.
+        name: the name of the service.
         write: called with a step and a dict of its values.
         end: called once, with the status of the process.
     """
 
     def __init__(self, name, write, end):
         self.name, self.write, self.end, self.over = name, write, end, False
-        atexit.register(self.finish, 1)  # if an error ends the process: ``launch`` calls it too
+        atexit.register(self.finish, 1)  # if an error ends the process; ``launch`` runs it too
 
     def log(self, record):
-        """Take a line of metrics.jsonl: a dict of the step and its values."""
+        """Copy a line of metrics.jsonl: a dict of the step and its values."""
         values = {name: value for name, value in record.items() if name != "step"}
         self._try(self.write, record["step"], values)
 
@@ -50,10 +50,10 @@ class Logger:
             return
         try:
             function(*args)
-        except Exception as error:  # whatever it is: the run is worth more than its curves
+        except Exception as error:  # any error: no error of a logger may end the run
             self.over = True
             tqdm.write(printable(
-                f"{self.name} has failed and gets no more lines, metrics.jsonl has them all: "
+                f"{self.name} has failed and gets no more lines; metrics.jsonl has them all: "
                 f"{type(error).__name__}: {error}"
             ), file=sys.stderr)
 
@@ -64,7 +64,7 @@ def start_loggers(folder, options, start, project=None, tensorboard=False):
     Args:
         folder: the run folder.
         options: a dict of the settings of the run, to be shown beside its curves.
-        start: the number of steps done before, in a run that is resumed.
+        start: the number of steps that a resumed run has already done.
         project: the W&B project to log into, or None.
         tensorboard: whether to log for TensorBoard.
 
@@ -72,7 +72,7 @@ def start_loggers(folder, options, start, project=None, tensorboard=False):
         SettingError: a package is missing, or W&B cannot start.
     """
     for package in ["wandb"] * bool(project) + ["tensorboard"] * tensorboard:
-        # On all ranks, so that none waits for rank 0. A folder named wandb/ has no origin.
+        # All ranks check, so that none waits for rank 0. A mere folder wandb/ has no origin.
         if not getattr(importlib.util.find_spec(package), "origin", None):
             raise SettingError(
                 f"--{package} needs the package {package}: python -m pip install {package}"
@@ -93,15 +93,15 @@ def start_loggers(folder, options, start, project=None, tensorboard=False):
 def _start_wandb(folder, options, project):
     """The run's id is kept in wandb.json, so that a resumed run is the same run of W&B.
 
-    W&B cannot replace a step that it has: online, a resumed run logs the steps that W&B lacks.
-    Offline, each start writes a folder of its own, in blocks of 32 kB. W&B loses the last block if
-    the process is killed. So each folder gets the whole run, also the lines of before the resume,
-    and has no ``resume``: its upload replaces what was uploaded before.
+    W&B cannot replace a step that it has. So online, a resumed run logs only the steps that W&B
+    lacks. Offline, each start writes its own folder in blocks of 32 kB, and a killed process loses
+    its last block. So each start writes the whole run, with the lines from before the resume, and
+    does not set ``resume``: uploading its folder replaces what was uploaded before.
     """
     import requests  # the package wandb requires it
     import wandb
 
-    # At the end of a run without a network W&B would wait for one, however long.
+    # Without a network W&B would wait without limit at the end of a run.
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
     try:
         settings = wandb.setup().settings
@@ -136,19 +136,19 @@ def _start_wandb(folder, options, project):
 
 
 def _run_id(path):
-    """The id in the file ``path``, or a new one. A run that starts anew finds no file there: what
-    is left of an earlier run is moved aside."""
+    """The id in the file ``path``, or a new one. A run that starts anew finds no file there, since
+    the files of an earlier run are moved aside."""
     try:
         return json.loads(path.read_text())["id"]
-    except (OSError, ValueError):  # there is none, or only a part
+    except (OSError, ValueError):  # there is no file, or only a part of it
         run_id = secrets.token_hex(4)
         path.write_text(json.dumps({"id": run_id}) + "\n")
         return run_id
 
 
 def _start_tensorboard(folder, options, start):
-    """Event files in the run folder. TensorBoard leaves out the steps after ``start`` of the files
-    before: a resumed run repeats them."""
+    """Write event files into the run folder. TensorBoard drops the steps after ``start`` of earlier
+    files, since a resumed run logs them again."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(folder, purge_step=start + 1)
@@ -164,5 +164,5 @@ def _start_tensorboard(folder, options, start):
 
 
 def _plain(value):
-    """What JSON has no type for: a dataclass as a dict, anything else as text."""
+    """For types that JSON does not have: a dataclass as a dict, anything else as text."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)

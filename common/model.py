@@ -7,8 +7,8 @@ those of Hugging Face's ``LlamaForCausalLM``.
 
 In the shapes below, B is the number of sequences, T the length of a sequence, D ``hidden_size``,
 H and KV the numbers of query and key/value heads, K ``head_dim``, V ``vocab_size``, S the number
-of keys. Here all sizes are local: of what this process holds. In the scripts B, T and V are the
-global sizes, and local shapes are written out, such as (B/dp, T/cp, D).
+of keys. In this file all sizes are local: what this process holds. In the scripts B, T and V are
+the global sizes, and local shapes are written out, such as (B/dp, T/cp, D).
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ class ModelConfig:
 
     def flops_per_token(self, seq_len):
         """Floating-point operations per token of a forward and a backward pass, as PaLM counts them
-        (arXiv:2204.02311, appendix B): 6 for each parameter of a matrix product, and 12 L D T for
-        attention, half of it under a causal mask."""
+        (arXiv:2204.02311, appendix B): 6 for each parameter of a matrix product, and for attention
+        12 x layers x heads x head_dim x T, of which a causal mask leaves half."""
         width = self.num_attention_heads * self.head_dim
         layer = self.hidden_size * (
             2 * width + 2 * self.num_key_value_heads * self.head_dim + 3 * self.intermediate_size
@@ -81,8 +81,8 @@ class ModelConfig:
 
 
 def check_rope_scaling(found):
-    """The ``rope_scaling`` of a config.json, its four numbers checked. None, or the type "default",
-    is None: nothing is scaled.
+    """Check the ``rope_scaling`` of a config.json, and return it. None, and the type "default",
+    give None: nothing is scaled.
 
     Raises:
         SettingError: it is of another type than "llama3", or its numbers make no sense.
@@ -97,7 +97,7 @@ def check_rope_scaling(found):
         return None
     if kind != "llama3":
         raise SettingError(
-            f"rope_scaling has rope_type {kind!r}: only 'llama3' is known, that of Llama 3.1"
+            f"rope_scaling has rope_type {kind!r}: only 'llama3' (Llama 3.1) is supported"
         )
     if given.keys() != set(ROPE_SCALING):
         raise SettingError(
@@ -130,7 +130,7 @@ def _llama3(hidden, intermediate, layers, heads, scaling=None):
 
 
 LLAMA_3_1 = {"rope_type": "llama3", **dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192)))}
-MAX_LOGITS = 2**24  # beyond it the loss goes in chunks
+MAX_LOGITS = 2**24  # above it the loss is computed in chunks
 PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters
     "small": ModelConfig(256, 384, 1024, 6, 6, 2),  # 9.6 M
@@ -138,7 +138,7 @@ PRESETS = {
     "llama3-1b": _llama3(2048, 8192, 16, 32),  # 1.5 B, with an untied head
     "llama3-8b": _llama3(4096, 14336, 32, 32),  # 8.0 B
     "llama3-70b": _llama3(8192, 28672, 80, 64),  # 70.6 B
-    # 405.9 B; this size came with Llama 3.1 only, which scales its angles
+    # 405.9 B; this size came with Llama 3.1 only, which scales rotary angles
     "llama3-405b": _llama3(16384, 53248, 126, 128, LLAMA_3_1),
 }
 
@@ -171,8 +171,8 @@ def rotate(x, cos, sin):
 def causal_attention(q, k, v):
     """Plain causal attention: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K)."""
     if q.is_cuda and q.dtype == torch.float32:
-        # Of the CUDA kernels only flash attention shares k and v between heads, but not in float32;
-        # the fallback would keep all T x T scores. So k and v are repeated.
+        # Only the flash-attention kernel shares k and v between heads, and it lacks float32; the
+        # fallback would keep all T x T scores. So repeat k and v.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -228,9 +228,9 @@ class Head(nn.Linear):
     """The projection of hidden states x (B, T, D) to logits (B, T, V). Given targets (B, T), it
     returns their summed loss instead: see ``next_token_loss``.
 
-    Above ``MAX_LOGITS`` the loss is computed for one of 16 chunks of the tokens at a time, and the
-    logits of a chunk again in the backward pass: at the peak some 0.8 bytes per logit instead of
-    12. All chunks are in one call, so that FSDP gathers the weight, and reduces its gradient, once.
+    Above ``MAX_LOGITS`` logits the tokens are cut into 16 chunks. The loss is computed for one
+    chunk at a time, and its logits again in the backward pass: the peak is about 0.8 bytes per
+    logit, not 12. One call has all chunks: FSDP gathers the weight, and reduces its gradient, once.
     """
 
     def forward(self, x, targets=None):
@@ -377,15 +377,15 @@ def init_weights(model, seed, local_slices=None):
 
 def checkpoint_activations(layers):
     """Keep only the input of each layer for the backward pass, and run the layer again there, with
-    the same random state (arXiv:1604.06174). Replaces the bound method: parameters keep their
-    names."""
+    the same random state (arXiv:1604.06174). It replaces only ``layer.forward``: parameters keep
+    their names."""
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(layers):
     """``torch.compile`` each layer; layers of the same shape share one compilation, and parameters
-    keep their names. Call it before ``checkpoint_activations``: after it nothing is compiled.
+    keep their names. Call it before ``checkpoint_activations``; after that it compiles nothing.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward)

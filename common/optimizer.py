@@ -1,4 +1,4 @@
-"""What surrounds AdamW (arXiv:1711.05101): parameter groups and a learning-rate schedule."""
+"""Parameter groups and a learning-rate schedule for AdamW (arXiv:1711.05101)."""
 
 import math
 
@@ -17,8 +17,8 @@ def decay_groups(parameters, weight_decay):
 def learning_rate(step, peak, steps, warmup_steps=0, minimum=0.0):
     """Linear warm-up to ``peak``, then a cosine decay (arXiv:1608.03983).
 
-    The decay would reach ``minimum`` at ``steps``, one step after the last. A function of ``step``
-    (0 to ``steps`` - 1) alone, so that there is no state to save.
+    The decay reaches ``minimum`` at ``steps``, one step after the last. The rate depends only on
+    ``step`` (0 to ``steps`` - 1), so there is no state to save.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -30,9 +30,9 @@ def learning_rate(step, peak, steps, warmup_steps=0, minimum=0.0):
 def skip_if_not_finite(optimizer, grad_norm, step):
     """Let the next ``optimizer.step()`` change nothing if ``grad_norm`` is infinite or NaN.
 
-    A fused optimizer of torch reads ``found_inf``, which GradScaler sets otherwise: weights, states
-    and the count of steps stay as they are, bit for bit. The first such step stays on the device as
-    ``optimizer.first_skipped`` (-1: none), so that no step waits for the device.
+    torch's fused optimizers read ``found_inf``, which GradScaler usually sets: weights, states and
+    the count of steps stay as they are, bit for bit. ``optimizer.first_skipped`` is the first such
+    step (-1: none), a tensor on the device, so that no step waits for the device.
     """
     broken = ~grad_norm.isfinite()
     optimizer.found_inf = broken.float()

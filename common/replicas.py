@@ -1,4 +1,4 @@
-"""Compares what is replicated over ranks: one sum for each tensor, one collective for all."""
+"""Compares replicas over ranks: one checksum for each tensor, one collective for all tensors."""
 
 import torch
 import torch.distributed as dist
@@ -7,14 +7,15 @@ NOT_HELD = torch.iinfo(torch.int64).min
 
 
 def first_difference(sums, group=None):
-    """The first place at which ranks hold different numbers: None, or (place, ranks by number).
+    """The first place at which ranks hold different sums: (place, lists of ranks with equal sums).
+    None if there is no such place.
 
     Args:
         sums: int64 (places,), of equal length on all ranks: see ``sum_of_bits``; ``NOT_HELD`` where
             this rank holds nothing.
         group: the ranks that compare, with a backend for tensors on the CPU.
     """
-    # The largest s, and the smallest as ~max(~s): -s would overflow.
+    # One MAX gives the largest sum s, and the smallest one as ~max(~s): -s would overflow.
     both = torch.stack([sums, torch.where(sums == NOT_HELD, NOT_HELD, ~sums)])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     different = (both[0] != ~both[1]).logical_and(both[0] != NOT_HELD).nonzero()
@@ -31,8 +32,8 @@ def first_difference(sums, group=None):
 
 
 def sum_of_bits(tensors):
-    """The sum of the bits of tensors, read as whole numbers, modulo 2^64, on their device: int64
-    (). One bit that flips changes it."""
+    """A checksum of tensors, on their device: int64 (). It adds up their bits, read as whole
+    numbers, modulo 2^64. One bit that flips changes it."""
     total = torch.zeros((), dtype=torch.int64)
     for number, tensor in enumerate(tensors):
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64)

@@ -12,10 +12,10 @@ _first = None  # time and name of the first signal
 
 
 def listen():
-    """From now on the first of SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) makes ``asked`` true. Another
-    one, a second or more later, ends the process. Call it in the main thread."""
+    """From now on ``asked()`` returns the first of SIGTERM, SIGUSR1 and SIGINT (Ctrl-C). A second
+    signal, at least ``ONE_SIGNAL`` seconds later, ends the process. Call it in the main thread."""
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays so (nohup)
             signal.signal(number, _note)
 
 

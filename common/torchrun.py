@@ -1,9 +1,9 @@
-"""torchrun, as run.sh starts it. It differs when a signal asks it to stop.
+"""torchrun, as run.sh starts it. It differs from plain torchrun only when a signal stops it.
 
-torchrun itself would end with a traceback and status 1, and kill what still saves after 30 seconds.
-Here SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 go to its processes, which finish a step, save and end
-with status 0; so does torchrun then. A second signal ends all at once, and so do ``PATIENCE``
-seconds.
+Plain torchrun ends with a traceback and status 1, and after 30 seconds kills processes that still
+save. This one passes SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 on to its processes. They finish a step,
+save and end with status 0, and then torchrun ends with status 0 too. A second signal kills all
+processes at once. So does torchrun itself, ``PATIENCE`` seconds after the first signal.
 """
 
 import os
@@ -16,7 +16,7 @@ import time
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-PATIENCE = 300  # seconds in which processes can save; NCCL may wait for a dead one for ever
+PATIENCE = 300  # seconds in which processes can save; NCCL may wait for a dead process for ever
 ONE_SIGNAL = 1.0  # seconds: launchers may deliver one signal twice
 FILE = "--rdzv-conf=store_type=file"
 
@@ -64,12 +64,12 @@ def restart_unless_stopped(self, *args, **kwargs):
 
 def main():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays so (nohup)
             signal.signal(number, stop)
     SimpleElasticAgent._restart_workers = restart_unless_stopped
     os.environ["TORCHRUN_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
-        # On one machine a file, and no port that others can reach
+        # On one machine the rendezvous is a file, not a port that other machines can reach
         endpoint = [f"--rdzv-endpoint={folder}/store"] if FILE in sys.argv else []
         try:
             run.main(["--signals-to-handle=SIGQUIT", *endpoint, *sys.argv[1:]])

@@ -127,14 +127,14 @@ def test_the_older_checkpoint_goes_on_to_the_same_end(run, corpus, saved, out, s
 
 def test_a_checkpoint_to_resume_from_that_is_not_there(run, corpus, out):
     line = one_error(run("ddp.py", 2, f"{STEPS} --data {corpus} --resume-from 5", expect_ok=False))
-    assert f"--resume-from 5: {out} has no such checkpoint, only 2, 4, 6" in line
+    assert f"--resume-from 5: {out} has no such checkpoint; it has 2, 4, 6" in line
 
 
 def test_no_older_checkpoint_is_there(run, corpus, out):
     flip_a_bit(out / "step-00000002", DATA)
     options = f"{STEPS} --data {corpus} --resume-from 2"
     line = one_error(run("single.py", 0, options, expect_ok=False))
-    assert "; no older checkpoint is there: start anew with --no-resume or another --out" in line
+    assert "; there is no older checkpoint: start anew with --no-resume or another --out" in line
 
 
 def test_a_restart_by_torchrun_goes_on_from_the_newest(run, corpus, out):

@@ -214,7 +214,7 @@ def test_one_machine_stays_on_loopback(tmp_path):
     ({"MASTER_PORT": "70000"}, "the highest port is 65535"),
     ({"MAX_RESTARTS": "some"}, "MAX_RESTARTS is 'some'"),
     ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no..host"},
-     "this machine knows no other of that name"),
+     "this machine cannot resolve that name"),
     ({"HOSTS": "a b", "NODE_RANK": "0"}, "unset NNODES and NODE_RANK"),
     ({"HOSTS": " "}, "HOSTS is empty"),
     ({"HOSTS": "a -b"}, "no host begins with a dash"),

@@ -207,7 +207,7 @@ def test_a_failing_logger_ends_no_run(log, packages, option, name, code, event):
     result = log("single.py", 0, option, event, code=code + INJECT)
     assert list(logged(result)) == list(range(1, 9)) and "final loss" in result.output
     (line,) = [line for line in result.lines if "gets no more lines" in line]
-    assert line.startswith(f"{name} has failed and gets no more lines, metrics.jsonl has them all")
+    assert line.startswith(f"{name} has failed and gets no more lines; metrics.jsonl has them all")
 
 
 @pytest.mark.parametrize("command, world, option, package", [

@@ -289,7 +289,7 @@ def test_a_config_of_hugging_face(run_plan, tmp_path):
 
 
 CONFIGS = {
-    '{"model_type": "gpt2"}': "has model_type 'gpt2': only Llama is known",
+    '{"model_type": "gpt2"}': "has model_type 'gpt2': only Llama is supported",
     '{"model_type": "llama", "attention_bias": true}': "has attention_bias True",
     '{"model_type": "llama"}': "lacks vocab_size",
     '{"model_type": "llama", "vocab_size": "many"}': "has vocab_size 'many': it must be a whole",

@@ -332,7 +332,7 @@ def test_bad_options(options, message):
 
 
 @pytest.mark.parametrize("values, message", [
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu': only Llama is known, which has 'silu'"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu': only Llama is supported, which has 'silu'"),
     ({"attention_bias": True}, "attention_bias True"),
     ({"model_type": "mistral"}, "model_type 'mistral'"), ({"model_type": None}, "model_type None"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -352,8 +352,8 @@ def test_bad_options(options, message):
     ({"vocab_size": True}, "vocab_size True"), ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
     ({"head_dim": 7}, "head_dim 7 is odd"), ({"vocab_size": None}, "lacks vocab_size"),
     # What the files do not have:
-    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight and 8 t"),
-    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.* and 8 tensors more, which a Ll"),
+    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight and 8 more"),
+    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.* and 8 more tensors, which a Ll"),
     ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
     ({"tie_word_embeddings": True, "vocab_size": 255}, r"shape \(256, 32\), and .* \(255, 32\)"),
 ])
@@ -391,7 +391,7 @@ DAMAGE = {
         lambda f: (f / "model-00001-of-00005.safetensors").write_text("version https://git-lfs"),
         "model-00001-of-00005.safetensors cannot be read",
     ),
-    "integers": (as_integers, "in I8: only F64, F32, F16, BF16 are known"),
+    "integers": (as_integers, "in I8: only F64, F32, F16, BF16 are supported"),
     "no index": (lambda f: (f / "model.safetensors.index.json").unlink(),
                  "has neither model.safetensors nor model.safetensors.index.json"),
     "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"),
