@@ -3,11 +3,11 @@
     bash run.sh bench
     bash run.sh bench --model small --dtype bfloat16 --compile --rounds 3
 
-All commands run one after the other, several rounds of it, on the same machine. A command runs
-twice in a round, for few steps and for many: the difference is the time of a step, without
-start-up. What counts are ratios within a round, since machines are noisy: their median, least and
-greatest over the rounds. Seconds of CPU are those of all processes; on a GPU look at tokens/s and
-MFU.
+In each round all commands run one after the other on this machine. Each command runs twice, for
+few steps and for many: the difference gives the time of a step without start-up. Machines are
+noisy, so the table compares each script with the tutorial's loop of the same round: it has the
+median, minimum and maximum of these ratios over the rounds. CPU seconds are summed over all
+processes; on a GPU look at tokens/s and MFU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COMMANDS = [
 
 
 def measure(command, n, steps, options, folder):
-    """Seconds of wall clock and of CPU of a whole run, and its summary, if it writes one."""
+    """Wall-clock seconds and CPU seconds of a whole run, and its summary, if it writes one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher.append(f"--nproc-per-node={n}")
     arguments = [*command.split(), "--steps", str(steps), *options, "--out", folder]
@@ -57,15 +57,18 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=int, default=torch.cuda.device_count() or 2, metavar="N",
-                        help="processes of each command (default: one for each GPU, or 2)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: 5)")
+                        help="processes of each command (default: one per GPU, or 2 without GPUs)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N",
+                        help="rounds (default: 5)")
     parser.add_argument("--least", type=int, default=5, metavar="STEPS",
-                        help="steps of the short runs; those that compile are in them (default: 5)")
+                        help="steps of the short runs, also those that compile (default: 5)")
     parser.add_argument("--most", type=int, default=45, metavar="STEPS",
                         help="steps of the long runs (default: 45)")
-    parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="these scripts alone")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="B")
-    parser.add_argument("--seq-len", type=int, default=128, metavar="T")
+    parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="time these scripts only")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="B",
+                        help="sequences in the global batch (default: 16)")
+    parser.add_argument("--seq-len", type=int, default=128, metavar="T",
+                        help="tokens in a sequence (default: 128)")
     args, options = parser.parse_known_args()
     options += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
     tutorial, *scripts = [command.format(n=args.nproc) for command in COMMANDS]
@@ -86,8 +89,8 @@ def main():
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {args.nproc} processes on {device}, {os.cpu_count()} cores; "
           f"{args.rounds} rounds of {args.least} and {args.most} steps; {' '.join(options)}\n")
-    print("| command | tokens/s | CPU seconds per step | tutorial's time over its | tutorial's CPU "
-          "over its |" + " MFU |" * any(mfu.values()))
+    print("| command | tokens/s | CPU seconds per step | tutorial's time / script's time | "
+          "tutorial's CPU / script's CPU |" + " MFU |" * any(mfu.values()))
     print("|---|---|---|---|---|" + "---|" * any(mfu.values()))
     for command, found in times.items():
         wall, cpu = (statistics.median(values) for values in zip(*found))

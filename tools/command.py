@@ -1,4 +1,4 @@
-"""What the tools share as commands. This file does not import torch: that would take seconds."""
+"""The command line of the tools. This file does not import torch, which would take seconds."""
 
 import argparse
 import importlib
@@ -33,7 +33,7 @@ def need(module):
 
 
 def run(main, argv=None):
-    """``main(argv)``; a SettingError, or a file that cannot be used, is one line and status 1."""
+    """Run ``main(argv)``. A SettingError or OSError becomes one line on stderr and status 1."""
     try:
         main(argv)
     except (SettingError, OSError) as error:

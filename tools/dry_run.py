@@ -3,17 +3,17 @@
     python -m tools.dry_run 1024 fsdp.py --model llama3-70b --seq-len 8192 --dtype bfloat16
     python -m tools.dry_run --device-memory 80 --nproc-per-node 8 64 hybrid_3d.py --tp 8 --pp 4
 
-The options before the world size are those below; the ones after the script are the script's own.
+The options below stand before the world size; the script's own options stand after the script.
 
-The script itself runs, for two steps, and the second is counted as in a real run. Names that the
+The script itself runs, for two steps. The second step is counted, as in a real run. Names that the
 script has imported are replaced: the process group is torch's fake one, whose collectives send
 nothing, and tensors are fake, with shapes but no memory. Nothing is read from --data or written to
 --out. A copy of a script with a model of your own runs too, if it still takes start_process_group,
 load_batches, Checkpoints and Metrics from common/.
 
 What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
-kernels and fragmentation, and --compile, which is left out here, makes activations smaller. The
-loss and all other values are unknown: code that reads one cannot run.
+kernels and fragmentation. --compile, which makes activations smaller, is ignored here. The loss
+and all other values are unknown: code that reads a value cannot run.
 """
 
 import argparse
@@ -54,14 +54,15 @@ NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
 
 class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
-    and attention, and ``crossing``, like ``sent``, what goes to another machine. ``turns`` is what
-    is held where a forward pass turns into a backward pass, as bytes in all and of activations: at
-    the end of the last module, when autocast still keeps weights, and when the first gradient
+    and attention, and ``crossing``, the part of ``sent`` that goes to another machine. ``turns``
+    has pairs (bytes in all, bytes of activations) where a forward pass turns into a backward pass:
+    at the end of the last module, when autocast still keeps weights, and when the first gradient
     arrives.
 
-    Of a causal attention half is counted: its kernels skip the rest. Backward they compute the
-    scores again. A ring over ranks in their order, ``nproc_per_node`` on each machine, crosses
-    machines at some of its edges: that share of a collective's bytes is what crosses.
+    Half of a causal attention is counted: its kernels skip the rest. In the backward pass they
+    compute the scores again. A collective is a ring over the ranks in their order, with
+    ``nproc_per_node`` ranks on each machine. Some edges of the ring lead to another machine: their
+    share of the edges is the share of the bytes in ``crossing``.
     """
 
     def __init__(self, optimizer, modules, mesh, nproc_per_node):
@@ -103,8 +104,8 @@ class OperationCounter(StepCounter):
 
 
 def operations(packet, args, kwargs, out):
-    """The floating-point operations of one call: by torch's own formulas, and for attention on the
-    CPU, of which torch has none, by its products of Q queries and S keys, 2 forward, 5 backward."""
+    """The floating-point operations of one call, by torch's formulas. torch has none for attention
+    on the CPU: its products of Q queries and S keys are counted, 2 forward, 5 backward."""
     name = packet.__name__
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         products = 5 if name.endswith("backward") else 2
@@ -148,7 +149,7 @@ def count(script, options, world_size, rank, nproc_per_node):
     Call it once in a process: it replaces parts of torch.
 
     Raises:
-        SettingError: the script refuses its options, or is none, or reads a tensor's value.
+        SettingError: the script refuses its options, cannot be used, or reads a tensor's value.
     """
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % nproc_per_node),
@@ -183,7 +184,7 @@ def load(script):
     """Import a script by its path.
 
     Raises:
-        SettingError: it cannot be imported, or is not of the shape of ours.
+        SettingError: it cannot be imported, or lacks a name of ``NEEDED``.
     """
     path = pathlib.Path(script)
     if path.suffix != ".py" or not path.is_file():
@@ -207,7 +208,7 @@ def load(script):
 
 
 def stand_ins(counted, world_size, rank, nproc_per_node):
-    """What takes the place of names that a script has imported. ``Metrics`` fills ``counted``."""
+    """Replacements for names that a script has imported, a dict. ``Metrics`` fills ``counted``."""
 
     def start(device="auto", *_, **__):
         pretend.enter(world_size, rank)
@@ -320,7 +321,7 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
 
 
 def note_bubble(initialise, counted):
-    """The initialiser of a pipeline's schedule, which then notes its bubble."""
+    """Returns the initialiser of a pipeline schedule such that it also notes the bubble."""
 
     def initialise_and_note(schedule, *args, **kwargs):
         initialise(schedule, *args, **kwargs)
@@ -330,7 +331,7 @@ def note_bubble(initialise, counted):
 
 
 def bubble(schedule):
-    """The share of a step in which ranks wait for the pipeline to fill and drain; at least that, if
+    """The share of a step in which ranks wait for the pipeline to fill and drain; a lower bound if
     there are fewer micro-batches than stages. See pp.py."""
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     split = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -351,7 +352,7 @@ def process_pool():
 
 
 def most(found):
-    """Of several dicts of ``count``, the one of the rank that holds most at its peak."""
+    """Of several results of ``count``, the one of the rank with the highest peak."""
     return max(found, key=lambda counted: counted["peak"]["in all"])
 
 
@@ -377,25 +378,26 @@ def report(counted, device_memory):
         yield (
             f"{peak / 1e9:,.2f} GB of {device_memory:g} GB: "
             + (f"fits, {left / 1e9:,.2f} GB are left" if left >= 0 else
-               f"does not fit, {-left / 1e9:,.2f} GB are too many")
+               f"does not fit, {-left / 1e9:,.2f} GB too much")
         )
 
 
 def main(argv=None):
     parser = make_parser("dry_run", __doc__)
     parser.usage = "%(prog)s [options] WORLD_SIZE SCRIPT [options of the script]"
-    parser.add_argument("world_size", type=at_least(1, most=2**20), metavar="WORLD_SIZE")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("options", nargs=argparse.REMAINDER)
+    parser.add_argument("world_size", type=at_least(1, most=2**20), metavar="WORLD_SIZE",
+                        help="number of ranks")
+    parser.add_argument("script", metavar="SCRIPT", help="path of a script, such as fsdp.py")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
     parser.add_argument("--rank", type=at_least(0), metavar="R",
-                        help="the rank to be (default: of a pipeline, the first rank of the stage "
-                        "that holds most; otherwise 0)")
+                        help="the rank to run as (default: 0; in a pipeline, the first rank of the "
+                        "stage that holds most)")
     parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
-                        help="ranks on a machine (default: 8)")
+                        help="ranks per machine (default: 8)")
     parser.add_argument("--device-memory", type=at_least(0, float, above=True), metavar="GB",
-                        help="10^9 bytes that a device has, to compare with")
+                        help="memory of one device, in GB of 10^9 bytes, to compare with")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
-                        help="write what was counted, under the names of a run's summary.json")
+                        help="write the counts to FILE, under the names of a run's summary.json")
     args = parser.parse_args(argv)
     if args.rank is not None and args.rank >= args.world_size:
         refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")

@@ -3,13 +3,13 @@
     python -m tools.export runs/fsdp exported
     python -m tools.export runs/fsdp/step-00000200 exported --dtype bfloat16
 
-Of a run folder it takes the newest checkpoint, of any script, saved on any number of ranks. It
-writes config.json, and model.safetensors or shards with an index. A tokenizer is in no checkpoint:
-copy it into the folder. One process is enough, without a GPU and without other packages.
+From a run folder it takes the newest checkpoint. Any script may have saved it, on any number of
+ranks. It writes config.json, and model.safetensors or shards with an index. Checkpoints contain no
+tokenizer: copy one into the folder. One process is enough, without a GPU or further packages.
 
-The tensors are read, converted and written one after the other. So the memory that it takes is not
-that of the model or of a shard, but twice that of the largest tensor: the tensor, and the largest
-part of it that one rank saved.
+It reads, converts and writes one tensor after the other. So it does not need memory for the model
+or for a shard, but at most for twice the largest tensor: for the tensor, and for the largest part
+of it that one rank saved.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def find_checkpoint(path):
 
 
 def check_is_free(folder):
-    """Refuse to write into what is there.
+    """Refuse to overwrite ``folder``.
 
     Raises:
         SettingError: ``folder`` exists.
@@ -63,15 +63,15 @@ def config_of(settings, checkpoint):
     """The ModelConfig of a run, from the settings in its run.json.
 
     Raises:
-        SettingError: it is not the run of a Llama.
+        SettingError: the run has not trained a Llama.
     """
     found = {key.removeprefix("--").replace("-", "_"): value for key, value in settings.items()}
     return config_from({"model_type": "llama"} | found, checkpoint / "run.json")
 
 
 def huggingface_config(config, dtype, seq_len):
-    """The content of a config.json. Its names are those that transformers knew before version 5,
-    and still reads. Our data has no special tokens."""
+    """The content of a config.json. Its names are from before transformers 5, which still reads
+    them. Our data has no special tokens."""
     length = seq_len
     if scaling := config.rope_scaling:
         longest = scaling["factor"] * scaling["original_max_position_embeddings"]
@@ -85,8 +85,8 @@ def huggingface_config(config, dtype, seq_len):
 
 
 def split(sizes, most):
-    """Lists of names, in their order, each of at most ``most`` bytes in all, or of one name.
-    ``sizes``: bytes by name."""
+    """Split the names into lists, in their order. Each list has at most ``most`` bytes in all, or
+    only one name. ``sizes``: bytes by name."""
     shards, room = [], 0
     for name, size in sizes.items():
         if not shards or size > room:
@@ -125,15 +125,15 @@ def write_tensor(file, name, tensor, dtype):
 
 
 def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
-    """Write ``checkpoint`` into ``folder``, which is made: under another name, and renamed when all
-    of it is on disk.
+    """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
+    on disk. Returns the names of the safetensors files.
 
     Args:
-        dtype: the torch.dtype to write, or None for that of the checkpoint.
+        dtype: the torch.dtype to write; None: the one in the checkpoint.
         max_shard_size: bytes in a file; a tensor that is larger has a file of its own.
 
     Raises:
-        SettingError: the checkpoint is damaged or not of a Llama, or the folder is there.
+        SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
     """
     check_is_free(folder)
     stored, read_one, settings = open_tensors(
@@ -200,11 +200,11 @@ def main(argv=None):
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="RUN_OR_CHECKPOINT",
                         help="a run folder, or a checkpoint in it")
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR",
-                        help="the folder to write, which must not exist")
+                        help="the folder to create; it must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="type of the numbers in the files (default: as trained)")
     parser.add_argument("--max-shard-size", type=at_least(0, float, above=True), default=5.0,
-                        metavar="GB", help="10^9 bytes in a file at most (default: 5)")
+                        metavar="GB", help="largest file, in GB of 10^9 bytes (default: 5)")
     args = parser.parse_args(argv)
     checkpoint = find_checkpoint(args.checkpoint)
     files = export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype),

@@ -1,9 +1,9 @@
-"""Draw the loss curves of runs over each other, and how far each is from the first run. The loss on
+"""Draw the loss curves of runs in one picture, and how far each is from the first run. The loss on
 held-out data, if a run has it, is dashed.
 
     python -m tools.plot runs/single runs/ddp runs/fsdp --out curves.png
 
-A run is a folder with metrics.jsonl. With several runs a lower panel has the absolute difference
+A run is a folder with metrics.jsonl. With several runs a lower panel shows the absolute difference
 to the loss of the first run, on a logarithmic axis, at the steps that both have logged. Where its
 axis says "equal", both losses are the same float, bit for bit.
 """
@@ -32,7 +32,7 @@ def read_curves(folder):
             else:
                 curve[int(record["step"])] = float(record["loss"])
         except (ValueError, TypeError, KeyError):
-            if line.endswith("\n"):  # otherwise the run writes this line now, or was killed then
+            if line.endswith("\n"):  # otherwise the run is still writing it, or was killed
                 refuse(f"{path}, line {number}: this must be a JSON object with the numbers 'step' "
                        "and 'loss'; remove the line, or leave this run out")
     if not curve:
@@ -53,13 +53,13 @@ def differences(curves):
 
 
 def plain(name):
-    """A name in which matplotlib finds no formula."""
+    """``name`` with $ escaped: matplotlib would read a formula between two of them."""
     return name.replace("$", r"\$")
 
 
 def draw(curves, held_out, apart):
-    """A matplotlib Figure of ``curves``, {name: {step: loss}}, and of ``held_out`` like them, and
-    below of ``apart``, if any."""
+    """A matplotlib Figure of ``curves`` and ``held_out``, both {name: {step: loss}}, with a
+    lower panel of ``apart`` if it is not empty; see ``differences``."""
     figure = need("matplotlib.figure").Figure((8, 6.5 if apart else 4.5), layout="constrained")
     panels = figure.subplots(2 if apart else 1, sharex=True, squeeze=False,
                              height_ratios=[5, 3] if apart else None)[:, 0]
@@ -108,7 +108,7 @@ def main(argv=None):
     if len(set(names)) < len(names):  # a/ddp and b/ddp
         names = args.runs
     if len(set(names)) < len(names):
-        refuse("a run is named twice: give each once")
+        refuse("a run is named twice: give each run once")
     if args.diff and len(names) == 1:
         refuse("--diff compares runs: give at least two")
     found = dict(zip(names, map(read_curves, args.runs)))

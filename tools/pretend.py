@@ -1,7 +1,8 @@
-"""A world that is not there: torch's fake tensors, which have shapes and no memory, and its fake
-process group, which sends nothing; and what torch would then do otherwise than in a real run.
+"""Pretends to be one rank of many: with torch's fake tensors, which have shapes but no memory, and
+its fake process group, which sends nothing. With these, parts of torch would behave differently
+than in a real run: they are replaced.
 
-``enter`` it once in a process: parts of torch are replaced for good.
+Call ``enter`` once in a process: nothing puts these parts of torch back.
 """
 
 import functools
@@ -22,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Pretend(FakeTensorMode):
-    """New tensors are fake: they have a shape, a type and a device, but no memory. What is made of
-    real tensors alone, such as a DeviceMesh, stays real, and what is on the meta device stays
-    there."""
+    """New tensors are fake: they have a shape, a type and a device, but no memory. Operations on
+    real tensors alone, such as those of a DeviceMesh, give real tensors, and tensors on the meta
+    device stay there."""
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
@@ -37,7 +38,7 @@ class Pretend(FakeTensorMode):
         if function._schema.name == "_c10d_functional::_wrap_tensor_autograd":
             return functional.AsyncCollectiveTensor(*args)  # as outside of fake mode
         if function._schema.name == "_c10d_functional::wait_tensor":
-            return args[0]  # in fake mode it would be another tensor
+            return args[0]  # in fake mode it would return another tensor
         device = kwargs.get("device")
         stays = torch.device(device).type == "meta" if device is not None else tensors
         if stays and not any(isinstance(x, FakeTensor) for x in tensors):
@@ -49,8 +50,8 @@ def enter(world_size, rank):
     """Be ``rank`` of ``world_size`` ranks. Tensors that are made from now on are fake, and
     collectives return at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    # A mesh reads the numbers of its ranks; the propagator computes global shapes, which no rank
-    # has, with fake tensors of its own.
+    # Not in this mode: a mesh reads the numbers of its ranks; DTensor's propagator computes global
+    # shapes, which no rank holds, with fake tensors of its own.
     for owner, names in {
         DeviceMesh: ("__init__", "__getitem__", "_flatten"),
         ShardingPropagator: ("_propagate_tensor_meta_non_cached",),
@@ -59,7 +60,7 @@ def enter(world_size, rank):
             setattr(owner, name, outside(getattr(owner, name)))
     DeviceMesh._concatenate = staticmethod(outside(DeviceMesh._concatenate))
     torch.utils.swap_tensors = swap_or_set(torch.utils.swap_tensors)
-    functional._are_we_tracing = lambda: False  # it takes fake tensors for a sign of it
+    functional._are_we_tracing = lambda: False  # it says yes if tensors are fake
     dist.isend = distributed_c10d.isend = keep_tensor(dist.isend)
     dist.Reducer, dist.Logger = Reducer, Silent
     DistributedDataParallel.__init__ = functools.partialmethod(
@@ -70,7 +71,7 @@ def enter(world_size, rank):
 
 
 def outside(function):
-    """``function``, not in fake mode, and not counted."""
+    """Returns ``function`` such that it runs outside of fake mode and is not counted."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
@@ -81,7 +82,8 @@ def outside(function):
 
 
 def swap_or_set(swap):
-    """``Module.to`` swaps fake parameters; it cannot, as their mode has weak references to them."""
+    """``Module.to`` would swap fake parameters, which fails: their mode has weak references to
+    them. Returns a function that sets their data instead."""
 
     def swapped(old, new):
         if isinstance(old, FakeTensor):
@@ -93,7 +95,7 @@ def swap_or_set(swap):
 
 
 def keep_tensor(isend):
-    """What waits for a send keeps the tensor, as with gloo."""
+    """The object that waits for a send keeps the tensor alive, as with gloo."""
 
     def isend_and_keep(tensor, *args, **kwargs):
         work = isend(tensor, *args, **kwargs)
@@ -103,16 +105,16 @@ def keep_tensor(isend):
 
 
 def warm_up(schedule, stages, *_):
-    """Of a pipeline, whose ranks vote if all know the shapes that they will send: they do."""
+    """The warm-up of a pipeline: its ranks vote whether all know the shapes to send. They do."""
     for stage in stages:
         stage._inference_mode = pipelining.stage.InferenceMode.STATIC
 
 
 class Reducer:
-    """What averages gradients in DistributedDataParallel; torch's own, in C++, needs memory.
+    """Averages gradients in DistributedDataParallel; torch's own Reducer, in C++, needs memory.
 
-    Gradients are collected in buckets, which are all-reduced when they are full. After the first
-    backward pass the buckets are made anew, in the order in which gradients arrived.
+    It collects gradients in buckets, and all-reduces a bucket when it is full. After the first
+    backward pass it rebuilds the buckets in the order in which gradients arrived.
     """
 
     def __init__(self, parameters, buckets, _limits, group, _sparse, most, _unused, as_view, _names,
@@ -172,7 +174,7 @@ class Reducer:
 
 
 class Silent:
-    """DDP's logger."""
+    """A logger for DDP that logs nothing."""
 
     def __init__(self, reducer):
         pass

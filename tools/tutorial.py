@@ -1,7 +1,7 @@
-"""The training loop of PyTorch's tutorials, on random tokens: what tools/bench.py compares with.
+"""The training loop of PyTorch's tutorials, on random tokens; tools/bench.py compares with it.
 
-One process, or DistributedDataParallel if torchrun has started several. Takes the few options of
-the scripts that change what a step computes.
+It is one process, or DistributedDataParallel if torchrun has started several. Of the scripts'
+options it takes the few that change what a step computes.
 """
 
 import argparse
