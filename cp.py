@@ -9,10 +9,10 @@ only attention communicates:
   Each rank attends to the block that it has while the next block arrives. Works with any number of
   heads; communication overlaps with computation.
 - ulysses (arXiv:2309.14509): an all-to-all turns shards of the sequence into shards of the heads;
-  after plain attention another one turns them back. The more ranks, the less each sends. The
+  after plain attention another all-to-all turns them back. The more ranks, the less each sends. The
   numbers of heads must be multiples of the number of ranks.
 - allgather (Llama 3, arXiv:2407.21783): every rank gathers all keys and values, and keeps its own
-  queries. The simplest; holds the keys and values of the whole sequence, of one layer at a time.
+  queries. It is the simplest, and holds the keys and values of the whole sequence for one layer.
 
     torchrun --nproc_per_node=2 cp.py
     torchrun --nproc_per_node=4 cp.py --attention ulysses --seq-len 4096 --batch-size 1
@@ -30,9 +30,9 @@ number of layers. a: micro-batches.
                                                      grad_kv (n-1)
 
 Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
-travels while attention to the one before is computed. A long block hides its transfer, since
-computing grows with the square of its length. The collectives of ulysses and allgather are exposed.
-The gradients' all-reduce overlaps with the backward pass, as in ddp.py.
+travels while the rank computes attention to the previous block. A long block hides its transfer,
+since computing grows with the square of its length. The collectives of ulysses and allgather are
+exposed. The gradients' all-reduce overlaps with the backward pass, as in ddp.py.
 
 To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
 "cp"] instead of DDP: for parameters, cp is more data parallelism; hybrid_3d.py does this. PyTorch's
@@ -67,7 +67,7 @@ from common.seed import seed_step
 from common.validation import Validation
 
 aten = torch.ops.aten
-# torch 2.11 has them by their former names only.
+# torch 2.11 has only the old names of these functions.
 all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
@@ -222,8 +222,7 @@ def main(argv=None):
 
 
 def count_targets(batch):
-    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
-    """
+    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
     return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
@@ -279,7 +278,7 @@ class RingAttention(torch.autograd.Function):
     """Keys and values travel around the ring. Queries stay, and add up their output block by block.
 
     No rank ever has more of the sequence than its own shard, one block, and the block that arrives
-    next. In the backward pass they travel again. Each block's gradient travels with it, in
+    next. In the backward pass the blocks travel again. Each block's gradient travels with it, in
     float32 at least, and ends at the block's owner.
     """
 
@@ -303,7 +302,7 @@ class RingAttention(torch.autograd.Function):
             )
             grad_q[..., queries, :] += block_grad_q
             if source == group.rank():
-                grad_kv = block_grad_kv.to(wide(k))  # waits here for the part of the other ranks
+                grad_kv = block_grad_kv.to(wide(k))  # the other ranks' part is added at the end
             else:  # add to the gradient that travels with this block, and pass it on
                 travelling = arriving() if arriving else torch.zeros_like(grad_kv)
                 travelling[..., keys, :] += block_grad_kv
@@ -346,7 +345,7 @@ def pass_on(tensor, group):
     return received
 
 
-@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without a word
+@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
 def allgather_attention(q, k, v, group):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
     ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal, with
@@ -355,10 +354,11 @@ def allgather_attention(q, k, v, group):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Gathers keys and values, and again in the backward pass: only the own ones are kept.
+    """All-gathers keys and values, and does so again in the backward pass: in between each rank
+    keeps only its own.
 
-    Each rank has used this rank's keys and values: their gradients are the sums of what the ranks
-    have for them: a reduce-scatter, in float32 at least.
+    All ranks have used this rank's keys and values. A reduce-scatter adds up their gradients from
+    all ranks, in float32 at least.
     """
 
     @staticmethod
@@ -419,9 +419,9 @@ def in_sight(source, group, length):
 
 
 def attend_to_blocks(q, blocks, group):
-    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): those of
-    rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
-    log-sum-exp of all scores, as ``attend`` does."""
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
+    own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
+    the output and the log-sum-exp of all scores, as ``attend`` does."""
     for source, block in blocks:
         queries, keys = in_sight(source, group, q.shape[2])
         block_out, block_lse = attend(
@@ -441,8 +441,8 @@ def wide(x):
 
 def attend(q, kv, causal):
     """Attention of Q queries, q (B, H, Q, K), to S keys and values, kv (2, B, KV, S, K): the output
-    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. ``causal``
-    takes as many queries as keys.
+    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. With ``causal``
+    there must be as many queries as keys.
 
     The kernels are those of F.scaled_dot_product_attention, which does not return the log-sum-exp.
     They keep no scores: memory is proportional to Q and S (FlashAttention, arXiv:2205.14135).
@@ -460,7 +460,7 @@ def attend(q, kv, causal):
         return out, lse
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
 
 
 def attend_backward(grad_out, q, kv, out, lse, causal):
@@ -477,7 +477,7 @@ def attend_backward(grad_out, q, kv, out, lse, causal):
             grad_out, q, k, v, out, lse, 0.0, causal
         )
         return grad_q, torch.stack(grad_kv)
-    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
+    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: not used
     if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
         grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed,
@@ -503,7 +503,7 @@ def merge(out, lse, block_out, block_lse):
 
 @torch.compiler.disable
 def ulysses_attention(q, k, v, attention, group):
-    """DeepSpeed Ulysses: all positions, for 1/cp of the heads.
+    """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 
     ``attention(q, k, v)`` is plain causal attention; ``group`` a ProcessGroup. The positions of a
     rank are contiguous: see ``shard_positions`` with ``zigzag=False``.
@@ -524,7 +524,7 @@ def ulysses_attention(q, k, v, attention, group):
 
 class AllToAll(torch.autograd.Function):
     """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``. The
-    gradients take the way back."""
+    backward pass does the reverse."""
 
     @staticmethod
     def forward(ctx, x, split_dim, cat_dim, group):

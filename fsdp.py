@@ -193,8 +193,8 @@ def main(argv=None):
 
 
 def count_targets(batch, group):
-    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
-    ranks of ``group``: those that read different samples. At least 1."""
+    """The number of targets in the micro-batches of a step, without targets of -100. ``group``: the
+    ranks that read different samples, over which it is summed. At least 1."""
     count = sum((targets != -100).sum() for _, targets in batch)
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)

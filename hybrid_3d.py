@@ -22,7 +22,7 @@ share of the batch; what fsdp.py sends for the parameters of this rank's stage, 
 between stages the hidden states forward and their gradients backward.
 
 Overlap: as in fsdp.py; what tp and cp send is exposed. With --pp the gradients are reduced after
-the last micro-batch, behind nothing.
+the last micro-batch: nothing hides this.
 
 The order of composition: tensor parallel first, because it changes what a layer computes; then the
 attention of context parallel; then FSDP, which shards what the rank now holds; then the pipeline
@@ -72,7 +72,7 @@ from common.slices import local_slices
 from common.validation import Validation
 
 aten = torch.ops.aten
-# torch 2.11 has them by their former names only.
+# torch 2.11 has only the old names of these functions.
 all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
@@ -298,8 +298,8 @@ def main(argv=None):
 
 
 def count_targets(batch, group):
-    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
-    ranks of ``group``: those that read different samples. At least 1."""
+    """The number of targets in the micro-batches of a step, without targets of -100. ``group``: the
+    ranks that read different samples, over which it is summed. At least 1."""
     count = sum((targets != -100).sum() for _, targets in batch)
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)
@@ -332,7 +332,7 @@ def plan(sequence_parallel):
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
         "model.norm": norm,
-        # The loss is a replicated scalar. Logits, without targets, would be gathered.
+        # Its output is the loss, a replicated scalar. Without targets it would gather the logits.
         "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
 
@@ -365,7 +365,7 @@ def parallelize(model, mesh, plan):
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
-    for first, *others in ties.values():  # parallelize_module has made DTensors of their own
+    for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
         for other in others:
             owner, _, attribute = other.rpartition(".")
@@ -379,7 +379,7 @@ def parallelize(model, mesh, plan):
 def wait_for_output(module):
     """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
     torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
-    FSDP warns if a module returns a view, as the local part of a DTensor is."""
+    FSDP warns if a module returns a view, such as the local part of a DTensor."""
     module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
@@ -401,7 +401,7 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
-@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without a word
+@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
 def allgather_attention(q, k, v, group):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
     ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal, with
@@ -410,10 +410,11 @@ def allgather_attention(q, k, v, group):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Gathers keys and values, and again in the backward pass: only the own ones are kept.
+    """All-gathers keys and values, and does so again in the backward pass: in between each rank
+    keeps only its own.
 
-    Each rank has used this rank's keys and values: their gradients are the sums of what the ranks
-    have for them: a reduce-scatter, in float32 at least.
+    All ranks have used this rank's keys and values. A reduce-scatter adds up their gradients from
+    all ranks, in float32 at least.
     """
 
     @staticmethod
@@ -474,9 +475,9 @@ def in_sight(source, group, length):
 
 
 def attend_to_blocks(q, blocks, group):
-    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block): those of
-    rank ``source``, stacked, (2, B, KV, T/cp, K), this rank's own first. Returns the output and the
-    log-sum-exp of all scores, as ``attend`` does."""
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
+    own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
+    the output and the log-sum-exp of all scores, as ``attend`` does."""
     for source, block in blocks:
         queries, keys = in_sight(source, group, q.shape[2])
         block_out, block_lse = attend(
@@ -496,8 +497,8 @@ def wide(x):
 
 def attend(q, kv, causal):
     """Attention of Q queries, q (B, H, Q, K), to S keys and values, kv (2, B, KV, S, K): the output
-    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. ``causal``
-    takes as many queries as keys.
+    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. With ``causal``
+    there must be as many queries as keys.
 
     The kernels are those of F.scaled_dot_product_attention, which does not return the log-sum-exp.
     They keep no scores: memory is proportional to Q and S (FlashAttention, arXiv:2205.14135).
@@ -515,7 +516,7 @@ def attend(q, kv, causal):
         return out, lse
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
 
 
 def attend_backward(grad_out, q, kv, out, lse, causal):
@@ -532,7 +533,7 @@ def attend_backward(grad_out, q, kv, out, lse, causal):
             grad_out, q, k, v, out, lse, 0.0, causal
         )
         return grad_q, torch.stack(grad_kv)
-    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
+    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: not used
     if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
         grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed,
@@ -594,13 +595,13 @@ def reshard(model):
 def split_layers(num_layers, num_stages, head):
     """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
     possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
-    Llama 3); the embedding of the first stage costs nothing. Of the others, later stages get one
-    layer more where they cannot have equally many: earlier ones keep more activations.
+    Llama 3); the embedding of the first stage costs nothing. If the others cannot have equally many
+    layers, later stages get one layer more, because earlier stages keep more activations.
     """
     if num_stages == 1:
         return [range(num_layers)]
     others = num_stages - 1
-    last = min(  # how many layers the last stage has; at least one is left for each in between
+    last = min(  # the number of layers of the last stage; each stage in between gets at least one
         range(num_layers - others + 1, -1, -1),
         key=lambda layers: max(-(-(num_layers - layers) // others), layers + head),
     )
@@ -656,8 +657,8 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
     Args:
         parts: {stage: module} of this rank.
         rank_of: the rank of each stage.
-        starts: for each micro-batch, the time at which the first stage computes it; stage s does at
-            a time s later. No rank may have two stages to compute at the same time.
+        starts: for each micro-batch, the time at which the first stage computes it; stage s follows
+            s units of time later. No rank may have two stages to compute at the same time.
         inputs, targets: (B, T), the same on all ranks.
         hidden: a meta tensor like the hidden states of a micro-batch.
         group: the process group of the pipeline.
@@ -766,8 +767,8 @@ def theory(P, N, last_group, B, T, D, KV, K, L, size, matrix_size, dp, cp, tp, s
            sequence_parallel, activation_checkpointing, loss_in_chunks):
     """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
 
-    P bytes of parameters in its stage, N of them in norms; ``last_group``, of what FSDP shards,
-    the bytes of the last group; (B, T, D) the shape of all hidden states; KV heads of K numbers; L
+    P bytes of parameters in its stage, N of them in norms; ``last_group`` bytes of what FSDP shards
+    are in the last group; (B, T, D) the shape of all hidden states; KV heads of K numbers; L
     layers in its stage; ``size`` bytes of a number in parameters, ``matrix_size`` in matrix
     products; dp x cp ranks in R replicas; ``a`` accumulation steps of M micro-batches.
     """
@@ -782,7 +783,7 @@ def theory(P, N, last_group, B, T, D, KV, K, L, size, matrix_size, dp, cp, tp, s
     t, x = tokens * size, tokens * D * matrix_size  # one number per token; hidden states
     again = activation_checkpointing
     if sequence_parallel:
-        # The gradients of norms are reduced as they are computed, in a pipeline after adding up.
+        # The gradients of norms are reduced in each micro-batch, in a pipeline after adding up.
         in_layers, norms = (8 + 3 * again) * x, 2 * N * (a * M * half if pp == 1 else a)
     else:
         in_layers, norms = (8 + 2 * again) * x, 0

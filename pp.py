@@ -17,7 +17,7 @@ the gradient norm, and in logged steps the loss.
 Three schedules of 3 ranks, one stage on each, and 4 micro-batches; time runs from left to right. 0
 to 3 is the forward pass of a micro-batch, aa to dd its backward pass, which takes twice as long.
 Dots are the bubble. zerobubble splits the backward pass: a computes the gradient of the stage's
-input, A those of its weights.
+input, A the gradients of the stage's weights.
 
     gpipe       rank 0   0 1 2 3 . . . . . . a a b b c c d d
                 rank 1   . 0 1 2 3 . . . a a b b c c d d . .
@@ -47,10 +47,10 @@ dualpipev        r, 2n-1-r           stages in a V; overlaps a forward with a ba
                                      (DeepSeek-V3, arXiv:2412.19437)
 
 The bubble is (n-1)/(vM+n-1) of a step; with the backward pass in two parts (n-1)/(3vM+n-1), if each
-part takes as long as the forward pass. Stages are weighed by their parameters, the embedding's not
-counted. Overlap: sends and receives run while the rank computes on another micro-batch. Exposed:
-the bubble, and the norm. The zero-bubble schedules reach zero only if a rank may
-start the next step before the global gradient norm is known; here no rank may.
+part takes as long as the forward pass. The layers are distributed such that the stages have about
+equally many parameters, the embedding's not counted. Overlap: sends and receives run while the rank
+computes another micro-batch. Exposed: the bubble and the norm. The zero-bubble schedules reach zero
+only if a rank may start the next step before the global gradient norm is known; here no rank may.
 """
 
 import copy
@@ -258,21 +258,20 @@ def main(argv=None):
 
 
 def count_targets(batch):
-    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
-    """
+    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
     return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
 def split_layers(num_layers, num_stages, head):
     """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
     possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
-    Llama 3); the embedding of the first stage costs nothing. Of the others, later stages get one
-    layer more where they cannot have equally many: earlier ones keep more activations.
+    Llama 3); the embedding of the first stage costs nothing. If the others cannot have equally many
+    layers, later stages get one layer more, because earlier stages keep more activations.
     """
     if num_stages == 1:
         return [range(num_layers)]
     others = num_stages - 1
-    last = min(  # how many layers the last stage has; at least one is left for each in between
+    last = min(  # the number of layers of the last stage; each stage in between gets at least one
         range(num_layers - others + 1, -1, -1),
         key=lambda layers: max(-(-(num_layers - layers) // others), layers + head),
     )
@@ -314,7 +313,7 @@ def make_schedule(
         own: the numbers of this rank's stages, of ``num_stages`` in all; see ``stages_of``.
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
-            with the types that travel. Without them the pipeline would run the model once.
+            with the types that travel. Without them the pipeline would run the model to learn them.
         output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
@@ -332,7 +331,7 @@ def make_schedule(
         for stage, part in zip(own, parts)
     ]
     if name in V_SHAPED:
-        for stage in stages:  # torch 2.11 first sends from each stage to the next: not to itself
+        for stage in stages:  # torch 2.11 first sends to the next stage: impossible on one rank
             stage._get_init_p2p_neighbors_ops = list
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
@@ -356,8 +355,8 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
     Args:
         parts: {stage: module} of this rank.
         rank_of: the rank of each stage.
-        starts: for each micro-batch, the time at which the first stage computes it; stage s does at
-            a time s later. No rank may have two stages to compute at the same time.
+        starts: for each micro-batch, the time at which the first stage computes it; stage s follows
+            s units of time later. No rank may have two stages to compute at the same time.
         inputs, targets: (B, T), the same on all ranks.
         hidden: a meta tensor like the hidden states of a micro-batch.
         group: the process group of the pipeline.
@@ -435,12 +434,13 @@ def check(args, n):
     name, M, v, accum = args.schedule, args.microbatches, args.stages_per_rank, args.grad_accum
     if name in ONE_STAGE and v != 1:
         raise SettingError(
-            f"--stages-per-rank {v}: --schedule {name} has 1 on each rank; use 1, or "
-            f"interleaved1f1b"
+            f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, "
+            f"or interleaved1f1b"
         )
     if name in V_SHAPED and v != 2:
         raise SettingError(
-            f"--stages-per-rank {v}: --schedule {name} has 2 on each rank; use 2, or zerobubble"
+            f"--stages-per-rank {v}: --schedule {name} has 2 stages on each rank; use 2, or "
+            f"zerobubble"
         )
     most = args.config.num_hidden_layers + 2
     if n * v > most:

@@ -122,8 +122,7 @@ def main(argv=None):
 
 
 def count_targets(batch):
-    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
-    """
+    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
     return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 

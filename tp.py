@@ -27,8 +27,8 @@ A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
 sends (2X+x)(n-1)/n more, or 2x(n-1)/n more without sequence parallelism.
 
-Overlap: none. Each matrix product needs what the collective before it brings, so all of this time
-is exposed; hence the fast links of one machine.
+Overlap: none. Each matrix product needs the result of the collective before it, so all of this time
+is exposed. That is why the ranks should share the fast links of one machine.
 """
 
 import argparse
@@ -188,8 +188,7 @@ def main(argv=None):
 
 
 def count_targets(batch):
-    """The number of targets in the micro-batches of a step, those of -100 not counted. At least 1.
-    """
+    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
     return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
@@ -220,7 +219,7 @@ def plan(sequence_parallel):
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
         "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
         "model.norm": norm,
-        # The loss is a replicated scalar. Logits, without targets, would be gathered.
+        # Its output is the loss, a replicated scalar. Without targets it would gather the logits.
         "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
 
@@ -253,7 +252,7 @@ def parallelize(model, mesh, plan):
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
-    for first, *others in ties.values():  # parallelize_module has made DTensors of their own
+    for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
         for other in others:
             owner, _, attribute = other.rpartition(".")
@@ -267,14 +266,14 @@ def parallelize(model, mesh, plan):
 def wait_for_output(module):
     """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
     torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
-    FSDP warns if a module returns a view, as the local part of a DTensor is."""
+    FSDP warns if a module returns a view, such as the local part of a DTensor."""
     module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
 def redistribute_gradients(model, group):
-    """Bring each gradient into the layout of its parameter: once here, since clipping and the
-    optimizer would each do so. Those of an embedding lack only the cut. Under sequence parallelism
-    those of norms are partial sums: one all-reduce over ``group`` adds up all of them."""
+    """Redistribute each gradient to the placements of its parameter: once here; otherwise clipping
+    and the optimizer would each do so. The embedding's gradient only has to be cut. Under sequence
+    parallelism the norms' gradients are partial sums: one all-reduce over ``group`` adds up all."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     partial = [p for p in parameters if p.grad.placements[0].is_partial()]
     if partial:

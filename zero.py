@@ -9,16 +9,16 @@ model, but the model itself does. fsdp.py is stage 3. (ZeRO, arXiv:1910.02054)
     torchrun --nproc_per_node=8 zero.py --stage 2 --model small --dtype bfloat16 --compile --lr 1e-3
 
 Sent in a step: a reduce-scatter of the gradients and an all-gather of the updated parameters. For P
-bytes of parameters, each of n ranks sends P(n-1)/n in both: together as much as DDP. A bucket of
-gradients is reduced as soon as the backward pass has them, and freed. Stage 1 does so in the last
-micro-batch, and adds up whole gradients before; stage 2 does so in every micro-batch: this saves
-memory, and sends P(n-1)/n more for each further micro-batch. With one micro-batch they are equal.
-Overlap: reductions run during the backward pass, gathers during the next forward pass, each for the
-bucket before it is used. Exposed: the reduction of the last bucket, the embedding's; the gather of
-the first; and all that computing does not hide. And one number is all-reduced: how many targets
-the global batch has (8 bytes, 16(n-1)/n sent). PyTorch's ZeroRedundancyOptimizer is stage 1 only,
-and sends more: it all-reduces the gradients and broadcasts the parameters, 3P(n-1)/n. So this
-script writes the collectives itself.
+bytes of parameters, each of n ranks sends P(n-1)/n in each of the two: together as much as DDP. The
+gradients of a bucket are reduced as soon as the backward pass has all of them, and then freed.
+Stage 1 reduces in the last micro-batch only, and adds up whole gradients before. Stage 2 reduces in
+every micro-batch: this saves memory, but each further micro-batch sends P(n-1)/n more. With one
+micro-batch both stages do the same. One number is also all-reduced: how many targets the global
+batch has (8 bytes, 16(n-1)/n sent). Overlap: reductions run during the backward pass, gathers
+during the next forward pass. Exposed: the reduction of the last bucket (the embedding's), the
+gather of the first bucket, and whatever takes longer than the computation that should hide it.
+PyTorch's ZeroRedundancyOptimizer is stage 1 only, and sends more: it all-reduces the gradients and
+broadcasts the parameters, 3P(n-1)/n. So this script calls the collectives itself.
 """
 
 import torch
@@ -44,7 +44,7 @@ from common.optimizer import (
 from common.seed import seed_step
 from common.validation import Validation
 
-# torch 2.11 has them by their former names only.
+# torch 2.11 has only the old names of these functions.
 all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
@@ -178,8 +178,8 @@ def main(argv=None):
 
 
 def count_targets(batch, group):
-    """The number of targets in the micro-batches of a step, those of -100 not counted, over the
-    ranks of ``group``: those that read different samples. At least 1."""
+    """The number of targets in the micro-batches of a step, without targets of -100. ``group``: the
+    ranks that read different samples, over which it is summed. At least 1."""
     count = sum((targets != -100).sum() for _, targets in batch)
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)
@@ -187,8 +187,8 @@ def count_targets(batch, group):
 
 def make_buckets(model, groups, mesh):
     """Make a bucket for each of ``groups``. Hooks reduce a bucket as soon as the backward pass has
-    its gradients, where ``reduce_in_backward`` says so, and wait for its parameters before the
-    forward pass uses them.
+    its gradients, if ``reduce_in_backward`` says so, and wait for its parameters before the forward
+    pass uses them.
 
     Give ``shards.values()`` to the optimizer and to clip_grad_norm_, and clear their gradients by
     ``optimizer.zero_grad()``: ``model.zero_grad()`` does not reach them. Unless all ranks start
@@ -208,7 +208,7 @@ def make_buckets(model, groups, mesh):
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
-            raise SettingError(f"{name} has no rows to share out: give it the shape (1,)")
+            raise SettingError(f"{name} has no rows to split: give it the shape (1,)")
     buckets, bucket_of, shards = [], {}, {}
     for group in groups:
         found = {  # a dict: each parameter once
@@ -219,7 +219,7 @@ def make_buckets(model, groups, mesh):
         if found:
             buckets.append(Bucket(list(found), mesh))
             for part in group:
-                # Parameters are not called, nor are containers, such as a ModuleList.
+                # Hooks run on calls; parameters and containers (ModuleList) are not called.
                 called = isinstance(part, nn.Module) and type(part).forward is not nn.Module.forward
                 (part if called else model).register_forward_pre_hook(
                     lambda *_, number=len(buckets) - 1: wait_for_parameters(buckets, number)
@@ -232,13 +232,13 @@ def make_buckets(model, groups, mesh):
             found = bucket_of.get(parameter, [])
             if len(found) != 1:
                 raise SettingError(
-                    f"{name} is in {len(found)} of the groups: it must be in one; give modules "
-                    f"that share it one group"
+                    f"{name} is in {len(found)} of the groups: it must be in one; put modules "
+                    f"that share it into one group"
                 )
             shards[name] = found[0].shards[parameter]
 
     def on_gradient(parameter):
-        """Post-accumulate-grad hook: the last gradient of a bucket starts its reduce-scatter."""
+        """Post-accumulate-grad hook: a bucket's last gradient starts its reduce-scatter."""
         (bucket,) = bucket_of[parameter]
         bucket.pending -= 1
         if not bucket.pending and bucket.reduces:
@@ -262,11 +262,11 @@ class Bucket:
         self.parameters, self.mesh, self.n = parameters, mesh, mesh.size()
         self.shards = {p: self.as_shard(self.own_rows(p.detach()), p) for p in parameters}
         self.numel_per_rank = [-(-len(p) // self.n) * p[0].numel() for p in parameters]
-        self.reduces = True  # as soon as the backward pass has computed all gradients
-        self.pending = len(parameters)  # those that it has yet to compute
+        self.reduces = True  # as soon as the backward pass has all gradients
+        self.pending = len(parameters)  # gradients that the backward pass has yet to compute
         self.work = None  # the reduce-scatter that is running
-        self.stale = False  # other ranks have updated their rows, and this one lacks them
-        self.gathering = self.whole = None  # the all-gather that is running, and where to
+        self.stale = False  # True: this rank lacks rows that other ranks have updated
+        self.gathering = self.whole = None  # the all-gather that is running, and its output
 
     def own_rows(self, whole):
         pieces, rank = whole.chunk(self.n), self.mesh.get_local_rank()
@@ -287,7 +287,7 @@ class Bucket:
         if self.stale:
             raise SettingError(
                 f"parameters of the shapes {[tuple(p.shape) for p in self.parameters]} were used "
-                f"without a call of a module of their group: put the module that uses them there"
+                f"without a call of a module of their group: add the module that uses them"
             )
         missing = [tuple(p.shape) for p in self.parameters if p.grad is None]
         if missing:
@@ -349,15 +349,15 @@ def drain(buckets):
 
 
 def reduce_in_backward(buckets, reduces):
-    """Call it before each micro-batch: whether the next backward pass reduces the gradients that it
-    completes, or leaves them to be added to."""
+    """Call it before each micro-batch. With ``reduces`` the next backward pass reduces the
+    gradients; without it they stay whole, and later backward passes add to them."""
     for bucket in buckets:
         bucket.reduces, bucket.pending = reduces, len(bucket.parameters)
 
 
 def reduce_gradients(buckets):
-    """Reduce the gradients that are still whole, since not all of their bucket arrived in the last
-    backward pass, and wait for all. Call it after the last backward pass of a step."""
+    """Reduce the buckets that are still whole, because the last backward pass did not reach all of
+    their parameters, and wait for them. Call it after the last backward pass of a step."""
     for bucket in reversed(buckets):
         if any(parameter.grad is not None for parameter in bucket.parameters):
             drain(buckets)
@@ -368,8 +368,8 @@ def reduce_gradients(buckets):
 def start_gathering(buckets):
     """All-gather the rows of every parameter from their owners, during the next forward pass: two
     buckets are on their way while another one is used. Call it after loading a checkpoint and after
-    each step of the optimizer. To read parameters otherwise than by a forward pass of the modules
-    in the groups, call ``wait_for_parameters`` first."""
+    each step of the optimizer. Forward passes of the modules in the groups wait for the rows. All
+    other code that reads parameters must call ``wait_for_parameters`` first."""
     wait_for_parameters(buckets)  # of modules that the last forward pass did not use
     for bucket in buckets:
         bucket.stale = True
@@ -378,7 +378,7 @@ def start_gathering(buckets):
 
 
 def wait_for_parameters(buckets, number=None):
-    """Wait until the bucket ``number`` and those before it, or all, have the rows of all ranks."""
+    """Wait until the buckets up to ``number``, by default all, have the rows of all ranks."""
     for i, bucket in enumerate(buckets if number is None else buckets[: number + 1]):
         if bucket.stale:
             bucket.wait_and_copy()
