@@ -1,4 +1,4 @@
-"""In the fake world of tools/pretend.py: what a real one does too, and fake tensors alone do not."""
+"""In the fake world of tools/pretend.py: what a real world does too, and fake tensors alone not."""
 
 import weakref
 
