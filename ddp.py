@@ -1,7 +1,7 @@
 """Data parallel: every rank holds the whole model and trains it on its share of each batch.
 
 Split: the batch. Replicated: parameters, gradients, optimizer states. Use it if all of these fit on
-one device: it is the simplest strategy and sends the least. (DDP, arXiv:2006.15704)
+one device: it is the simplest strategy. (DDP, arXiv:2006.15704)
 
     torchrun --nproc_per_node=2 ddp.py
     torchrun --nproc_per_node=8 ddp.py --model small --dtype bfloat16 --compile --lr 1e-3

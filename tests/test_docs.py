@@ -40,11 +40,13 @@ RUN = {
     "python single.py": SMALL,
     "bash run.sh examples/": "--steps 2",
     "python -m tools.dry_run": "",
+    "bash run.sh dry_run": "",
     "diff ": "",
 }
 TESTED = {
     "bash run.sh bench": "test_user.py::test_the_benchmark_runs",
-    "python -m tools.dry_run WORLD_SIZE": "test_dry_run.py::test_it_counts_what_a_run_counts",
+    "python -m tools.dry_run --rank 0 WORLD_SIZE": "test_dry_run.py::test_it_counts_what_a_run_counts",
+    "bash run.sh plan": "test_plan.py::test_its_order_is_that_of_real_runs",
     "python -m tools.plan": "test_plan.py::test_its_order_is_that_of_real_runs",
     "python -m tools.prepare": "test_tools.py::test_split_is_by_document",
     "python -m tools.plot": "test_tools.py::test_drawn_is_what_runs_wrote",
@@ -64,6 +66,7 @@ LEFT_OUT = {
     "bash run.sh test --torch": "downloads a torch of 5 GB",
     "bash run.sh test tests/test_cuda.py": "needs GPUs",
     "pip install": "needs the network",
+    "source .venv/bin/activate": "then pip, which needs the network",
     "iptables ": "changes the firewall; the page says so",
     "py-spy dump": "a tool that is not required; it was run by hand",
     "torchfrtrace ": "reads the records of NCCL, which needs GPUs",
