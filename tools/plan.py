@@ -189,19 +189,29 @@ def unflatten(value, numbers, path=()):
     return numbers.get(path, value)
 
 
-def cached(script, options, world_size, rank, nproc_per_node):
-    """``dry_run.count``, without what only describes, or what an earlier call found. A file for
-    each in ~/.cache; another torch, or a changed script, is another file. If it cannot be written,
-    "not kept" says why."""
-    key = json.dumps([sources(), torch.__version__, script, options, world_size, rank,
-                      nproc_per_node])
+def kept_at(*job):
+    """The file in ~/.cache of a call of ``cached``; another torch, or a changed script, has another
+    one."""
+    key = json.dumps([sources(), torch.__version__, *job])
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    path = folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    return folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def kept(*job):
+    """What an earlier call of ``cached`` has found, or None."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(kept_at(*job).read_text())
     except (OSError, ValueError):
-        counted = dry_run.count(script, options, world_size, rank, nproc_per_node)
-    counted = {k: v for k, v in counted.items() if k not in ("description", "theory")}
+        return None
+
+
+def cached(script, options, world_size, rank, nproc_per_node):
+    """``dry_run.count``, without what only describes; it is kept in a file. If this cannot be
+    written, "not kept" says why."""
+    job = script, options, world_size, rank, nproc_per_node
+    counted = {name: value for name, value in dry_run.count(*job).items()
+               if name not in ("description", "theory")}
+    path = kept_at(*job)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as part:
@@ -424,6 +434,10 @@ def main(argv=None):
         numbers = itertools.count(1)
 
         def submit(script, words, *where):
+            if found := kept(script, words, *where):  # without a process
+                future = concurrent.futures.Future()
+                future.set_result(found)
+                return future
             future = pool.submit(cached, script, words, *where)
             shown = " ".join([os.path.basename(script), *(w for w in words if w not in sized)])
             future.add_done_callback(
