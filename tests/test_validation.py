@@ -39,6 +39,16 @@ RUNS = [
     ("hybrid_3d.py --cp 2 --tp 2 --pp 2 --no-sequence-parallel", 8),
 ]
 LIST = {command: world for command, world in RUNS}
+# Those that a run without validation is compared with, one of each kind
+COMPARED = (
+    "single.py --grad-accum 3", "ddp.py --grad-accum 2", "zero.py --stage 1",
+    "zero.py --stage 2 --grad-accum 2", "fsdp.py",
+    "fsdp.py --grad-accum 2 --no-reshard-after-forward", "tp.py",
+    "cp.py --attention ring --grad-accum 2", "pp.py --schedule interleaved1f1b --microbatches 6",
+    "pp.py --schedule zbv --microbatches 3", "hybrid_3d.py --tp 2 --pp 2 --microbatches 3",
+    "hybrid_3d.py --cp 2 --replicate 2",
+)
+assert all(command in LIST for command in COMPARED)
 SAMPLE = [(command, LIST[command]) for command in (
     "fsdp.py", "pp.py --schedule zbv --microbatches 3",
 )]
@@ -89,6 +99,8 @@ def test_equal_in_every_script_and_no_part_of_training(
     assert furthest(result.curve("step", "val_loss"), expected) < 1e-10
     assert result.summary["val_loss"] == result.curve("val_loss")[-1][0]
 
+    if command not in COMPARED:
+        return
     without = run(script, world, plain, out="without")
     assert result.curve("step", "loss", "grad_norm") == without.curve("step", "loss", "grad_norm")
     for step in (2, 4, 5):
@@ -109,8 +121,7 @@ FURTHER = [
     ("tests/loss_in_chunks.py fsdp.py --activation-checkpointing", 2, EXACT, 1e-10),
     ("tests/loss_in_chunks.py tp.py --activation-checkpointing", 2, EXACT, 1e-10),
     ("tests/loss_in_chunks.py hybrid_3d.py --tp 2 --pp 2", 4, EXACT, 1e-10),
-    ("fsdp.py --compile", 2, OPTIONS, 1e-4), ("tp.py --compile", 2, OPTIONS, 1e-4),
-    ("cp.py --compile", 2, OPTIONS, 1e-4), ("pp.py --compile", 2, OPTIONS, 1e-4),
+    ("fsdp.py --compile", 2, OPTIONS, 1e-4), ("pp.py --compile", 2, OPTIONS, 1e-4),
     ("zero.py --dtype bfloat16", 2, OPTIONS, 0.02),
     ("fsdp.py --dtype bfloat16", 2, OPTIONS, 0.02),
     ("hybrid_3d.py --tp 2 --pp 2 --dtype bfloat16", 4, OPTIONS, 0.02),
@@ -127,8 +138,7 @@ def test_other_arithmetic(run, reference, corpus, held_out, command, world, opti
 
 
 @thorough
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2),
-                                           ("tp.py", 2), ("pp.py", 2)])
+@pytest.mark.parametrize("script, world", [("single.py", 0), ("fsdp.py", 2), ("pp.py", 2)])
 def test_without_dropout(run, reference, corpus, held_out, script, world):
     """Weights stay as they are drawn: so each evaluation gives what it gives without dropout."""
     frozen = f"{EXACT} --lr 0 --steps 3 --val-every 1 --val-batches 2"
