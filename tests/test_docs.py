@@ -45,7 +45,8 @@ RUN = {
 }
 TESTED = {
     "bash run.sh bench": "test_user.py::test_the_benchmark_runs",
-    "python -m tools.dry_run --rank 0 WORLD_SIZE": "test_dry_run.py::test_it_counts_what_a_run_counts",
+    "python -m tools.dry_run --rank 0 WORLD_SIZE":
+        "test_dry_run.py::test_it_counts_what_a_run_counts",
     "bash run.sh plan": "test_plan.py::test_its_order_is_that_of_real_runs",
     "python -m tools.plan": "test_plan.py::test_its_order_is_that_of_real_runs",
     "python -m tools.prepare": "test_tools.py::test_split_is_by_document",

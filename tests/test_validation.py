@@ -160,6 +160,7 @@ def test_one_more_compilation(run, corpus, held_out):
     assert "2 graphs" in run("tests/compiled_graphs.py", 0, options).output
 
 
+@thorough
 def test_resume_also_with_other_held_out_data(run, corpus, held_out):
     options = f"{EXACT} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2"
     first = run("single.py", 0, f"{options} --val-data {held_out}")
