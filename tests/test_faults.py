@@ -288,7 +288,8 @@ def started(folder):
     return log.exists() and len(log.read_text().splitlines()) > 3
 
 
-@pytest.mark.parametrize("name", sampled(["SIGTERM", "SIGUSR1", "SIGINT"], ["SIGUSR1"]))
+@thorough
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_run_sh_ends_with_one_line(tmp_path, corpus, name):
     options = f"{OPTIONS} --data {corpus} --steps 100000 --save-every 50000"
     process = start([*RUN, "ddp.py", *options.split()], tmp_path, NPROC="2", MAX_RESTARTS="3")

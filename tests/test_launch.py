@@ -647,7 +647,7 @@ def test_the_rank_on_a_machine(monkeypatch):
 
 @pytest.mark.parametrize("script, options", sampled(
     [("ddp.py", ""), ("hybrid_3d.py", "--tp 2"), ("hybrid_3d.py", "--pp 2"),
-     ("hybrid_3d.py", "--cp 2")], [("hybrid_3d.py", "--tp 2")]
+     ("hybrid_3d.py", "--cp 2")], [("ddp.py", "")]
 ))
 def test_a_rank_that_stops_ends_the_run(run, corpus, script, options):
     """In any group of the mesh: --timeout holds for all, and one line says what has happened."""
