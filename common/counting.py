@@ -150,6 +150,8 @@ class StepCounter(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         if function.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             self.collective(name, args, out)
+        if name == "split" and args[0].untyped_storage()._cdata not in self.alive:
+            return out  # a buffer of gloo's own, in its wait() for a reduce-scatter
         # recv writes into a buffer that may have been allocated before the counting began.
         for leaf in tree_leaves([out, args] if name == "recv_" else out):
             if isinstance(leaf, torch.Tensor):

