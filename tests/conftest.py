@@ -12,12 +12,16 @@ VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scrip
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from tests.in_parallel import pytest_runtestloop  # noqa: E402, F401
 from tests.processes import ProcessServer  # noqa: E402
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="run every test; without it, a sample of every kind")
+    parser.addoption("--processes", type=int, default=min(4, os.cpu_count()),
+                     help="how many processes share the tests")
+    parser.addoption("--share", help="for what --processes starts")
     parser.addoption("--kills", type=int, default=14, help="how many kills the soak does")
     parser.addoption("--seed", type=int, default=0, help="seed of the soak")
 
