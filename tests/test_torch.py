@@ -37,6 +37,9 @@ PRIVATE = {
     ),
     "_internal": (torch.testing, "the store of torch's fake process group"),
     "_local_tensor": (DTensor, "to_local() is an operation of autograd, and would be counted"),
+    "_output_slot_is_releasable": (
+        pipelining.PipelineStage, "from torch 2.15: it takes a dry run's tensors for no tensors"
+    ),
     "_overloadpacket": (torch.ops.aten.add.Tensor, "torch's formulas of operations have its name"),
     "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
@@ -83,7 +86,7 @@ UNDOCUMENTED = {
 }
 # From when to when torch has a name, and something asks for it.
 SPANS = {"_get_init_p2p_neighbors_ops": ((0,), (2, 15)), "_warmup_p2p": ((2, 12), (2, 15)),
-         "_inference_mode": ((2, 12), (99,))}
+         "_inference_mode": ((2, 12), (99,)), "_output_slot_is_releasable": ((2, 15), (99,))}
 
 
 def names_with_a_dash(source):
