@@ -30,18 +30,20 @@ def pytest_runtestloop(session):
         others = [start(config, folder, number, processes) for number in range(1, processes)]
         try:
             files = [open(f"{folder}/reports{number}") for number in range(1, processes)]
-            reported = time.monotonic()
+            ran, reported = 0, time.monotonic()
             for _ in run(session, folder, 0, processes):
+                ran += 1
                 if time.monotonic() - reported > 20:  # seconds: else a line for each few tests
-                    report(config, files)
+                    ran += report(config, files)
                     reported = time.monotonic()
-            for number, other in enumerate(others, 1):
-                status = other.wait()
-                report(config, files)
-                if status not in (0, 1):  # 1: a test failed, as its report says
-                    session.testsfailed += 1
-                    output = pathlib.Path(folder, f"output{number}").read_text()
-                    print(f"\nprocess {number} ended with the status {status}:\n{output}")
+            statuses = [other.wait() for other in others]
+            ran += report(config, files)
+            if ran < len(session.items) or not {0, 1}.issuperset(statuses):  # 1: failed tests
+                session.testsfailed += 1
+                print(f"\n{len(session.items) - ran} tests did not end; further processes ended "
+                      f"with the status {statuses}:")
+                for path in pathlib.Path(folder).glob("output*"):
+                    print(path.read_text())
         finally:
             for other in others:
                 other.terminate()
@@ -99,15 +101,19 @@ def claim(path):
 
 
 def report(config, files):
-    """Report what further processes have run since the last call, as if this one had run it."""
+    """Report what further processes have run since the last call, as if this one had run it.
+    Returns how many tests have ended."""
+    ended = 0
     for file in files:
         place = file.tell()
         while (line := file.readline()).endswith("\n"):
             place = file.tell()
             nodeid, location, data = json.loads(line)
+            ended += data["when"] == "teardown"
             if data["when"] == "setup":
                 config.hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
             config.hook.pytest_runtest_logreport(
                 report=config.hook.pytest_report_from_serializable(config=config, data=data)
             )
         file.seek(place)  # of a line that is not complete yet
+    return ended

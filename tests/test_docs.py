@@ -39,8 +39,8 @@ RUN = {
     "torchrun --nproc_per_node=": SMALL,
     "python single.py": SMALL,
     "bash run.sh examples/": "--steps 2",
-    "python -m tools.dry_run": "",
-    "bash run.sh dry_run": "",
+    "python -m tools.dry_run": "--num-hidden-layers 8",
+    "bash run.sh dry_run": "--num-hidden-layers 8",
     "diff ": "",
 }
 TESTED = {
