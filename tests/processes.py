@@ -122,7 +122,9 @@ def serve():
     import torch.utils.data  # noqa: F401
     from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
 
-    from common import arguments, checkpoint, data, metrics, optimizer  # noqa: F401
+    from common import (  # noqa: F401
+        arguments, checkpoint, launch, metrics, optimizer, seed, slices, validation
+    )
 
     for module in sys.argv[1:]:
         importlib.import_module(module)

@@ -82,6 +82,6 @@ def test_it_stops_at_the_first_failure(share):
 @thorough
 @pytest.mark.parametrize("code", ["0", "7"])
 def test_a_process_that_dies_is_a_failure(share, code):
-    """In test_b, which the further process begins with."""
+    """In test_b, with whose end the further process begins."""
     status, output, _ = share(2, "-k", "test_b or not 55", DIES=code)
     assert status == 1 and f"ended with the status [{code}]" in output

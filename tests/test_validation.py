@@ -116,8 +116,6 @@ def test_equal_in_every_script_and_no_part_of_training(
     assert found["sent"] == other["sent"]
     for kind in ("parameters", "gradients", "optimizer states"):
         assert found["held"][kind] == other["held"][kind], kind
-    # Not equal: gloo's thread lets go of what it sent at some moment after wait() has returned.
-    assert found["peak"]["in all"] == pytest.approx(other["peak"]["in all"], rel=0.03)
 
 
 FURTHER = [
