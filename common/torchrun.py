@@ -1,4 +1,5 @@
-"""torchrun, as run.sh starts it. It differs from plain torchrun only when a signal stops it.
+"""torchrun, as run.sh starts it. It differs from plain torchrun when a signal stops it, and in the
+port of the processes' store.
 
 Plain torchrun ends with a traceback and status 1, and after 30 seconds kills processes that still
 save. This one passes SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 on to its processes. They finish a step,
@@ -8,20 +9,23 @@ processes at once. So does torchrun itself, ``PATIENCE`` seconds after the first
 
 import os
 import pathlib
+import random
 import signal
+import socket
 import sys
 import tempfile
 import time
 
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import api
 
 PATIENCE = 300  # seconds in which processes can save; NCCL may wait for a dead process for ever
 ONE_SIGNAL = 1.0  # seconds: launchers may deliver one signal twice
 FILE = "--rdzv-conf=store_type=file"
 
 asked = None  # the first signal and its time
-restart_workers = SimpleElasticAgent._restart_workers
+restart_workers, get_free_port = SimpleElasticAgent._restart_workers, api.get_free_port
 
 
 def processes():
@@ -62,11 +66,27 @@ def restart_unless_stopped(self, *args, **kwargs):
     return restart_workers(self, *args, **kwargs)
 
 
+def free_port():
+    """A port that rank 0 can listen on when it has imported torch, seconds later. It is below those
+    that the kernel gives to whoever asks for any port: by then it might have given it away."""
+    first = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    ports = range(10_000, int(first))
+    for port in random.sample(ports, min(100, len(ports))):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:  # it is in use
+                continue
+    return get_free_port()
+
+
 def main():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays so (nohup)
             signal.signal(number, stop)
     SimpleElasticAgent._restart_workers = restart_unless_stopped
+    api.get_free_port = free_port
     os.environ["TORCHRUN_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
         # On one machine the rendezvous is a file, not a port that other machines can reach

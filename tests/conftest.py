@@ -19,7 +19,7 @@ from tests.processes import ProcessServer  # noqa: E402
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="run every test; without it, a sample of every kind")
-    parser.addoption("--processes", type=int, default=min(4, os.cpu_count()),
+    parser.addoption("--processes", type=int, default=min(4, os.cpu_count() + 1),
                      help="how many processes share the tests")
     parser.addoption("--share", help="for what --processes starts")
     parser.addoption("--kills", type=int, default=14, help="how many kills the soak does")

@@ -5,8 +5,10 @@ ordinary process: it runs the script as ``__main__``, with the variables that a 
 goes through the end of the interpreter.
 """
 
+import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +21,7 @@ import time
 import weakref
 
 ROOT = pathlib.Path(__file__).parent.parent
+PORTS = itertools.count(os.getpid() * 101)  # see free_port
 PATIENCE = 300  # seconds after which what runs is taken to hang, however busy the machine is
 
 
@@ -104,9 +107,12 @@ class ProcessServer:
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the kernel gives to whoever asks for any port: it might give this one
+    away before a rank listens. Processes that share the tests begin at different ports."""
+    for number in PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):  # the next if it is in use
+            probe.bind(("127.0.0.1", 10_000 + number % 20_000))
+            return probe.getsockname()[1]
 
 
 def serve():

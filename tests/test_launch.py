@@ -186,10 +186,13 @@ def test_fewer_machines_go_on(run, tmp_path, corpus):
 
 
 def test_one_machine_stays_on_loopback(tmp_path):
-    """Its processes meet there, and the command that is shown runs as it stands."""
+    """Its processes meet there, at a port that the kernel gives to no one else, and the command
+    that is shown runs as it stands."""
     script = tmp_path / "show.py"
     script.write_text(
         "import os, sys\n"
+        "range = open('/proc/sys/net/ipv4/ip_local_port_range').read().split()\n"
+        "assert 10_000 <= int(os.environ['MASTER_PORT']) < int(range[0])\n"
         "words = os.environ['MASTER_ADDR'], os.environ['WORLD_SIZE'], *sys.argv[1:]\n"
         "os.write(1, f'{words}\\n'.encode())\n"
     )

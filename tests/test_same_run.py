@@ -10,9 +10,11 @@ MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-at
 BASE = (f"{MODEL} --seq-len 32 --batch-size 24 --steps 20 --log-every 1 --warmup-steps 3 "
         "--save-every 0")
 EXACT = f"{BASE} --dtype float64"
+SHORT = f"{EXACT} --steps 8"
 # torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
 # scalar type Double but found Float".
-RECOMPUTED = (BASE, 5e-4) if torch.__version__.startswith(("2.11.", "2.12.")) else (EXACT, 1e-10)
+OLD = torch.__version__.startswith(("2.11.", "2.12."))
+RECOMPUTED = (f"{BASE} --steps 8", 5e-4) if OLD else (SHORT, 1e-10)
 
 SHARDED = ["zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
            "fsdp.py --no-reshard-after-forward"]
@@ -69,8 +71,8 @@ def test_bfloat16_learns(run, corpus, script, world_size):
 
 @pytest.mark.parametrize("script, world_size", sampled(SCRIPTS, [SCRIPTS[0], SCRIPTS[2]]))
 def test_activation_checkpointing_changes_nothing(run, single, corpus, script, world_size):
-    options = f"{EXACT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
-    assert furthest(run(script, world_size, options).curve(), single(EXACT)) < 1e-10
+    options = f"{SHORT} --data {corpus} --grad-accum 2 --activation-checkpointing --workers 1"
+    assert furthest(run(script, world_size, options).curve(), single(SHORT), 8) < 1e-10
 
 
 @pytest.mark.parametrize("script, world_size", sampled(
@@ -79,9 +81,9 @@ def test_activation_checkpointing_changes_nothing(run, single, corpus, script, w
 ))
 def test_a_loss_in_chunks_follows(run, single, corpus, script, world_size):
     """And the weights of the head are still gathered, and their gradients reduced, once."""
-    options = f"{EXACT} --data {corpus}"
+    options = f"{SHORT} --data {corpus}"
     result = run(f"tests/loss_in_chunks.py {script}", world_size, options)
-    assert furthest(result.curve(), single(EXACT)) < 1e-10
+    assert furthest(result.curve(), single(SHORT), 8) < 1e-10
     whole = run(script, world_size, f"{options} --steps 3", out="whole").summary
     expected = {(c["collective"], c["group"]): c["bytes"] for c in whole["collectives"]}
     found = {(c["collective"], c["group"]): c["bytes"] for c in result.summary["collectives"]}
@@ -101,7 +103,7 @@ def test_compiled_layers_follow(run, single, corpus, script, world_size):
     base, tolerance = RECOMPUTED
     options = (f"{base} --data {corpus} --compile --activation-checkpointing "
                f"--grad-accum {grad_accum}")
-    assert furthest(run(script, world_size, options).curve(), single(base)) < tolerance
+    assert furthest(run(script, world_size, options).curve(), single(base), 8) < tolerance
 
 
 @pytest.mark.parametrize("more", sampled(["", "--activation-checkpointing"],

@@ -10,6 +10,7 @@ from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, _utils
@@ -75,6 +76,7 @@ UNDOCUMENTED = {
     "_scaled_dot_product_flash_attention_backward": (torch.ops.aten, "the same, on CUDA"),
     "_scaled_dot_product_efficient_attention": (torch.ops.aten, "the same, on CUDA in float32"),
     "_scaled_dot_product_efficient_attention_backward": (torch.ops.aten, "the same"),
+    "get_free_port": (rendezvous.api, "the kernel may give this port to another process"),
     "_StorageInfo": (filesystem, "the index of a checkpoint names it"),
     "_MEM_FORMAT_ENCODING": (metadata, "the index of a checkpoint names it"),
     "_get_layout": (torch.serialization, "the index of a checkpoint names it"),
