@@ -221,7 +221,7 @@ def launch(main):
     status, failure = 1, None
     try:
         _end_with_launcher()
-        if rank_and_world_size()[1] > 1:
+        if rank_and_world_size()[1] > 1 and not {"-h", "--help"}.intersection(sys.argv):
             _store()  # first: without a store only local rank 0 prints why it fails
         main()
         status = 0

@@ -177,6 +177,8 @@ class Metrics:
     def after_backward(self, step):
         """Call it when the last gradient has arrived, before the optimizer's step."""
         if step == self.counted_step:
+            if self.device.type == "cpu":
+                time.sleep(0.05)  # a thread of gloo may not have let go yet of what it has sent
             self.counter.track_gradients(self.optimizer)
             self.held = dict(self.counter.now)
 

@@ -131,12 +131,17 @@ def test_glyphs_have_the_shares_of_the_dry_runs():
             assert shares == pytest.approx(expected, abs=0.002), command
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with dry_run.process_pool() as pool:
+        yield pool
+
+
 @thorough
 @pytest.mark.parametrize("command", figures.FOUR_RANKS)
-def test_the_shares_are_those_of_dry_runs(command):
+def test_the_shares_are_those_of_dry_runs(pool, command):
     def held(command, n, rank):
-        with dry_run.process_pool() as pool:
-            return figures.dry(pool, command, figures.FOUR_LAYERS, n, rank).result()["held"]
+        return figures.dry(pool, command, figures.FOUR_LAYERS, n, rank).result()["held"]
 
     n = 1 if command == "single.py" else 4
     found, whole = held(command, n, n - 1), held("single.py", 1, 0)
@@ -176,15 +181,27 @@ def test_the_timelines_are_complete(name):
 
 @thorough
 @pytest.mark.parametrize("name", pp.SCHEDULES)
-def test_the_timelines_are_those_of_torch(name):
-    with dry_run.process_pool() as pool:
-        calls = list(pool.map(functools.partial(figures.calls_of_stages, name), range(4)))
+def test_the_timelines_are_those_of_torch(pool, name):
+    calls = list(pool.map(functools.partial(figures.calls_of_stages, name), range(4)))
     assert plain(figures.simulate(calls)) == data("schedules")[name]
 
 
 @thorough
-def test_the_grid_is_that_of_hybrid_3d():
-    assert plain(figures.grid()) == data("grid")
+def test_the_grid_is_that_of_hybrid_3d(pool):
+    """Layers are equal, so that what two depths send gives what 32 layers send."""
+    expected, sent = data("grid"), []
+    for layers in (4, 6):
+        words = f"{figures.GRID} {figures.LARGE} --batch-size 16 --num-hidden-layers {layers}"
+        ranks, found = pool.submit(figures.ranks_of_grid, words.split()[1:]).result()
+        assert plain(ranks) == expected["ranks"]
+        sent.append(found["collectives"])
+    assert len(sent[0]) == len(sent[1]) == len(expected["collectives"])
+    for few, more, all_layers in zip(*sent, expected["collectives"]):
+        for name, value in all_layers.items():
+            if name in ("collective", "group"):
+                assert few[name] == more[name] == value
+            else:
+                assert few[name] + (more[name] - few[name]) / 2 * (32 - 4) == value, all_layers
 
 
 # The tables

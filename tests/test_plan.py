@@ -69,7 +69,7 @@ def test_a_deep_model_is_extrapolated_where_that_is_exact(
 ):
     """What is counted at three depths gives what the whole depth gives, to the byte."""
     script, *options = command.split()
-    layers = 14 if stages == 1 else 32  # a pipeline is counted at 8, 10 and 12
+    layers = 14 if stages == 1 else 40  # a pipeline is counted at 8, 10 and 12
     config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     depths = []
 
@@ -90,6 +90,8 @@ def test_a_deep_model_is_extrapolated_where_that_is_exact(
         plan.Strategy(script, world, stages, stages), options, config, (world, 8), submit
     )
     assert (max(depths) < layers) == exact
+    if not exact:
+        return
     whole = submit(str(ROOT / script), [
         *options, "--num-hidden-layers", str(layers)
     ], world, found["rank"], 8)

@@ -102,8 +102,14 @@ def test_help_once(run):
         assert words in result.output
 
 
+def test_help_waits_for_no_rank(run):
+    """Rank 0 has printed it and ended before rank 1 begins."""
+    late = {"INJECT": "import time\ntime.sleep(3 * rank)"}
+    run("tests/injected.py ddp.py", 2, "--help", pass_out=False, env=late, timeout=60)
+
+
 @pytest.mark.parametrize("script, runs", sampled(
-    [("ddp.py", 5), ("ddp.py", 30), ("zero.py", 30), ("fsdp.py", 30)], [("ddp.py", 5)]
+    [("ddp.py", 5), ("ddp.py", 20), ("zero.py", 20), ("fsdp.py", 20)], [("ddp.py", 5)]
 ))
 def test_good_runs_end_with_status_0(run, corpus, script, runs):
     """gloo can abort or hang while the interpreter is taken down, so it is not: see ``launch``."""
