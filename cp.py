@@ -39,66 +39,45 @@ To combine context parallelism with FSDP, use fully_shard over the flattened dim
 own context_parallel is not used, because it does not run on the CPU and could not be checked here.
 """
 
-import contextlib
 import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
+from common.attention import attend, attend_backward, merge, wide
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
-from common.environment import rank_and_world_size
+from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError
-from common.huggingface import load_weights
-from common.launch import launch, start_process_group
-from common.metrics import Metrics
-from common.model import (
-    Transformer, causal_attention, checkpoint_activations, compile_layers, init_weights,
-    materialise,
-)
-from common.optimizer import (
-    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
-)
-from common.seed import seed_step
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, causal_attention, wrap_layers
+from common.options import option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
 
-aten = torch.ops.aten
 # torch 2.11 has only the old names of these functions.
-all_gather_single = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-)
-reduce_scatter_single = (
-    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single")
-    else dist.reduce_scatter_tensor
-)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main(argv=None):
-    # Arguments
-    parser = argument_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--attention", choices=("ring", "ulysses", "allgather"), default="ring",
                         help="how attention exchanges keys and values between ranks")
-    args = parse_arguments(parser, argv)
+    args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
-
-    # Start-up
-    device = start_process_group(
-        args.device, args.backend, args.timeout, args.out, all_options(args)
-    )
+    device = start_process_group(args)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
-    group = mesh.get_group("cp")
-    # CP: the positions in each sequence that this rank computes
+    cp_rank, group = mesh.get_local_rank("cp"), mesh.get_group("cp")
+    # CP: the positions in each sequence that this rank computes, (T/cp,)
     shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)
-    positions = shards[mesh.get_local_rank("cp")]  # (T/cp,)
+    positions = shards[cp_rank]
 
-    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
-    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -110,139 +89,61 @@ def main(argv=None):
     for layer in layers:
         if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
             layer.self_attn.attention = attention
-    if args.compile:
-        torch._dynamo.config.optimize_ddp = False  # it would cut the graph of a layer at 25 MB
-        compile_layers(layers)
-    if args.activation_checkpointing:
-        checkpoint_activations(layers)
-    materialise(model, device)
-    init_weights(model, args.seed)
-    # DDP: a group of its own, since gradients are reduced while attention communicates.
-    replica = DistributedDataParallel(
-        model, process_group=dist.new_group(), gradient_as_bucket_view=True
-    )
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    materialise(model, device, args.seed)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    model.forward = autocast(model.forward)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
-        fused=True,
+        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
+    dataset, held_out = open_datasets(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
     )
-    batches = load_batches(dataset, sampler, device, args.workers)
-    held_out = args.val_data and TokenDataset(
-        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
-    )
-    validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
-    )
+    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
 
-    # Resume: the step number is the only state of the data
-    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
-    checkpoints = Checkpoints(
-        args.out, run, model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
-        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
-    )
-    sampler.start = checkpoints.resume()
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
-
-    # Loop
-    loggers = []
-    if args.wandb or args.tensorboard:
-        from common.loggers import start_loggers
-        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
-    metrics = Metrics(
-        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
-        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
-        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    zeros = torch.zeros(
-        args.batch_size // args.grad_accum, len(positions), dtype=torch.int64, device=device
-    )
-    with autocast:
-        arrange_buckets(replica, lambda: replica(zeros, zeros, positions))
-
-    def loss_of_part(inputs, targets):  # CP: of the positions of this rank, for validation
+    def loss_of_shard(inputs, targets):  # CP: of the positions of this rank, for validation
         targets = targets[:, positions]
         return model(inputs[:, positions], targets, positions), targets
 
-    for step in range(sampler.start, args.steps):
-        metrics.begin_step(step)
-        seed_step(args.seed, step, mesh.get_local_rank("cp"))  # CP: each rank has its own dropout
-        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
-        set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
-        batch = [next(batches) for _ in range(args.grad_accum)]
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume(args.resume)
+
+    # Loop
+    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+        seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
         count = count_targets(batch)
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/accum, T)
+        for inputs, targets in batch:  # (B/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
-            # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
-            last = micro_batch == args.grad_accum - 1
-            with contextlib.nullcontext() if last else replica.no_sync():
-                with autocast:  # DDP: times n, since gradients are averaged over n ranks
-                    # CP: positions in the whole sequence
-                    micro_loss = replica(inputs, targets, positions) * n / count
-                micro_loss.backward()
+            micro_loss = model(inputs, targets, positions) / count  # CP: a part of the mean
+            micro_loss.backward()
             loss += micro_loss.detach()
 
-        metrics.after_backward(step)
+        for parameter in model.parameters():  # CP: each rank has the gradient of its part
+            dist.all_reduce(parameter.grad, group=group)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
-        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         optimizer.zero_grad()
-
-        if metrics.due(step) or checkpoints.due(step):
-            # DDP: every rank's loss has the factor n, so that their average is the mean.
-            dist.all_reduce(loss, dist.ReduceOp.AVG)
-            metrics.log(step, loss, grad_norm, lr)
-        metrics.end_step(step)
+        report.log(step, loss, grad_norm)
         if validation.due(step):
-            with metrics.pause(), autocast:  # CP: each rank has the loss of its positions
-                metrics.log_validation(step, validation.loss(model, loss_of_part))
-        if checkpoints.after_step(step):
+            report.log_validation(step, validation.loss(model, loss_of_shard))
+        if checkpoints.after_step(step, grad_norm):
             break
-
     checkpoints.finish()
-    return metrics.close(**theory(
-        sum(p.nbytes for p in model.parameters()), args.batch_size, args.seq_len,
-        args.config.num_attention_heads, args.config.num_key_value_heads, args.config.head_dim,
-        args.config.num_hidden_layers, n, args.grad_accum, args.compute_dtype.itemsize,
-        args.param_dtype.itemsize, args.attention, args.activation_checkpointing,
-    ))
-
-
-def count_targets(batch):
-    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
-    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
-
-
-def arrange_buckets(replica, compute_loss):
-    """Run one forward and backward pass, and drop the gradients.
-
-    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
-    Doing that here, on zeros, gives all steps the same buckets. Otherwise the first step after a
-    resume would add gradients in another order than the same step of an uninterrupted run.
-    ``compute_loss()`` calls ``replica``, a DistributedDataParallel. Buffers and the random state
-    are afterwards as they were before.
-    """
-    before = [buffer.clone() for buffer in replica.buffers()]
-    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(gpus):
-        compute_loss().backward()
-    replica.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(replica.buffers(), before):
-            buffer.copy_(value)
+    return report.close(theory(args, sum(p.nbytes for p in model.parameters()), n))
 
 
 def shard_positions(T, n, zigzag=True):
@@ -434,73 +335,6 @@ def attend_to_blocks(q, blocks, group):
     return out.to(q.dtype), lse
 
 
-def wide(x):
-    """The type in which partial results are added up: float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def attend(q, kv, causal):
-    """Attention of Q queries, q (B, H, Q, K), to S keys and values, kv (2, B, KV, S, K): the output
-    (B, H, Q, K), and the log-sum-exp of the scores, (B, H, Q), in float32 at least. With ``causal``
-    there must be as many queries as keys.
-
-    The kernels are those of F.scaled_dot_product_attention, which does not return the log-sum-exp.
-    They keep no scores: memory is proportional to Q and S (FlashAttention, arXiv:2205.14135).
-
-    Raises:
-        SettingError: there is no such kernel for float64 on a GPU.
-    """
-    k, v = kv
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    if q.dtype == torch.float64:
-        raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
-    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
-        return out, lse
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
-
-
-def attend_backward(grad_out, q, kv, out, lse, causal):
-    """The contribution of S keys and values to the gradients: of q, (B, H, Q, K), and of kv,
-    (2, B, KV, S, K).
-
-    ``out`` and ``lse`` are over the keys of all blocks, so that the probabilities are the final
-    ones. Shapes as in ``attend``.
-    """
-    k, v = kv
-    out, lse = out.to(q.dtype), lse.contiguous()
-    if q.device.type == "cpu":
-        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal
-        )
-        return grad_q, torch.stack(grad_kv)
-    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: not used
-    if q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
-        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed,
-            offset,
-        )
-        return grad_q, torch.stack(grad_kv)
-    shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
-    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, q, k, v, None, out, padded, seed, offset, 0.0, (True, True, True, False), causal
-    )
-    return grad_q, torch.stack(grad_kv).unflatten(2, (-1, shared)).sum(3)
-
-
-def merge(out, lse, block_out, block_lse):
-    """Merge the attention to another block into ``out`` and ``lse``, in place: a mean, weighted by
-    the sums of exponentials. Shapes as ``attend`` returns them."""
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp()[..., None]).add_(block_out * (block_lse - both).exp()[..., None])
-    lse.copy_(both)
-
-
 @torch.compiler.disable
 def ulysses_attention(q, k, v, attention, group):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
@@ -564,15 +398,16 @@ def check(args, n):
             )
 
 
-def theory(P, B, T, H, KV, K, L, n, a, size, grad_size, attention, activation_checkpointing):
-    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches: P bytes of
-    parameters, L layers, H and KV heads of K numbers, of ``size`` bytes each in attention and of
-    ``grad_size`` bytes in the gradients. Returns (formula, bytes) for each kind."""
-    numbers = 2 * (B // a) * KV * (T // n) * K
-    kv, grad_kv = numbers * size, numbers * grad_size
-    passes = 3 if activation_checkpointing else 2  # forward, perhaps again, and backward
+def theory(args, P, n):
+    """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters. The symbols are
+    those of the docstring of this file. Returns (formula, bytes) for each kind."""
+    c, a, L = args.config, args.grad_accum, args.config.num_hidden_layers
+    H, KV = c.num_attention_heads, c.num_key_value_heads
+    numbers = 2 * (args.batch_size // a) * KV * (args.seq_len // n) * c.head_dim
+    kv, grad_kv = numbers * args.compute_dtype.itemsize, numbers * args.param_dtype.itemsize
+    passes = 3 if args.activation_checkpointing else 2  # forward, perhaps again, and backward
     formula, sent = f"aL({passes} kv + grad_kv)(n-1)", (passes * kv + grad_kv) * (n - 1)
-    if attention == "ulysses":
+    if args.attention == "ulysses":
         formula = f"{passes}aL(1+H/KV) kv (n-1)/n"
         sent = passes * (1 + H // KV) * kv * (n - 1) / n
     return {

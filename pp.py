@@ -64,23 +64,15 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.arguments import (
-    all_options, argument_parser, at_least, describe, parse_arguments, run_settings
-)
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
-from common.environment import rank_and_world_size
+from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError
-from common.huggingface import load_weights
-from common.launch import launch, start_process_group
-from common.metrics import Metrics
-from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
-)
-from common.optimizer import (
-    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
-)
-from common.seed import seed_step
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import at_least, option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
 
 SCHEDULES = {
@@ -98,8 +90,7 @@ SPLIT_BACKWARD = ("zerobubble", "zbv", "dualpipev")  # gradients of inputs first
 
 
 def main(argv=None):
-    # Arguments
-    parser = argument_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b",
                         help="the order in which the stages work")
     parser.add_argument("--microbatches", type=at_least(1), default=4, metavar="M",
@@ -107,123 +98,80 @@ def main(argv=None):
                         "micro-batches")
     parser.add_argument("--stages-per-rank", type=at_least(1), metavar="N",
                         help="stages on each rank; None: 1 for gpipe and 1f1b, otherwise 2")
-    args = parse_arguments(parser, argv)
-    args.stages_per_rank = args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
+    args = parse_options(parser, argv)
+    M, v = args.microbatches, args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
     rank, n = rank_and_world_size()
-    check(args, n)
-
-    # Start-up
-    device = start_process_group(
-        args.device, args.backend, args.timeout, args.out, all_options(args)
-    )
+    check(args, n, v)
+    device = start_process_group(args)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
+    group = mesh.get_group("pp")
     # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
-    # Model: built on the meta device, then this rank's stages are materialised; each parameter is
-    # drawn from its own seed
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
-    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
+    # Model: built on the meta device; PP: then this rank's stages are materialised
+    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
     with torch.device("meta"):
-        model = Transformer(args.config).to(args.param_dtype)
-    head, layer = (  # in parameters, as which they compute
-        sum(p.numel() for p in module.parameters())
-        for module in (model.lm_head, model.model.layers["0"])
-    )
-    stage_layers = split_layers(
-        args.config.num_hidden_layers, n * args.stages_per_rank, head / layer
-    )
-    own = stages_of(rank, n, args.stages_per_rank, args.schedule)
-    parts = [keep_stage(copy.deepcopy(model), stage_layers, stage) for stage in own]
+        whole = Transformer(args.config).to(args.param_dtype)
+    stage_layers = split_layers(whole, n * v)
+    own = stages_of(rank, n, v, args.schedule)
+    parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for part in parts:
-        if args.compile:
-            compile_layers(part.model.layers.values())
-        if args.activation_checkpointing:
-            checkpoint_activations(part.model.layers.values())
-        materialise(part, device)
-        init_weights(part, args.seed)
+        wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
+        materialise(part, device, args.seed)
+        part.forward = autocast(part.forward)
     parameters = [parameter for part in parts for parameter in part.parameters()]
 
     # Pipeline
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    for part in parts:  # autocast for each forward pass: backward passes must run outside of it
-        part.forward = autocast(part.forward)
-    micro_batch_size = args.batch_size // (args.grad_accum * args.microbatches)
-    with torch.device("meta"):
-        tokens = torch.empty(micro_batch_size, args.seq_len, dtype=torch.int64)
-        # Autocast leaves the residual stream in the type of the parameters.
-        hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
-    schedule = make_schedule(
-        args.schedule, parts, own, len(stage_layers), args.microbatches, tokens, hidden,
-        torch.empty((), dtype=args.param_dtype, device="meta"),  # the loss, of the last stage
-        # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
-        lambda micro_loss, targets: micro_loss / count,
-        mesh.get_group("pp"), device,
-    )
-
-    rank_of = [r for stage in range(len(stage_layers)) for r in range(n)
-               if stage in stages_of(r, n, args.stages_per_rank, args.schedule)]
-    starts = forward_starts(args.schedule, n, args.stages_per_rank, args.microbatches)
-
-    def loss_of_stages(inputs, targets):  # PP: for validation
-        return forward_only(
-            dict(zip(own, parts)), rank_of, starts, inputs, targets, hidden, mesh.get_group("pp")
+    with torch.device("meta"):  # what travels: a micro-batch of tokens, hidden states, the loss
+        tokens = torch.empty(
+            args.batch_size // (args.grad_accum * M), args.seq_len, dtype=torch.int64
         )
+        hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
+        output = torch.empty((), dtype=args.param_dtype)
+    schedule = make_schedule(
+        args.schedule, parts, own, len(stage_layers), M, tokens, hidden, output,
+        # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
+        lambda micro_loss, targets: micro_loss / count, group, device,
+    )
+    rank_of = [r for stage in range(n * v) for r in range(n)
+               if stage in stages_of(r, n, v, args.schedule)]
+    starts = forward_starts(args.schedule, n, v, M)
+
+    def loss_of_stages(inputs, targets):  # PP: the rank of the last stage has the loss
+        return forward_only(dict(zip(own, parts)), rank_of, starts, inputs, targets, hidden, group)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(parameters, args.weight_decay), betas=(args.beta1, args.beta2),
-        fused=True,
+        decay_groups(parameters, args.weight_decay), betas=args.betas, fused=True
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
+    dataset, held_out = open_datasets(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # PP: of one rank, so that all ranks read the same samples
     )
-    batches = load_batches(dataset, sampler, device, args.workers)
-    held_out = args.val_data and TokenDataset(
-        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
-    )
-    validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
-    )
+    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
 
     # Resume: the step number is the only state of the data
     tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
-    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run, tensors, optimizer,
-        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
-        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
+        args.out, run_settings(args, dataset), tensors, optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume()
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        for part in parts:
-            load_weights(part, args.init_from)
+    sampler.start = checkpoints.resume(args.resume)
 
     # Loop
-    loggers = []
-    if args.wandb or args.tensorboard:
-        from common.loggers import start_loggers
-        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
-    diagram = describe_stages(
-        args.schedule, stage_layers, n, args.stages_per_rank, args.microbatches
+    diagram = describe_stages(args.schedule, stage_layers, n, v, M)
+    report = Report(
+        args, parts, optimizer, [sampler, dataset, *diagram], device, mesh,
+        size=sum(p.numel() for p in whole.parameters()),
     )
-    metrics = Metrics(
-        args.out, optimizer, parts, [describe(args, model), sampler, dataset, *diagram],
-        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
-        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
-    )
-    for step in range(sampler.start, args.steps):
-        metrics.begin_step(step)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step)
-        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
-        set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
-        batch = [next(batches) for _ in range(args.grad_accum)]
+        set_learning_rate(optimizer, step, args)
+        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
@@ -231,43 +179,31 @@ def main(argv=None):
             schedule.step(
                 inputs, targets=targets, target=targets, losses=losses, return_outputs=False
             )
-            loss += sum(micro_loss.detach() for micro_loss in losses)  # PP: on the last stage
+            loss += sum(micro_loss.detach() for micro_loss in losses)
 
-        metrics.after_backward(step)
-        # PP: the norm of the gradients of all stages.
-        grad_norm = clip_grad_norm(parameters, args.grad_clip, mesh.get_group("pp"))
-        skip_if_not_finite(optimizer, grad_norm, step)
+        grad_norm = clip_grad_norm(parameters, args.grad_clip, group)  # PP: of all stages
         optimizer.step()
         optimizer.zero_grad()
-
-        if metrics.due(step) or checkpoints.due(step):
-            dist.all_reduce(loss)  # PP: the rank of the last stage has the loss, all others 0
-            metrics.log(step, loss, grad_norm, lr)
-        metrics.end_step(step)
+        report.log(step, loss, grad_norm)
         if validation.due(step):
-            with metrics.pause():  # PP: the rank of the last stage has the loss
-                metrics.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
-        if checkpoints.after_step(step):
+            report.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
+        if checkpoints.after_step(step, grad_norm):
             break
-
     checkpoints.finish()
-    return metrics.close(**theory(
-        sum(p.nbytes for p in parameters), own, len(stage_layers),
-        args.batch_size * args.seq_len * args.config.hidden_size * args.param_dtype.itemsize,
-    ))
+    return report.close(theory(args, sum(p.nbytes for p in parameters), own, n * v))
 
 
-def count_targets(batch):
-    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
-    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
-
-
-def split_layers(num_layers, num_stages, head):
+def split_layers(model, num_stages):
     """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
-    possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
-    Llama 3); the embedding of the first stage costs nothing. If the others cannot have equally many
-    layers, later stages get one layer more, because earlier stages keep more activations.
+    possible. The last stage also has the head, which costs as much as 2.4 layers in an 8B Llama 3;
+    the embedding of the first stage costs nothing. If the others cannot have equally many layers,
+    later stages get one layer more, because earlier stages keep more activations.
     """
+    num_layers, (head, layer) = len(model.model.layers), (  # in parameters, as which they compute
+        sum(p.numel() for p in module.parameters())
+        for module in (model.lm_head, next(iter(model.model.layers.values())))
+    )
+    head /= layer
     if num_stages == 1:
         return [range(num_layers)]
     others = num_stages - 1
@@ -425,13 +361,13 @@ def bubble(schedule, n, v, M):
     return f"{least}(n-1)/({k if k > 1 else ''}vM+n-1) = {wait:.1%}"
 
 
-def check(args, n):
+def check(args, n, v):
     """Refuse what the schedule cannot do on n ranks.
 
     Raises:
         SettingError: the message says what it can do.
     """
-    name, M, v, accum = args.schedule, args.microbatches, args.stages_per_rank, args.grad_accum
+    name, M, accum = args.schedule, args.microbatches, args.grad_accum
     if name in ONE_STAGE and v != 1:
         raise SettingError(
             f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, "
@@ -481,9 +417,11 @@ def check(args, n):
         )
 
 
-def theory(P, own, num_stages, X):
+def theory(args, P, own, num_stages):
     """Bytes that a rank with the stages ``own`` holds, and sends in a step: P bytes of parameters
     in its stages, X bytes of hidden states over each border to a stage on another rank."""
+    tokens = args.batch_size * args.seq_len
+    X = tokens * args.config.hidden_size * args.param_dtype.itemsize
     borders = sum(
         other not in own
         for stage in own for other in (stage - 1, stage + 1) if 0 <= other < num_stages

@@ -44,152 +44,91 @@ from torch.distributed.tensor.parallel import (
     loss_parallel, parallelize_module,
 )
 
-from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
-from common.environment import rank_and_world_size
+from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError
-from common.huggingface import load_weights
-from common.launch import launch, start_process_group
-from common.metrics import Metrics
-from common.model import (
-    MAX_LOGITS, Transformer, checkpoint_activations, compile_layers, init_weights, materialise
-)
-from common.optimizer import (
-    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
-)
-from common.seed import seed_step
-from common.slices import local_slices
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import MAX_LOGITS, Transformer, wrap_layers
+from common.options import option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
 
 
 def main(argv=None):
-    # Arguments
-    parser = argument_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                         help="split the norms and the residual stream along the sequence")
-    parser.add_argument("--check-samples", action="store_true",
-                        help="check in every step that all ranks have read the same samples")
-    args = parse_arguments(parser, argv)
+    args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
-
-    # Start-up
-    device = start_process_group(
-        args.device, args.backend, args.timeout, args.out, all_options(args)
-    )
+    device = start_process_group(args)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "tp"))
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 
-    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
-    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    layers = model.model.layers.values()
-    if args.compile:
-        compile_layers(layers)
-    if args.activation_checkpointing:
-        checkpoint_activations(layers)
+    wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
     parallelize(model, mesh["tp"], plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:
         wait_for_output(model.model.embed_tokens)
-    materialise(model, device)  # only the rows and columns of this rank
-    init_weights(model, args.seed, local_slices)
+    materialise(model, device, args.seed)  # only the rows and columns of this rank
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    model.forward = autocast(model.forward)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=(args.beta1, args.beta2),
-        fused=True,
+        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
+    dataset, held_out = open_datasets(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
-    batches = load_batches(dataset, sampler, device, args.workers)
-    held_out = args.val_data and TokenDataset(
-        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
-    )
-    validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
-    )
+    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
 
     # Resume: the step number is the only state of the data
-    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run, model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
-        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume()
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from, local_slices)
+    sampler.start = checkpoints.resume(args.resume)
 
     # Loop
-    loggers = []
-    if args.wandb or args.tensorboard:
-        from common.loggers import start_loggers
-        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
-    metrics = Metrics(
-        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
-        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
-        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    for step in range(sampler.start, args.steps):
-        metrics.begin_step(step)
+    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, tp_rank)  # TP: dropout is equal where activations are
-        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
-        set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # mean over the batch
-        batch = [next(batches) for _ in range(args.grad_accum)]
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # mean over the batch
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
-            if args.check_samples:  # TP: different samples raise no error elsewhere
-                check_samples(inputs, mesh.get_group("tp"))
             # TP: the logits are (B/accum, T, V/tp); loss_parallel computes the loss on the shards.
             with loss_parallel():
-                with autocast:
-                    micro_loss = model(inputs, targets) / count
+                micro_loss = model(inputs, targets) / count
                 micro_loss.backward()
             loss += micro_loss.detach()
 
         redistribute_gradients(model, mesh.get_group("tp"))  # TP: before anything uses them
-        metrics.after_backward(step)
         # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
-        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         optimizer.zero_grad()
-
-        if metrics.due(step) or checkpoints.due(step):
-            metrics.log(step, loss, grad_norm, lr)
-        metrics.end_step(step)
+        report.log(step, loss / n, grad_norm)  # TP: all ranks have the same loss
         if validation.due(step):
-            # TP: the logits are (B/accum, T, V/tp), as above.
-            with metrics.pause(), loss_parallel(), autocast:
-                metrics.log_validation(step, validation.loss(model))
-        if checkpoints.after_step(step):
+            with loss_parallel():
+                report.log_validation(step, validation.loss(model))
+        if checkpoints.after_step(step, grad_norm):
             break
-
     checkpoints.finish()
-    return metrics.close(**theory(
-        sum(p.nbytes for p in model.parameters()),
-        sum(p.nbytes for p in model.parameters() if p.ndim == 1),
-        args.batch_size, args.seq_len, args.config.hidden_size, args.config.num_hidden_layers, n,
-        args.param_dtype.itemsize, args.compute_dtype.itemsize,
-        args.sequence_parallel, args.activation_checkpointing,
-        args.batch_size // args.grad_accum * args.seq_len * args.config.vocab_size > MAX_LOGITS,
+    return report.close(theory(
+        args, sum(p.nbytes for p in model.parameters()),
+        sum(p.nbytes for p in model.parameters() if p.ndim == 1), n,
     ))
-
-
-def count_targets(batch):
-    """The number of targets in the micro-batches of a step, without targets of -100. At least 1."""
-    return sum((targets != -100).sum() for _, targets in batch).clamp(min=1)
 
 
 def plan(sequence_parallel):
@@ -287,23 +226,6 @@ def redistribute_gradients(model, group):
         p.grad = p.grad.redistribute(placements=p.placements)
 
 
-def check_samples(tokens, group):
-    """Refuse samples that are not the same on all ranks of ``group``: otherwise the ranks would
-    train on a mixture of them, without an error.
-
-    Raises:
-        SettingError: they differ.
-    """
-    least, most = tokens.clone(), tokens.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    if not torch.equal(least, most):
-        raise SettingError(
-            "the tensor-parallel ranks have read different samples: pass mesh=mesh['dp'] or "
-            "replication=tp to BatchSampler"
-        )
-
-
 def check(args, n):
     """Refuse sizes that cannot be split over n ranks; each would fail with an obscure error later.
 
@@ -326,18 +248,19 @@ def check(args, n):
             )
 
 
-def theory(P, N, B, T, D, L, n, size, matrix_size, sequence_parallel, activation_checkpointing,
-           loss_in_chunks):
+def theory(args, P, N, n):
     """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters, N of them in
-    norms; ``size`` bytes of a number in the residual stream, ``matrix_size`` in matrix products.
-    The other symbols are those of the docstring of this file."""
-    t, X, x = B * T * size, B * T * D * size, B * T * D * matrix_size
+    norms. The symbols are those of the docstring of this file."""
+    tokens, L = args.batch_size * args.seq_len, args.config.num_hidden_layers
+    t = tokens * args.param_dtype.itemsize
+    X, x = t * args.config.hidden_size, tokens * args.config.hidden_size * args.compute_dtype.itemsize
+    loss_in_chunks = tokens // args.grad_accum * args.config.vocab_size > MAX_LOGITS
     terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X}
     terms |= {"12t": 12 * t} if loss_in_chunks else {"6t": 6 * t}
-    if sequence_parallel:
+    if args.sequence_parallel:
         terms["2N"] = 2 * N
-    if activation_checkpointing:
-        again = {"L(2X+x)": L * (2 * X + x)} if sequence_parallel else {"2Lx": 2 * L * x}
+    if args.activation_checkpointing:
+        again = {"L(2X+x)": L * (2 * X + x)} if args.sequence_parallel else {"2Lx": 2 * L * x}
         terms |= again
     own = (P - N) / n + N
     return {

@@ -28,59 +28,41 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.arguments import all_options, argument_parser, describe, parse_arguments, run_settings
 from common.checkpoint import Checkpoints
-from common.data import BatchSampler, TokenDataset, fingerprint, load_batches
+from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError
-from common.huggingface import load_weights
-from common.launch import launch, start_process_group
-from common.metrics import Metrics
-from common.model import (
-    Transformer, checkpoint_activations, compile_layers, init_weights, materialise
-)
-from common.optimizer import (
-    decay_groups, learning_rate, set_learning_rate, skip_if_not_finite
-)
-from common.seed import seed_step
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
 
 # torch 2.11 has only the old names of these functions.
-all_gather_single = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-)
-reduce_scatter_single = (
-    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single")
-    else dist.reduce_scatter_tensor
-)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main(argv=None):
-    # Arguments
-    parser = argument_parser(__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2,
                         help="1: shard the optimizer states; 2: shard the gradients too")
-    args = parse_arguments(parser, argv)
+    args = parse_options(parser, argv)
     check(args)
-
-    # Start-up
-    device = start_process_group(
-        args.device, args.backend, args.timeout, args.out, all_options(args)
-    )
+    device = start_process_group(args)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
-    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device), in place of the meta
-    # device, materialise and init_weights; its initial values, buffers and ties stay as they are.
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    if args.compile:
-        compile_layers(layers)
-    if args.activation_checkpointing:
-        checkpoint_activations(layers)
-    materialise(model, device)
-    init_weights(model, args.seed)
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    materialise(model, device, args.seed)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    model.forward = autocast(model.forward)
     # ZeRO: what is reduced and gathered together; before the optimizer, which updates the shards
     groups = [
         [model.model.embed_tokens], *([layer] for layer in layers),
@@ -90,99 +72,53 @@ def main(argv=None):
 
     # Optimizer. ZeRO: it updates the shards
     optimizer = torch.optim.AdamW(
-        decay_groups(shards.values(), args.weight_decay), betas=(args.beta1, args.beta2),
-        fused=True,
+        decay_groups(shards.values(), args.weight_decay), betas=args.betas, fused=True
     )
 
     # Data
-    dataset = TokenDataset(args.data, args.seq_len, args.token_dtype, args.config.vocab_size)
+    dataset, held_out = open_datasets(args)
     sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh,
     )
-    batches = load_batches(dataset, sampler, device, args.workers)
-    held_out = args.val_data and TokenDataset(
-        args.val_data, args.seq_len, args.token_dtype, args.config.vocab_size, "--val-data"
-    )
-    validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
-    )
+    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
 
     # Resume: the step number is the only state of the data
-    tensors = model.state_dict(keep_vars=True) | shards
-    run, may_change = run_settings(args, vars(args.config), fingerprint(dataset))
     checkpoints = Checkpoints(
-        args.out, run, tensors, optimizer,
-        stop=args.steps, may_change=may_change, every=args.save_every, keep=args.keep,
-        resume=args.resume, in_background=args.async_save, check_replicas=args.check_replicas,
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True) | shards, optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume()
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
-    start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
+    sampler.start = checkpoints.resume(args.resume)
 
     # Loop
-    loggers = []
-    if args.wandb or args.tensorboard:
-        from common.loggers import start_loggers
-        loggers = start_loggers(args.out, vars(args), sampler.start, args.wandb, args.tensorboard)
-    metrics = Metrics(
-        args.out, optimizer, [model, *layers], [describe(args, model), sampler, dataset],
-        start=sampler.start, stop=args.steps, tokens_per_step=args.batch_size * args.seq_len,
-        device=device, mesh=mesh, log_every=args.log_every, profile=args.profile, loggers=loggers,
-        flops_per_token=args.config.flops_per_token(args.seq_len), peak_tflops=args.peak_tflops,
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    for step in range(sampler.start, args.steps):
-        metrics.begin_step(step)
+    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # ZeRO: each rank has its own dropout
-        lr = learning_rate(step, args.lr, args.steps, args.warmup_steps, args.min_lr)
-        set_learning_rate(optimizer, lr)
-        loss = torch.zeros((), dtype=args.param_dtype, device=device)  # averaged over ranks
-        batch = [next(batches) for _ in range(args.grad_accum)]
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
         for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # ZeRO: stage 1 reduces the gradients in the last backward pass, stage 2 in each.
-            last = micro_batch == args.grad_accum - 1
-            reduce_in_backward(buckets, last or args.stage == 2)
-            with autocast:  # ZeRO: times n, since the reduce-scatter averages over n ranks
-                micro_loss = model(inputs, targets) * n / count
-            micro_loss.backward()
+            reduce_in_backward(buckets, args.stage == 2 or micro_batch == args.grad_accum - 1)
+            micro_loss = model(inputs, targets) / count
+            (micro_loss * n).backward()  # ZeRO: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        drain(buckets)  # ZeRO: for metrics, which counts the gradients now
-        metrics.after_backward(step)
         reduce_gradients(buckets)  # ZeRO: of parameters that the last backward pass did not reach
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
-        skip_if_not_finite(optimizer, grad_norm, step)
         optimizer.step()
         start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see there
         optimizer.zero_grad()
-
-        if metrics.due(step) or checkpoints.due(step):
-            # ZeRO: every rank's loss has the factor n, so that their average is the mean.
-            dist.all_reduce(loss, dist.ReduceOp.AVG)
-            metrics.log(step, loss, grad_norm, lr)
-        metrics.end_step(step)
+        report.log(step, loss, grad_norm)
         if validation.due(step):
-            with metrics.pause(), autocast:
-                metrics.log_validation(step, validation.loss(model))
-            start_gathering(buckets)  # ZeRO: so that the next step sends what any other sends
-        if checkpoints.after_step(step):
+            report.log_validation(step, validation.loss(model))
+        if checkpoints.after_step(step, grad_norm):
             break
-
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    return metrics.close(**theory(P, n, args.grad_accum, args.stage))
-
-
-def count_targets(batch, group):
-    """The number of targets in the micro-batches of a step, without targets of -100. ``group``: the
-    ranks that read different samples, over which it is summed. At least 1."""
-    count = sum((targets != -100).sum() for _, targets in batch)
-    dist.all_reduce(count, group=group)
-    return count.clamp(min=1)
+    return report.close(theory(args, sum(p.nbytes for p in model.parameters()), n))
 
 
 def make_buckets(model, groups, mesh):
@@ -400,9 +336,10 @@ def check(args):
         )
 
 
-def theory(P, n, a, stage):
+def theory(args, P, n):
     """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
     parameters."""
+    a, stage = args.grad_accum, args.stage
     whole = ", at the peak P" if stage == 1 and a > 1 else ""
     sent = {
         1: ("(2P+16)(n-1)/n", (2 * P + 16) * (n - 1) / n),

@@ -317,3 +317,18 @@ def to_device(batch, device):
 
 def _count(number, noun):
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def load_steps(dataset, sampler, device, workers=0):
+    """Yields (step, batch) for each step that is left: the list of this rank's micro-batches."""
+    micro_batches = load_batches(dataset, sampler, device, workers)
+    for step in range(sampler.start, sampler.stop):
+        yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
+
+
+def open_datasets(args):
+    """The TokenDatasets of --data and --val-data; None without --val-data."""
+    return [
+        path and TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
+        for path, option in ((args.data, "--data"), (args.val_data, "--val-data"))
+    ]

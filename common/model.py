@@ -13,7 +13,6 @@ the global sizes, and local shapes are written out, such as (B/dp, T/cp, D).
 
 import dataclasses
 import functools
-import hashlib
 import math
 
 import torch
@@ -41,13 +40,10 @@ class ModelConfig:
     rope_scaling: dict | None = None  # Llama 3.1's, see rotary_table; None: nothing is scaled
 
     def __post_init__(self):
-        self.rope_scaling = check_rope_scaling(self.rope_scaling)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        for name, value in vars(self).items():
             if isinstance(value, (int, float)) and not value > 0:
-                raise SettingError(f"{field.name} is {value}: it must be greater than 0")
+                raise SettingError(f"{name} is {value}: it must be greater than 0")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise SettingError(
@@ -67,7 +63,6 @@ class ModelConfig:
                 f"equally many query heads"
             )
 
-
     def flops_per_token(self, seq_len):
         """Floating-point operations per token of a forward and a backward pass, as PaLM counts them
         (arXiv:2204.02311, appendix B): 6 for each parameter of a matrix product, and for attention
@@ -78,44 +73,6 @@ class ModelConfig:
         )
         products = self.num_hidden_layers * layer + self.hidden_size * self.vocab_size
         return 6 * products + 6 * self.num_hidden_layers * width * seq_len
-
-
-def check_rope_scaling(found):
-    """Check the ``rope_scaling`` of a config.json, and return it. None, and the type "default",
-    give None: nothing is scaled.
-
-    Raises:
-        SettingError: it is of another type than "llama3", or its numbers make no sense.
-    """
-    if found is None:
-        return None
-    if not isinstance(found, dict):
-        raise SettingError(f"rope_scaling is {found!r}: it must be a dict as in a config.json")
-    kind = found.get("rope_type", found.get("type", "default"))
-    given = {key: value for key, value in found.items() if key not in ("rope_type", "type")}
-    if kind == "default" and not given:
-        return None
-    if kind != "llama3":
-        raise SettingError(
-            f"rope_scaling has rope_type {kind!r}: only 'llama3' (Llama 3.1) is supported"
-        )
-    if given.keys() != set(ROPE_SCALING):
-        raise SettingError(
-            f"rope_scaling has {', '.join(map(str, given)) or 'no numbers'}: with rope_type "
-            f"'llama3' it has {', '.join(ROPE_SCALING)}"
-        )
-    for key, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise SettingError(
-                f"rope_scaling has {key} {value!r}: it must be a number greater than 0"
-            )
-    if given["low_freq_factor"] >= given["high_freq_factor"]:
-        raise SettingError(
-            f"rope_scaling has low_freq_factor {given['low_freq_factor']} and high_freq_factor "
-            f"{given['high_freq_factor']}: the second must be greater than the first"
-        )
-    return {"rope_type": kind} | {key: given[key] for key in ROPE_SCALING}
 
 
 ROPE_SCALING = (
@@ -297,95 +254,12 @@ def next_token_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
-def materialise(model, device):
-    """``model.to_empty(device=device)``, but tied parameters stay tied. Parameters and buffers are
-    uninitialised until something fills them."""
-    names = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)
-    for first, *others in names.values():
-        for other in others:
-            owner, _, attribute = other.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-
-
-def draw_weight(name, slices, shape, config, seed):
-    """The part ``slices`` of the initial value of a weight of ``shape``, in float32 on the CPU.
-
-    Each block of 64 rows has a generator of its own, seeded by (seed, name, block), and only the
-    blocks that ``slices`` touches are drawn. So the values do not depend on how the weight is
-    sharded, on the device or on the number of ranks, and the time falls with the number of ranks.
-    Weights are normal with the standard deviation ``initializer_range``; the two projections into
-    the residual stream of each layer are scaled down by sqrt(2 x layers) (GPT-2).
-    """
-    std = config.initializer_range
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        std /= (2 * config.num_hidden_layers) ** 0.5
-    rows, *columns = slices
-    blocks = []
-    for block in range(rows.start // 64, -(-rows.stop // 64) if rows.stop > rows.start else 0):
-        digest = hashlib.sha256(f"{seed} {name} {block}".encode()).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-        first, last = 64 * block, min(64 * (block + 1), shape[0])
-        drawn = torch.randn(last - first, *shape[1:], generator=generator, device="cpu")
-        own = slice(max(rows.start - first, 0), rows.stop - first)
-        blocks.append(drawn[own, *columns])
-    whole = torch.cat(blocks) if blocks else torch.empty(0, *shape[1:], device="cpu")[:, *columns]
-    return whole * std
-
-
-def local_part(parameter):
-    """What this rank holds of a parameter, which may be a DTensor."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-@torch.no_grad()
-def init_weights(model, seed, local_slices=None):
-    """Fill the parameters of a materialised model, one at a time: weights of linear layers and
-    embeddings by ``draw_weight``, weights of norms with ones, biases with zeros.
-
-    ``local_slices(parameter)`` tells which part of a parameter this rank holds: see
-    common/slices.py. Without it the parameters are whole.
-
-    Raises:
-        SettingError: it does not know how to fill a parameter or a buffer.
-    """
-    for name, _ in model.named_buffers():
-        raise SettingError(
-            f"init_weights does not know the buffer {name}, which materialise has left "
-            f"uninitialised: fill it in init_weights, in common/model.py"
-        )
-    for name, parameter in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if kind == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-            own, slices = parameter, [slice(0, size) for size in parameter.shape]
-            if local_slices:
-                own, slices = local_part(parameter), local_slices(parameter)
-            own.copy_(draw_weight(name, slices, parameter.shape, model.config, seed))
-        elif kind == "weight" and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-            parameter.fill_(1)
-        elif kind == "bias" and isinstance(module, (nn.Linear, nn.LayerNorm)):
-            parameter.fill_(0)
-        else:
-            raise SettingError(
-                f"init_weights does not know the parameter {name} of a {type(module).__name__}: "
-                f"add how to fill it to init_weights, in common/model.py"
-            )
-
-
-def checkpoint_activations(layers):
-    """Keep only the input of each layer for the backward pass, and run the layer again there, with
-    the same random state (arXiv:1604.06174). It replaces only ``layer.forward``: parameters keep
-    their names."""
+def wrap_layers(layers, compiled, checkpointed):
+    """Compile each layer (torch.compile); and keep only its input for the backward pass, where it is
+    computed again with the same random state (arXiv:1604.06174). This replaces ``layer.forward``:
+    parameters keep their names, and layers of the same shape share one compilation."""
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def compile_layers(layers):
-    """``torch.compile`` each layer; layers of the same shape share one compilation, and parameters
-    keep their names. Call it before ``checkpoint_activations``; after that it compiles nothing.
-    """
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)
+        if compiled:
+            layer.forward = torch.compile(layer.forward)
+        if checkpointed:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -14,7 +14,8 @@ import pathlib
 import torch
 
 from common.errors import SettingError
-from common.model import ModelConfig, Transformer, local_part
+from common.materialise import local_part, local_slices
+from common.model import ModelConfig, Transformer
 
 # Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {

@@ -1,0 +1,227 @@
+"""The command line that all scripts share."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+
+import torch
+
+from common.data import STANDARD_LIBRARY
+from common.data import fingerprint as fingerprint_of_data
+from common.errors import SettingError
+from common.weights import fingerprint, read_config
+from common.launch import rank_and_world_size
+from common.model import PRESETS, ModelConfig
+
+# When a run is resumed, these must stay the same, and those may change.
+MUST = "seed", "batch_size", "seq_len"
+MAY = (
+    "steps", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dtype",
+)
+
+
+def at_least(minimum, kind=int, above=False, most=2**31 - 1):
+    """An argparse type: a finite number >= ``minimum``, or > ``minimum`` with ``above``, and <=
+    ``most``."""
+
+    def parse(text):
+        value = kind(text)
+        if not (minimum < value if above else minimum <= value) or value > most:
+            least = f"greater than {minimum}" if above else f"at least {minimum}"
+            raise argparse.ArgumentTypeError(
+                f"{text:.40} is not allowed: it must be {least}, and at most {most}"
+            )
+        return value
+
+    parse.__name__ = {int: "whole number", float: "number"}[kind]  # for argparse's own message
+    return parse
+
+
+def _folder(text):
+    """An argparse type: a path, but not an empty one, which would be the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or a folder")
+    return pathlib.Path(text)
+
+
+def _json(text):
+    """An argparse type: JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f"{text:.80} is no JSON") from None
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints the docstring as it stands, and the default of every option that takes a value."""
+
+    def _get_help_string(self, action):
+        return action.help if action.nargs == 0 else super()._get_help_string(action)
+
+
+def option_parser(doc, model=True, text=True):
+    """A parser with the options of every script; a script adds its own to it. ``model=False`` leaves
+    out the options of common/model.py, ``text=False`` those of the text that it is trained on."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
+    )
+    parser.error = _refuse
+    if rank_and_world_size()[0] != 0:
+        parser.print_help = lambda: None  # rank 0 prints it
+    whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=whole, default=200, metavar="N", help="optimizer steps in the whole run; "
+        "the cosine decay ends there")
+    add("--batch-size", type=at_least(1, most=2**24), default=16, metavar="B", help="sequences in "
+        "the global batch, over all ranks and micro-batches")
+    add("--grad-accum", type=whole, default=1, metavar="N", help="gradient-accumulation steps: "
+        "micro-batches into which each rank cuts its share of the batch")
+    add("--lr", type=number, default=2e-3, metavar="LR", help="peak learning rate")
+    add("--min-lr", type=number, default=0.0, metavar="LR", help="learning rate at the end of the "
+        "cosine decay")
+    add("--warmup-steps", type=at_least(0), default=10, metavar="N", help="steps of linear warm-up "
+        "to --lr")
+    add("--weight-decay", type=number, default=0.1, metavar="X", help="weight decay of AdamW, for "
+        "matrices; norms have none")
+    for n, beta in enumerate((0.9, 0.95), 1):
+        add(f"--beta{n}", type=at_least(0, float, most=1 - 1e-9), default=beta, metavar="X",
+            help="beta of AdamW")
+    add("--grad-clip", type=number, default=1.0, metavar="NORM", help="gradients with a larger "
+        "global norm are scaled down to this norm; 0: no clipping")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the initial weights and "
+        "of the order of the data")
+
+    add = parser.add_argument_group("data").add_argument
+    if text:
+        add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
+            "text file, or a folder of either; text is read as bytes; "
+            f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
+        add("--val-data", metavar="PATH", help="held-out data, of the kinds that --data takes: "
+            "evaluate the model on it; None: no validation")
+        add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
+            "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
+        add("--seq-len", type=whole, default=128, metavar="T", help="tokens in a sequence")
+    add("--val-every", type=whole, default=100, metavar="N", help="steps between evaluations on "
+        "held-out data; the last step has one too")
+    add("--val-batches", type=whole, default=10, metavar="N", help="batches of --batch-size "
+        "sequences in each evaluation, always the same ones; fewer if the data has fewer")
+    add("--workers", type=at_least(0, most=1024), default=0, metavar="N", help="processes per rank "
+        "that read ahead; 0: the training process reads")
+
+    if model:
+        group = parser.add_argument_group(
+            "model", "A preset; every dimension can be changed, by its name in Hugging Face's "
+            "config."
+        )
+        group.add_argument("--model", default=argparse.SUPPRESS, metavar="PRESET",
+                           help=f"{', '.join(PRESETS)} (default: tiny)")
+        group.add_argument("--init-from", type=_folder, metavar="FOLDER", help="start from the "
+                           "weights of a Llama of Hugging Face, in a folder with config.json and "
+                           "safetensors files; needs the package safetensors")
+        for field in dataclasses.fields(ModelConfig):
+            kind = float if field.type is float else int
+            check = at_least(0, kind, above=True)
+            group.add_argument(
+                _flag(field.name), type=_json if field.name == "rope_scaling" else check,
+                default=argparse.SUPPRESS, metavar="X",
+                help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}",
+            )
+
+    add = parser.add_argument_group("device and arithmetic").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is "
+        "a GPU, otherwise the CPU")
+    add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="what carries "
+        "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
+    add("--timeout", type=whole, default=600, metavar="SECONDS", help="fail if a rank does not "
+        "take part in a collective for this long")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: "
+        "matrix products in bfloat16 (in fsdp.py and hybrid_3d.py hidden states too), weights and "
+        "optimizer states in float32; float64: to compare curves exactly")
+    add("--compile", action="store_true", help="torch.compile each layer")
+    add("--activation-checkpointing", action="store_true", help="keep only the input of each layer, "
+        "and compute the layer again in the backward pass")
+
+    add = parser.add_argument_group("run folder").add_argument
+    add("--out", type=_folder, default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem),
+        metavar="FOLDER", help="run folder, for checkpoints and metrics.jsonl; with several "
+        "machines, a folder that they share")
+    add("--save-every", type=at_least(0), default=100, metavar="N", help="steps between "
+        "checkpoints; the last step saves one too; 0: save none")
+    add("--keep", type=whole, default=2, metavar="N", help="how many of the newest checkpoints to "
+        "keep")
+    add("--async-save", action="store_true", help="write checkpoints while training continues")
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
+        "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew")
+    add("--resume-from", type=whole, metavar="STEP", help="resume from the checkpoint of this step")
+    add("--log-every", type=whole, default=10, metavar="N", help="steps between lines of "
+        "metrics.jsonl; the first step, the last step and each saved step have a line too")
+    add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases")
+    add("--tensorboard", action="store_true", help="log for TensorBoard, in --out")
+    add("--count", action=argparse.BooleanOptionalAction, default=True, help="count the bytes of "
+        "the third step")
+    add("--peak-tflops", type=at_least(0, float, above=True), metavar="X", help="what one device "
+        "can compute, in 10^12 operations per second, for the model FLOPs utilisation (MFU)")
+    add("--profile", action="store_true", help="write a Chrome trace of a few steps to --out, for "
+        "each rank")
+    return parser
+
+
+def parse_options(parser, argv=None):
+    """Parse, and add what follows: ``param_dtype`` (the torch.dtype of weights and optimizer
+    states), ``compute_dtype`` (of matrix products) and ``config`` (ModelConfig)."""
+    args = parser.parse_args(argv)
+    if "init_from" in args:
+        args.config = _model_config(args)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        args.resume_from = None  # torchrun has restarted this process
+        args.resume = True
+    args.resume = args.resume and (args.resume_from or True)
+    args.grad_clip = args.grad_clip or math.inf
+    args.betas = args.beta1, args.beta2
+    args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
+    args.compute_dtype = getattr(torch, args.dtype)
+    return args
+
+
+def _model_config(args):
+    """The preset, with the dimensions that the command line changes; or the config of --init-from,
+    which the command line must not contradict."""
+    args.model = getattr(args, "model", "tiny")
+    if args.model not in PRESETS:
+        _refuse(f"--model {args.model}: no such preset, choose from {', '.join(PRESETS)}")
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    given = {name: getattr(args, name) for name in names if name in args}
+    if args.init_from:
+        config = read_config(args.init_from)
+        for name, value in given.items():
+            if (there := getattr(config, name)) != value:
+                _refuse(f"{_flag(name)} {value} contradicts {args.init_from}, which has {there}")
+        args.model = f"of {args.init_from}, {fingerprint(args.init_from)}"
+        return config
+    if {"hidden_size", "num_attention_heads"} & given.keys():
+        given.setdefault("head_dim", None)  # follows from the two
+    return ModelConfig(**vars(PRESETS[args.model]) | given)
+
+
+def run_settings(args, dataset):
+    """Two dicts: the options that must stay the same when a run is resumed, and those that may
+    change, but change what is trained."""
+    must = {_flag(name): value for name, value in vars(getattr(args, "config", None) or _NO).items()}
+    must |= {_flag(name): getattr(args, name) for name in MUST if name in args}
+    return must | fingerprint_of_data(dataset), {_flag(name): getattr(args, name) for name in MAY if name in args}
+
+
+_NO = argparse.Namespace()
+
+
+def _flag(name):
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse(message):
+    raise SettingError(message)
