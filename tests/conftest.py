@@ -1,5 +1,7 @@
 """Fixtures: a server of ready-made processes, on which the tests run whole scripts."""
 
+import fcntl
+import hashlib
 import os
 import pathlib
 import sys
@@ -12,16 +14,12 @@ VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scrip
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from tests.in_parallel import pytest_runtestloop  # noqa: E402, F401
-from tests.processes import ProcessServer  # noqa: E402
+from tests.processes import ProcessServer, Result  # noqa: E402
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="run every test; without it, a sample of every kind")
-    parser.addoption("--processes", type=int, default=min(4, os.cpu_count() + 1),
-                     help="how many processes share the tests")
-    parser.addoption("--share", help="for what --processes starts")
     parser.addoption("--kills", type=int, default=14, help="how many kills the soak does")
     parser.addoption("--seed", type=int, default=0, help="seed of the soak")
 
@@ -61,28 +59,61 @@ def run(server, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder of all tests, also of those that run in other processes (pytest-xdist)."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def corpus(shared):
     """A small text: the same on every machine."""
-    path = tmp_path_factory.mktemp("data") / "corpus.txt"
     words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
     state, text = 1, []
     for _ in range(8000):
         state = state * 48271 % 2147483647
         text.append(words[state % len(words)])
-    path.write_text(" ".join(text))
+    return write_once(shared / "corpus.txt", " ".join(text))
+
+
+@pytest.fixture(scope="session")
+def held_out(shared):
+    """Text of other words than the corpus."""
+    words = "every box of wine needs a lazy wizard and quick foxes".split()
+    text = " ".join(words[i * i % 97 % len(words)] for i in range(400))
+    return write_once(shared / "held-out.txt", text)
+
+
+def write_once(path, text):
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    os.replace(own, path)
     return str(path)
 
 
 @pytest.fixture(scope="session")
-def single(server, corpus, tmp_path_factory):
-    """The curves of single.py, by options."""
-    curves = {}
+def once(server, corpus, held_out, shared):
+    """Run a command on the corpus as the first test that asks for it, and give its Result to all.
+    ``{val}`` in the options is the held-out text."""
 
-    def curve(options):
-        if options not in curves:
-            folder = tmp_path_factory.mktemp("single")
-            curves[options] = server.run("single.py", 0, f"{options} --data {corpus}",
-                                         folder=folder).curve()
-        return curves[options]
+    def once(command, world, options, **kwargs):
+        key = repr((command, world, options, kwargs))
+        name = f"run-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while another process runs it
+            output = shared / f"{name}.txt"
+            if not output.exists():
+                result = server.run(
+                    command, world, f"{options} --data {corpus}".replace("{val}", held_out),
+                    folder=shared, out=name, **kwargs,
+                )
+                output.write_text(result.output)
+        return Result([0], output.read_text(), shared / name)
 
-    return curve
+    return once
+
+
+@pytest.fixture(scope="session")
+def single(once):
+    """The curve of single.py, by options."""
+    return lambda options: once("single.py", 0, options).curve()

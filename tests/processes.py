@@ -76,13 +76,14 @@ class ProcessServer:
         self.process.wait()
 
     def run(self, script, world_size, options="", *, folder, out="out", timeout=PATIENCE, env=None,
-            expect_ok=True, pass_out=True):
+            inject="", expect_ok=True, pass_out=True):
         """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in
         ``world_size`` processes, 0 for plain python.
 
         ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it
-        unset. ``out`` is the run folder, below ``folder``. A run that is not over after ``timeout``
-        seconds is killed; its ranks then have the status -9.
+        unset. ``inject`` is Python that each rank runs before the script, with the names of
+        tests/inject.py. ``out`` is the run folder, below ``folder``. A run that is not over after
+        ``timeout`` seconds is killed; its ranks then have the status -9.
         """
         script, *first = script.split()
         options = (options.split() if isinstance(options, str)
@@ -93,6 +94,7 @@ class ProcessServer:
             "script": str(ROOT / script),
             "argv": [*options, *(["--out", str(out)] if pass_out else [])],
             "cwd": str(folder), "world_size": world_size, "timeout": timeout, "env": env or {},
+            "inject": inject,
         }
         print(json.dumps(job), file=self.process.stdin, flush=True)
         if not select.select([self.process.stdout], [], [], timeout + 30)[0]:
@@ -128,9 +130,9 @@ def serve():
     import torch.utils.data  # noqa: F401
     from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
 
-    from common import (  # noqa: F401
-        arguments, checkpoint, launch, metrics, optimizer, seed, slices, validation
-    )
+    for name in ("checkpoint", "launch", "materialise", "options", "report", "validation"):
+        importlib.import_module(f"common.{name}")
+    import tests  # noqa: F401
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
@@ -169,6 +171,8 @@ def serve():
             for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
                 del sys.modules[name]
         sys.path.insert(0, os.path.dirname(job["script"]))
+        if job["inject"]:
+            exec(job["inject"], vars(importlib.import_module("tests.inject")))
         runpy.run_path(job["script"], run_name="__main__")
         sys.exit()  # through the whole end of the interpreter
 
@@ -193,6 +197,7 @@ def serve():
             output.seek(0)
             text = output.read().decode(errors="replace")
         print(json.dumps({"statuses": statuses, "output": text}), flush=True)
+    os._exit(0)  # without the reports of libraries on what they have not freed
 
 
 if __name__ == "__main__":

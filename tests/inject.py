@@ -1,0 +1,114 @@
+"""What tests inject into scripts from outside: the names that they replace stand here, in one place.
+
+``run("fsdp.py", 2, options, inject="ignored(); loss_in_chunks()")`` runs the code before the script,
+in each rank. What is no run of the process server gets it in the variable INJECT:
+
+    INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/inject.py fsdp.py --steps 5
+"""
+
+import itertools
+import os
+import pathlib
+import runpy
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import common.data
+import common.model
+from common.checkpoint import Checkpoints  # noqa: F401
+from common.data import BatchSampler, TokenDataset  # noqa: F401
+from common.report import Report  # noqa: F401
+from common.validation import Validation  # noqa: F401
+
+rank = int(os.environ.get("RANK", 0))
+
+
+def before(owner, name, do):
+    """Call ``do`` with the arguments of ``owner.name`` before each of its calls."""
+    call = getattr(owner, name)
+
+    def do_and_call(*args, **kwargs):
+        do(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, do_and_call)
+
+
+def after(owner, name, do):
+    """Call ``do`` with the result of ``owner.name``, and its arguments, after each of its calls."""
+    call = getattr(owner, name)
+
+    def call_and_do(*args, **kwargs):
+        result = call(*args, **kwargs)
+        do(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, call_and_do)
+
+
+# Other models and data
+
+def dropout():
+    """In every layer."""
+    forward = common.model.Layer.forward
+    common.model.Layer.forward = lambda self, *args: F.dropout(
+        forward(self, *args), 0.1, self.training
+    )
+
+
+def ignored():
+    """Every second sample has no target at all, the others lack some of the first."""
+    read = TokenDataset.__getitem__
+
+    def read_and_ignore(self, index):
+        inputs, targets = read(self, index)
+        targets = targets.clone()
+        targets[: len(targets) if index % 2 else index % 29] = -100
+        return inputs, targets
+
+    TokenDataset.__getitem__ = read_and_ignore
+
+
+def frozen():
+    """The embedding, and the MLP of layer 1."""
+    after(common.model.Transformer, "__init__", lambda _, model, config: (
+        model.model.embed_tokens.requires_grad_(False),
+        model.model.layers["1"].mlp.requires_grad_(False),
+    ))
+
+
+def tied():
+    """Embedding and head."""
+    after(common.model.Transformer, "__init__", lambda _, model, config: (
+        setattr(model.lm_head, "weight", model.model.embed_tokens.weight)
+    ))
+
+
+def loss_in_chunks():
+    """Also of few logits."""
+    common.model.MAX_LOGITS = 1000
+
+
+def infinite(number):
+    """The gradients of step ``number``, counted from 1, are infinite."""
+    clip, steps = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+
+    def break_and_clip(parameters, *args, **kwargs):
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if next(steps) == number:
+            for parameter in parameters:
+                parameter.grad.mul_(torch.inf)
+        return clip(parameters, *args, **kwargs)
+
+    torch.nn.utils.clip_grad_norm_ = break_and_clip
+
+
+if __name__ == "__main__":
+    sys.argv.pop(0)
+    script = pathlib.Path(sys.argv[0])
+    sys.argv[0] = str(script if script.exists() else pathlib.Path(__file__).parent.parent / script)
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    exec(os.environ["INJECT"], globals())
+    runpy.run_path(sys.argv[0], run_name="__main__")
