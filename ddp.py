@@ -71,7 +71,9 @@ def main(argv=None):
     sampler.start = checkpoints.resume(args.resume)
 
     # Loop
-    arrange_buckets(replica, batch=args.batch_size // (n * args.grad_accum), seq_len=args.seq_len)
+    share = args.batch_size // (n * args.grad_accum), args.seq_len
+    zeros = torch.zeros(share, dtype=torch.int64, device=device)
+    arrange_buckets(replica, zeros, zeros)
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
@@ -98,16 +100,18 @@ def main(argv=None):
     return report.close(theory.ddp(args, n))
 
 
-def arrange_buckets(replica, batch, seq_len):
-    """Run one forward and backward pass on zeros, and drop the gradients.
+def arrange_buckets(replica, *zeros):
+    """Run one forward and backward pass on ``zeros``, inputs of the shape of a micro-batch, and drop
+    the gradients. Buffers and the random state are afterwards as they were before.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Done here, all steps have the same buckets. Otherwise the first step after a resume would add
     gradients in another order than the same step of an uninterrupted run.
     """
-    zeros = torch.zeros(batch, seq_len, dtype=torch.int64, device=replica.device)
     before = [buffer.clone() for buffer in replica.buffers()]
-    replica(zeros, zeros).backward()
+    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(gpus):
+        replica(*zeros).sum().backward()
     replica.zero_grad()
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):

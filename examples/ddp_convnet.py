@@ -102,14 +102,17 @@ def bars(number, seed, dtype):
 
 
 def arrange_buckets(replica, *zeros):
-    """Run one forward and backward pass on ``zeros``, and drop the gradients.
+    """Run one forward and backward pass on ``zeros``, inputs of the shape of a micro-batch, and drop
+    the gradients. Buffers and the random state are afterwards as they were before.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Done here, all steps have the same buckets. Otherwise the first step after a resume would add
     gradients in another order than the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
-    replica(*zeros).sum().backward()
+    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(gpus):
+        replica(*zeros).sum().backward()
     replica.zero_grad()
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):
