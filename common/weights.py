@@ -1,5 +1,5 @@
 """Reads the dimensions and weights of a Hugging Face Llama from a folder that ``save_pretrained``
-wrote: config.json, and model.safetensors or shards with model.safetensors.index.json.
+wrote: config.json, and safetensors files.
 
 ``load_weights`` needs one more package: ``pip install safetensors``.
 """
@@ -12,9 +12,9 @@ import math
 import pathlib
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from common.errors import SettingError
-from common.materialise import local_part, local_slices
 from common.model import ModelConfig, Transformer
 
 # Options that our model does not have, with the value that turns each off in a config.json.
@@ -25,7 +25,7 @@ PLAIN = {
 NEEDED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )
-DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -105,12 +105,10 @@ def read_json(path, kind="config.json"):
 
 
 @torch.no_grad()
-def load_weights(model, folder, local_slices=None):
-    """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from the
+def load_weights(model, folder):
+    """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from all
     safetensors files of ``folder``: each parameter in its own type, whatever the type in the file.
-
-    ``local_slices(parameter)`` tells which part of a parameter this rank holds: see
-    common/slices.py. Only that part is read. Without it the parameters are whole.
+    A rank reads only the part of each parameter that it holds. It waits for no other rank.
 
     If the folder has no head, and its config.json says that embedding and head are tied, the head
     gets the embedding's values. The two are then trained apart.
@@ -120,72 +118,56 @@ def load_weights(model, folder, local_slices=None):
             shapes of the tensors, not only this rank's, do not follow from ``model.config``.
     """
     folder = pathlib.Path(folder)
-    with contextlib.ExitStack() as stack:
-        stored = _open_tensors(folder, stack)
-        shapes = shapes_of(model.config)
-        if is_tied(folder) and HEAD not in stored and EMBEDDING in stored:
-            stored[HEAD] = stored[EMBEDDING]
-        check_shapes({name: tuple(part.get_shape()) for name, part in stored.items()}, shapes,
-                     folder)
-        for name, part in stored.items():
-            if part.get_dtype() not in DTYPES:
-                raise SettingError(
-                    f"{folder} has {name} in {part.get_dtype()}: only {', '.join(DTYPES)} are "
-                    f"supported"
-                )
-        for name, parameter in model.named_parameters():
-            own, slices = parameter, tuple(slice(0, size) for size in parameter.shape)
-            if local_slices:
-                own, slices = local_part(parameter), local_slices(parameter)
-            if own.numel():  # a rank may hold no row
-                own.copy_(stored[name][slices])
+    _check_files(folder)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored = {
+        name: entry for name, entry in reader.read_metadata().state_dict_metadata.items()
+        # Older files also hold a table of rotary angles; our model computes its own.
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
+    tied = is_tied(folder) and HEAD not in stored and EMBEDDING in stored
+    if tied:
+        stored[HEAD] = stored[EMBEDDING]
+    check_shapes(
+        {name: tuple(entry.size) for name, entry in stored.items()}, shapes_of(model.config), folder
+    )
+    for name, entry in stored.items():
+        if len(entry.chunks) > 1:
+            raise SettingError(f"{folder} has {name} in two files")
+        if entry.properties.dtype not in DTYPES:
+            raise SettingError(
+                f"{folder} has {name} in {entry.properties.dtype}: only "
+                f"{', '.join(map(str, DTYPES))} are supported"
+            )
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    head = {EMBEDDING: own.pop(HEAD)} if tied and HEAD in own else {}
+    for tensors in (own, head):
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
-def _open_tensors(folder, stack):
-    """Open the safetensors files of a folder. Returns a dict from the name of each tensor to an
-    object from which slices can be read. ``stack``, a contextlib.ExitStack, closes the files."""
+def _check_files(folder):
+    """Refuse a folder without safetensors files, or with one that is damaged."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise SettingError(
             "weights are read with the package safetensors: pip install safetensors"
         ) from None
-    stored = {}
-    for path in _files(folder):
+    if not (paths := sorted(folder.glob("*.safetensors"))):
+        raise SettingError(
+            f"{folder} has no .safetensors file: only weights in safetensors are read, which "
+            f"save_pretrained of transformers writes"
+        )
+    for path in paths:
         try:
             if not path.is_file():  # opening a FIFO might never return
-                raise OSError("there is no such file")
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            parts = {name: file.get_slice(name) for name in file.keys()}
+                raise OSError("it is not a regular file")
+            with safe_open(path, framework="pt"):
+                pass
         except (OSError, SafetensorError) as error:
             raise SettingError(
                 f"{path} cannot be read ({error}): download or save the model again"
             ) from None
-        for name, part in parts.items():
-            if name in stored:
-                raise SettingError(f"{folder} has {name} in two files")
-            # Older files also hold a table of rotary angles; our model computes its own.
-            if not name.endswith(".rotary_emb.inv_freq"):
-                stored[name] = part
-    return stored
-
-
-def _files(folder):
-    """The paths of a folder's safetensors files: the one file, or those that the index names."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        raise SettingError(
-            f"{folder} has neither model.safetensors nor {index.name}: only weights in safetensors "
-            f"are read, which save_pretrained of transformers writes"
-        )
-    files = read_json(index, index.name).get("weight_map")
-    names = set(files.values()) if isinstance(files, dict) else {None}
-    for name in names:
-        if not isinstance(name, str) or pathlib.Path(name).name != name:
-            raise SettingError(f"{index} does not say which files of its folder hold the weights")
-    return [folder / name for name in sorted(names)]
 
 
 def fingerprint(folder):

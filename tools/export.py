@@ -21,10 +21,10 @@ import shutil
 import torch
 from tqdm import tqdm
 
-from common.arguments import at_least
 from common.checkpoint import list_checkpoints, open_tensors
 from common.errors import SettingError
-from common.huggingface import check_shapes, config_from, shapes_of
+from common.options import at_least
+from common.weights import check_shapes, config_from, shapes_of
 from tools.command import make_parser, run
 
 NAMES = {  # safetensors' names of the types that we write
