@@ -45,10 +45,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from common import theory
 from common.attention import attend, attend_backward, merge, wide
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, causal_attention, wrap_layers
@@ -56,6 +57,7 @@ from common.options import option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 # torch 2.11 has only the old names of these functions.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -77,7 +79,8 @@ def main(argv=None):
     positions = shards[cp_rank]
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -105,7 +108,9 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     def loss_of_shard(inputs, targets):  # CP: of the positions of this rank, for validation
         targets = targets[:, positions]
@@ -117,6 +122,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -143,7 +150,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory(args, sum(p.nbytes for p in model.parameters()), n))
+    return report.close(theory.cp(args, n))
 
 
 def shard_positions(T, n, zigzag=True):
@@ -380,40 +387,24 @@ def check(args, n):
     Raises:
         SettingError: the message says what they can share.
     """
-    chunks = n if args.attention == "ulysses" else 2 * n if n > 1 else 1
-    if args.seq_len % chunks:
-        below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
-        raise SettingError(
-            f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
-            f"each of {n} ranks: use a multiple of {chunks}, such as "
-            f"{f'{below} or {above}' if below else above}"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(args.config, name)
-        if args.attention == "ulysses" and heads % n:
-            raise SettingError(
-                f"--{name.replace('_', '-')} {heads} cannot be shared evenly by {n} ranks, which "
-                f"--attention ulysses needs: use a number of ranks that divides it, or "
-                f"--attention ring"
+    ulysses, config = args.attention == "ulysses", args.config
+    chunks = 1 if n == 1 else n if ulysses else 2 * n
+    below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
+    refuse([
+        (args.seq_len % chunks,
+         f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
+         f"each of {n} ranks: use a multiple of {chunks}, such as "
+         f"{f'{below} or {above}' if below else above}"),
+        *(
+            (ulysses and heads % n,
+             f"{name} {heads} cannot be shared evenly by {n} ranks, which --attention ulysses "
+             f"needs: use a number of ranks that divides it, or --attention ring")
+            for name, heads in (
+                ("--num-attention-heads", config.num_attention_heads),
+                ("--num-key-value-heads", config.num_key_value_heads),
             )
-
-
-def theory(args, P, n):
-    """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters. The symbols are
-    those of the docstring of this file. Returns (formula, bytes) for each kind."""
-    c, a, L = args.config, args.grad_accum, args.config.num_hidden_layers
-    H, KV = c.num_attention_heads, c.num_key_value_heads
-    numbers = 2 * (args.batch_size // a) * KV * (args.seq_len // n) * c.head_dim
-    kv, grad_kv = numbers * args.compute_dtype.itemsize, numbers * args.param_dtype.itemsize
-    passes = 3 if args.activation_checkpointing else 2  # forward, perhaps again, and backward
-    formula, sent = f"aL({passes} kv + grad_kv)(n-1)", (passes * kv + grad_kv) * (n - 1)
-    if args.attention == "ulysses":
-        formula = f"{passes}aL(1+H/KV) kv (n-1)/n"
-        sent = passes * (1 + H // KV) * kv * (n - 1) / n
-    return {
-        "parameters": ("P", P), "gradients": ("P", P), "optimizer_states": ("2P", 2 * P),
-        "sent": (f"2P(n-1)/n + {formula}", 2 * P * (n - 1) / n + a * L * sent),
-    }
+        ),
+    ])
 
 
 if __name__ == "__main__":

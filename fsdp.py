@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -47,6 +47,7 @@ from common.options import at_least, option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 
 def main(argv=None):
@@ -68,7 +69,8 @@ def main(argv=None):
     )
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -95,7 +97,9 @@ def main(argv=None):
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -103,6 +107,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -177,16 +183,14 @@ def check(args, n):
     Raises:
         SettingError: the message says what they can do.
     """
-    if n % args.replicate:
-        fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
-        raise SettingError(
-            f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"
-        )
-    if args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()):
-        raise SettingError(
-            "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
-            "leave --cpu-offload out"
-        )
+    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
+    refuse([
+        (n % args.replicate,
+         f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"),
+        (args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()),
+         "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
+         "leave --cpu-offload out"),
+    ])
 
 
 if __name__ == "__main__":

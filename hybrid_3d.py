@@ -40,16 +40,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import refuse
 from common.launch import launch, rank_and_world_size, start_process_group
-from common.materialise import local_part, materialise
-from common.model import MAX_LOGITS, Transformer, wrap_layers
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 from cp import allgather_attention, shard_positions
 from fsdp import reshard, shard
 from pp import clip_grad_norm, forward_only, keep_stage, make_schedule, split_layers
@@ -120,7 +122,6 @@ def main(argv=None):
     groups = [[model.model.embed_tokens], *([layer] for layer in layers)]
     groups.append([model.model.norm, model.lm_head])
     groups = [group for group in groups if list(nn.ModuleList(group).parameters())]  # of this stage
-    last_group = sum(local_part(p).nbytes for p in nn.ModuleList(groups[-1]).parameters())
     shard(
         model, groups, shard_mesh, reshard_after_forward=pp == 1,
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
@@ -163,7 +164,9 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=dp_mesh,  # the tp, cp and pp ranks read the same samples
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -171,6 +174,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     grid = describe_grid(mesh.mesh.view(pp, dp, cp, tp).tolist(), stage_layers)
@@ -208,7 +213,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory(args, model, last_group, stage))
+    return report.close(theory.hybrid_3d(args, model, stage))
 
 
 def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
@@ -239,83 +244,37 @@ def check(args, n):
         SettingError: the message says what to change.
     """
     dp, cp, tp, pp, config = args.dp, args.cp, args.tp, args.pp, args.config
-    product = dp * cp * tp * pp
-    if product != n:
-        raise SettingError(
-            f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = "
-            f"{product}: change one of them, or start {product} processes"
-        )
-    if args.microbatches < pp:
-        raise SettingError(
-            f"--microbatches {args.microbatches} leaves stages without work: use at least --pp {pp}"
-        )
-    if pp > config.num_hidden_layers:
-        raise SettingError(
-            f"--pp {pp} stages are more than the {config.num_hidden_layers} layers: use fewer "
-            f"stages, or raise --num-hidden-layers"
-        )
-    if dp % args.replicate:
-        raise SettingError(f"--replicate {args.replicate} does not divide dp ({dp}): use a divisor")
-    pieces = dp * args.grad_accum * args.microbatches
-    parts = {
-        "--num-attention-heads": (config.num_attention_heads, tp, "--tp"),
-        "--num-key-value-heads": (config.num_key_value_heads, tp, "--tp"),
-        "--intermediate-size": (config.intermediate_size, tp, "--tp"),
-        "--vocab-size": (config.vocab_size, tp, "--tp"),
-        "--batch-size": (args.batch_size, pieces, "dp x --grad-accum x --microbatches"),
-        "--seq-len": (args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
-    }
-    for name, (size, divisor, what) in parts.items():
-        if size % divisor:
-            raise SettingError(
-                f"{name} {size} cannot be cut into {divisor} equal parts ({what}): use a multiple "
-                f"of {divisor}"
-            )
-    if args.sequence_parallel and args.seq_len // cp % tp:
-        raise SettingError(
-            f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which "
-            f"cannot be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}, or "
-            f"--no-sequence-parallel"
-        )
-
-
-def theory(args, model, last_group, stage):
-    """Bytes that a rank holds, and sends in a step; the numbers of loss and norm are left out.
-    ``last_group``: bytes of what FSDP shards that are in the last group."""
-    dp, cp, tp, pp, R, config = args.dp, args.cp, args.tp, args.pp, args.replicate, args.config
-    a, M, L = args.grad_accum, args.microbatches, len(model.model.layers)
-    size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
-    again = args.activation_checkpointing
-    N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)  # norms, which TP replicates
-    U = (sum(p.nbytes for p in model.parameters()) - N) / tp + N  # bytes that FSDP shards
-    s, half = dp * cp // R, matrix_size / size
-    if pp == 1:  # for each micro-batch, as in fsdp.py
-        gathered = a * M * (2 * U - last_group) * half + a * M * U
-    else:  # once for all micro-batches of the pipeline
-        gathered = a * U * half + a * U
-    fsdp = gathered * (s - 1) / s + a * 2 * U / s * (R - 1) / R
-    tokens = args.batch_size // dp * (args.seq_len // cp)  # of this rank
-    t, x = tokens * size, tokens * config.hidden_size * matrix_size  # per token; hidden states
-    norms = 2 * N * (a * M * half if pp == 1 else a) * args.sequence_parallel
-    loss_in_chunks = tokens // a // M * config.vocab_size > MAX_LOGITS
-    loss = (12 if loss_in_chunks else 6) * t * (stage == pp - 1)
-    ends = 2 * x * ((stage == 0) + (stage == pp - 1))  # embedding and head
-    in_layers = L * (8 + (3 if args.sequence_parallel else 2) * again) * x
-    tensor = (in_layers + ends + loss + norms) * (tp - 1) / tp
-    # Keys and values are gathered in each pass, and their gradients reduced.
-    kv = 2 * tokens * (config.num_key_value_heads // tp) * config.head_dim
-    context = L * kv * ((2 + again) * matrix_size + size) * (cp - 1)
-    targets = 16 * (dp - 1) / dp  # the number of targets in the global batch, all-reduced over dp
-    pipeline = ((stage > 0) + (stage < pp - 1)) * x / (tp if args.sequence_parallel else 1)
-    peak = ", at the peak U" * (pp > 1)
-    return {
-        "parameters": (f"U/s{peak}", U / s), "gradients": (f"U/s{peak}", U / s),
-        "optimizer_states": ("2U/s", 2 * U / s),
-        "sent": (
-            f"fsdp {fsdp:,.0f} + tp {tensor:,.0f} + cp {context:,.0f} + pp {pipeline:,.0f} + "
-            f"{targets:,.0f}", fsdp + tensor + context + pipeline + targets,
+    product, pieces = dp * cp * tp * pp, dp * args.grad_accum * args.microbatches
+    sizes = (
+        ("--num-attention-heads", config.num_attention_heads, tp, "--tp"),
+        ("--num-key-value-heads", config.num_key_value_heads, tp, "--tp"),
+        ("--intermediate-size", config.intermediate_size, tp, "--tp"),
+        ("--vocab-size", config.vocab_size, tp, "--tp"),
+        ("--batch-size", args.batch_size, pieces, "dp x --grad-accum x --microbatches"),
+        ("--seq-len", args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
+    )
+    refuse([
+        (product != n,
+         f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
+         f"change one of them, or start {product} processes"),
+        (args.microbatches < pp,
+         f"--microbatches {args.microbatches} leaves stages without work: use at least --pp {pp}"),
+        (pp > config.num_hidden_layers,
+         f"--pp {pp} stages are more than the {config.num_hidden_layers} layers: use fewer stages, "
+         f"or raise --num-hidden-layers"),
+        (dp % args.replicate,
+         f"--replicate {args.replicate} does not divide dp ({dp}): use a divisor"),
+        *(
+            (size % parts,
+             f"{name} {size} cannot be cut into {parts} equal parts ({what}): use a multiple of "
+             f"{parts}")
+            for name, size, parts, what in sizes
         ),
-    }
+        (args.sequence_parallel and args.seq_len // cp % tp,
+         f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
+         f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}, or "
+         f"--no-sequence-parallel"),
+    ])
 
 
 if __name__ == "__main__":

@@ -64,9 +64,10 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -74,6 +75,7 @@ from common.options import at_least, option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -109,7 +111,8 @@ def main(argv=None):
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
     # Model: built on the meta device; PP: then this rank's stages are materialised
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         whole = Transformer(args.config).to(args.param_dtype)
     stage_layers = split_layers(whole, n * v)
@@ -152,7 +155,9 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # PP: of one rank, so that all ranks read the same samples
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
@@ -161,6 +166,9 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        for part in parts:
+            load_weights(part, args.init_from)
 
     # Loop
     diagram = describe_stages(args.schedule, stage_layers, n, v, M)
@@ -190,7 +198,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory(args, sum(p.nbytes for p in parameters), own, n * v))
+    return report.close(theory.pp(args, parts, own, n * v))
 
 
 def split_layers(model, num_stages):
@@ -368,68 +376,37 @@ def check(args, n, v):
         SettingError: the message says what it can do.
     """
     name, M, accum = args.schedule, args.microbatches, args.grad_accum
-    if name in ONE_STAGE and v != 1:
-        raise SettingError(
-            f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, "
-            f"or interleaved1f1b"
-        )
-    if name in V_SHAPED and v != 2:
-        raise SettingError(
-            f"--stages-per-rank {v}: --schedule {name} has 2 stages on each rank; use 2, or "
-            f"zerobubble"
-        )
-    most = args.config.num_hidden_layers + 2
-    if n * v > most:
-        raise SettingError(
-            f"{n} ranks x {v} stages are {n * v}, but {most - 2} layers, embedding and head fill "
-            f"{most} at most: start fewer ranks, or lower --stages-per-rank, or raise "
-            f"--num-hidden-layers"
-        )
+    stages, most = n * v, args.config.num_hidden_layers + 2
     least = {"1f1b": n, "dualpipev": 2 * n}.get(name, 1)
-    if M < least:
-        raise SettingError(
-            f"--microbatches {M} is too few for --schedule {name} on {n} ranks: use at least "
-            f"{least}, or another schedule"
-        )
-    rounds = max(1, M // n)
-    if name in ("interleaved1f1b", "zerobubble") and M % rounds:
-        raise SettingError(
-            f"--microbatches {M}: --schedule {name} cannot make {rounds} even rounds of them on "
-            f"{n} ranks; use a multiple of {n}, such as {M // n * n} or {M // n * n + n}"
-        )
-    if args.batch_size % (accum * M):
-        below = args.batch_size // (accum * M) * accum * M
-        raise SettingError(
-            f"--batch-size {args.batch_size} cannot be cut evenly into {accum} accumulation steps "
-            f"x {M} micro-batches: use a multiple of {accum * M}, such as {below or accum * M}, or "
-            f"change --microbatches"
-        )
-    if name in SPLIT_BACKWARD and args.compile:
-        raise SettingError(
-            f"--compile with --schedule {name}: a compiled layer has one backward pass, so each "
-            f"part would run all of it; use interleaved1f1b, or leave --compile out"
-        )
-    if name in SPLIT_BACKWARD and args.activation_checkpointing:
-        raise SettingError(
-            f"--activation-checkpointing with --schedule {name}: each layer would be computed "
-            f"again for each of its weights; use interleaved1f1b, or leave "
-            f"--activation-checkpointing out"
-        )
-
-
-def theory(args, P, own, num_stages):
-    """Bytes that a rank with the stages ``own`` holds, and sends in a step: P bytes of parameters
-    in its stages, X bytes of hidden states over each border to a stage on another rank."""
-    tokens = args.batch_size * args.seq_len
-    X = tokens * args.config.hidden_size * args.param_dtype.itemsize
-    borders = sum(
-        other not in own
-        for stage in own for other in (stage - 1, stage + 1) if 0 <= other < num_stages
-    )
-    return {
-        "parameters": ("P of its stages", P), "gradients": ("P", P),
-        "optimizer_states": ("2P", 2 * P), "sent": (f"{borders}X", borders * X),
-    }
+    rounds, pieces = max(1, M // n), accum * M
+    refuse([
+        (name in ONE_STAGE and v != 1,
+         f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, or "
+         f"interleaved1f1b"),
+        (name in V_SHAPED and v != 2,
+         f"--stages-per-rank {v}: --schedule {name} has 2 stages on each rank; use 2, or "
+         f"zerobubble"),
+        (stages > most,
+         f"{n} ranks x {v} stages are {stages}, but {most - 2} layers, embedding and head fill "
+         f"{most} at most: start fewer ranks, or lower --stages-per-rank, or raise "
+         f"--num-hidden-layers"),
+        (M < least,
+         f"--microbatches {M} is too few for --schedule {name} on {n} ranks: use at least {least}, "
+         f"or another schedule"),
+        (name in ("interleaved1f1b", "zerobubble") and M % rounds,
+         f"--microbatches {M}: --schedule {name} cannot make {rounds} even rounds of them on {n} "
+         f"ranks; use a multiple of {n}, such as {M // n * n} or {M // n * n + n}"),
+        (args.batch_size % pieces,
+         f"--batch-size {args.batch_size} cannot be cut evenly into {accum} accumulation steps x "
+         f"{M} micro-batches: use a multiple of {pieces}, such as "
+         f"{args.batch_size // pieces * pieces or pieces}, or change --microbatches"),
+        (name in SPLIT_BACKWARD and args.compile,
+         f"--compile with --schedule {name}: a compiled layer has one backward pass, so each part "
+         f"would run all of it; use interleaved1f1b, or leave --compile out"),
+        (name in SPLIT_BACKWARD and args.activation_checkpointing,
+         f"--activation-checkpointing with --schedule {name}: each layer would be computed again "
+         f"for each of its weights; use interleaved1f1b, or leave --activation-checkpointing out"),
+    ])
 
 
 if __name__ == "__main__":

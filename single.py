@@ -20,6 +20,7 @@ from common.options import option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 
 def main(argv=None):
@@ -27,7 +28,8 @@ def main(argv=None):
     device = start_process(args)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
@@ -43,7 +45,9 @@ def main(argv=None):
     # Data
     dataset, held_out = open_datasets(args)
     sampler = BatchSampler(len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps)
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -51,6 +55,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device)

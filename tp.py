@@ -44,16 +44,18 @@ from torch.distributed.tensor.parallel import (
     loss_parallel, parallelize_module,
 )
 
+from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import MAX_LOGITS, Transformer, wrap_layers
+from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 
 def main(argv=None):
@@ -68,7 +70,8 @@ def main(argv=None):
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
@@ -90,7 +93,9 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -98,6 +103,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -125,10 +132,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory(
-        args, sum(p.nbytes for p in model.parameters()),
-        sum(p.nbytes for p in model.parameters() if p.ndim == 1), n,
-    ))
+    return report.close(theory.tp(args, n))
 
 
 def plan(sequence_parallel):
@@ -232,42 +236,18 @@ def check(args, n):
     Raises:
         SettingError: the message says which sizes can be split.
     """
-    sizes = {
-        "--num-attention-heads": args.config.num_attention_heads,
-        "--num-key-value-heads": args.config.num_key_value_heads,
-        "--intermediate-size": args.config.intermediate_size,
-        "--vocab-size": args.config.vocab_size,
-    }
-    if args.sequence_parallel:
-        sizes["--seq-len"] = args.seq_len
-    for name, size in sizes.items():
-        if size % n:
-            raise SettingError(
-                f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of "
-                f"{n}, or a number of ranks that divides it"
-            )
-
-
-def theory(args, P, N, n):
-    """Bytes that each of n ranks holds, and sends in a step: P bytes of parameters, N of them in
-    norms. The symbols are those of the docstring of this file."""
-    tokens, L = args.batch_size * args.seq_len, args.config.num_hidden_layers
-    t = tokens * args.param_dtype.itemsize
-    X, x = t * args.config.hidden_size, tokens * args.config.hidden_size * args.compute_dtype.itemsize
-    loss_in_chunks = tokens // args.grad_accum * args.config.vocab_size > MAX_LOGITS
-    terms = {"4L(X+x)": 4 * L * (X + x), "4X": 4 * X}
-    terms |= {"12t": 12 * t} if loss_in_chunks else {"6t": 6 * t}
-    if args.sequence_parallel:
-        terms["2N"] = 2 * N
-    if args.activation_checkpointing:
-        again = {"L(2X+x)": L * (2 * X + x)} if args.sequence_parallel else {"2Lx": 2 * L * x}
-        terms |= again
-    own = (P - N) / n + N
-    return {
-        "parameters": ("(P-N)/n + N", own), "gradients": ("(P-N)/n + N", own),
-        "optimizer_states": ("2((P-N)/n + N)", 2 * own),
-        "sent": (f"({' + '.join(terms)})(n-1)/n", sum(terms.values()) * (n - 1) / n),
-    }
+    config, sequence = args.config, args.seq_len if args.sequence_parallel else n
+    refuse([
+        (size % n,
+         f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of {n}, or "
+         f"a number of ranks that divides it")
+        for name, size in (
+            ("--num-attention-heads", config.num_attention_heads),
+            ("--num-key-value-heads", config.num_key_value_heads),
+            ("--intermediate-size", config.intermediate_size),
+            ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
+        )
+    ])
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -38,6 +39,7 @@ from common.options import option_parser, parse_options, run_settings
 from common.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.validation import Validation
+from common.weights import load_weights
 
 # torch 2.11 has only the old names of these functions.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,7 +57,8 @@ def main(argv=None):
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then model = MyModel().to(device), no more.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
@@ -78,10 +81,11 @@ def main(argv=None):
     # Data
     dataset, held_out = open_datasets(args)
     sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh,
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
-    validation = Validation(held_out, sampler, device, args.val_every, args.val_batches)
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -89,6 +93,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -118,7 +124,7 @@ def main(argv=None):
             break
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()
-    return report.close(theory(args, sum(p.nbytes for p in model.parameters()), n))
+    return report.close(theory.zero(args, n))
 
 
 def make_buckets(model, groups, mesh):
@@ -330,25 +336,10 @@ def check(args):
     Raises:
         SettingError: the message says which script has it.
     """
-    if args.stage not in (1, 2):
-        raise SettingError(
-            f"--stage {args.stage}: zero.py has 1 and 2; stage 3 is fsdp.py, stage 0 is ddp.py"
-        )
-
-
-def theory(args, P, n):
-    """Bytes that each of n ranks holds, and sends in a step of ``a`` micro-batches, for P bytes of
-    parameters."""
-    a, stage = args.grad_accum, args.stage
-    whole = ", at the peak P" if stage == 1 and a > 1 else ""
-    sent = {
-        1: ("(2P+16)(n-1)/n", (2 * P + 16) * (n - 1) / n),
-        2: ("((1+a)P+16)(n-1)/n", ((1 + a) * P + 16) * (n - 1) / n),
-    }[stage]
-    return {
-        "parameters": ("P", P), "gradients": ("P/n" + whole, P / n),
-        "optimizer_states": ("2P/n", 2 * P / n), "sent": sent,
-    }
+    refuse([(
+        args.stage not in (1, 2),
+        f"--stage {args.stage}: zero.py has 1 and 2; stage 3 is fsdp.py, stage 0 is ddp.py",
+    )])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ data-parallel rank takes its share of them. So the step number is the only state
 ``len(dataset)`` and ``dataset[index]``.
 """
 
-import collections.abc
 import hashlib
 import os
 import pathlib
@@ -17,6 +16,7 @@ import sysconfig
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.errors import SettingError
@@ -32,8 +32,7 @@ def permute(indices, size, key):
     ``indices`` is an array of any shape, ``key`` a sequence of integers >= 0. A Feistel network
     permutes range(2^bits), the smallest that contains range(``size``). An index that lands outside
     of range(``size``) is permuted again until it lands inside, which keeps it a permutation (cycle
-    walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Each index is
-    computed without the others.
+    walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     bits = (size - 1).bit_length()
     low = np.uint64(bits // 2)  # one half has low bits, the other bits - low
@@ -131,17 +130,11 @@ class BatchSampler(Sampler):
 
     def samples(self, first, last):
         """The sample indices at the places [first, last) of the endless order, an int64 array."""
-        places = range(first, last)
-        epochs = range(first // self.size, (last - 1) // self.size + 1)
+        epochs, places = np.divmod(np.arange(first, last), self.size)
         return np.concatenate([
-            permute(
-                np.arange(max(first, epoch * self.size), min(last, (epoch + 1) * self.size))
-                - epoch * self.size,
-                self.size,
-                (self.seed, epoch),
-            )
-            for epoch in epochs
-        ]) if places else np.empty(0, np.int64)
+            permute(places[epochs == epoch], self.size, (self.seed, int(epoch)))
+            for epoch in np.unique(epochs)
+        ])
 
 
 class TokenDataset(Dataset):
@@ -232,6 +225,14 @@ class TokenDataset(Dataset):
         return np.concatenate(pieces)
 
 
+def open_datasets(args):
+    """The TokenDatasets of --data and --val-data; None without --val-data."""
+    return [
+        path and TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
+        for path, option in ((args.data, "--data"), (args.val_data, "--val-data"))
+    ]
+
+
 def fingerprint(dataset):
     """What tells one dataset of tensors from another: its number of samples, and a hash of a few of
     them, as a dict."""
@@ -244,6 +245,34 @@ def fingerprint(dataset):
         "the number of samples in --data": len(dataset),
         "the hash of some samples in --data": digest.hexdigest()[:16],
     }
+
+
+def load_batches(dataset, sampler, device, workers=0):
+    """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated into
+    any structure of tensors, such as a tuple or a dict. ``workers`` processes read ahead; 0: this
+    process reads."""
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # otherwise it would advance the random state of training
+        worker_init_fn=_leave_group,
+    )
+    for batch in loader:
+        yield tree_map(
+            lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch
+        )
+
+
+def _leave_group(worker):
+    """A signal that asks a run to stop, such as Ctrl-C, may reach all processes of its group:
+    workers still have a step to serve. They end with their parent, which they watch."""
+    os.setpgid(0, 0)
+
+
+def load_steps(dataset, sampler, device, workers=0):
+    """Yields (step, batch) for each step that is left: the list of this rank's micro-batches."""
+    micro_batches = load_batches(dataset, sampler, device, workers)
+    for step in range(sampler.start, sampler.stop):
+        yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
 
 
 def _size(path, option):
@@ -282,53 +311,5 @@ def _find_files(data, option):
     return sorted(file for file in found if file.suffix == ".py" or not standard)
 
 
-def load_batches(dataset, sampler, device, workers=0):
-    """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated.
-
-    ``workers`` processes read ahead; 0 reads in this process. A batch may be any structure of
-    tensors, such as a tuple or a dict.
-    """
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # otherwise it would advance the random state of training
-        worker_init_fn=_leave_group,
-    )
-    for batch in loader:
-        yield to_device(batch, device)
-
-
-def _leave_group(worker):
-    """A signal that asks a run to stop, such as Ctrl-C, may reach all processes of its group:
-    workers still have a step to serve. They end with their parent, which they watch."""
-    os.setpgid(0, 0)
-
-
-def to_device(batch, device):
-    """Move all tensors in nested lists, tuples and mappings to ``device``."""
-    if hasattr(batch, "to"):  # a tensor, or an object that moves its own tensors
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, collections.abc.Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        values = [to_device(value, device) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
-
-
 def _count(number, noun):
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def load_steps(dataset, sampler, device, workers=0):
-    """Yields (step, batch) for each step that is left: the list of this rank's micro-batches."""
-    micro_batches = load_batches(dataset, sampler, device, workers)
-    for step in range(sampler.start, sampler.stop):
-        yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
-
-
-def open_datasets(args):
-    """The TokenDatasets of --data and --val-data; None without --val-data."""
-    return [
-        path and TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
-        for path, option in ((args.data, "--data"), (args.val_data, "--val-data"))
-    ]

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -13,9 +12,9 @@ import torch
 from common.data import STANDARD_LIBRARY
 from common.data import fingerprint as fingerprint_of_data
 from common.errors import SettingError
-from common.weights import fingerprint, read_config
 from common.launch import rank_and_world_size
 from common.model import PRESETS, ModelConfig
+from common.weights import fingerprint, is_tied, read_config
 
 # When a run is resumed, these must stay the same, and those may change.
 MUST = "seed", "batch_size", "seq_len"
@@ -30,11 +29,11 @@ def at_least(minimum, kind=int, above=False, most=2**31 - 1):
 
     def parse(text):
         value = kind(text)
-        if not (minimum < value if above else minimum <= value) or value > most:
-            least = f"greater than {minimum}" if above else f"at least {minimum}"
-            raise argparse.ArgumentTypeError(
-                f"{text:.40} is not allowed: it must be {least}, and at most {most}"
-            )
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text:.40} is not allowed: it must be at most {most}")
+        if not (minimum < value if above else minimum <= value):
+            least = "greater than" if above else "at least"
+            raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be {least} {minimum}")
         return value
 
     parse.__name__ = {int: "whole number", float: "number"}[kind]  # for argparse's own message
@@ -43,17 +42,14 @@ def at_least(minimum, kind=int, above=False, most=2**31 - 1):
 
 def _folder(text):
     """An argparse type: a path, but not an empty one, which would be the working folder."""
+    return pathlib.Path(_path(text))
+
+
+def _path(text):
+    """An argparse type: text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or a folder")
-    return pathlib.Path(text)
-
-
-def _json(text):
-    """An argparse type: JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f"{text:.80} is no JSON") from None
+    return text
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -64,8 +60,11 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def option_parser(doc, model=True, text=True):
-    """A parser with the options of every script; a script adds its own to it. ``model=False`` leaves
-    out the options of common/model.py, ``text=False`` those of the text that it is trained on."""
+    """A parser with the options of every script; a script adds its own to it.
+
+    ``model=False`` leaves out the options of the Llama of common/model.py, ``text=False`` those of
+    the text that it is trained on: for a script with a model, or data, of its own.
+    """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
@@ -101,15 +100,16 @@ def option_parser(doc, model=True, text=True):
         add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
             "text file, or a folder of either; text is read as bytes; "
             f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
-        add("--val-data", metavar="PATH", help="held-out data, of the kinds that --data takes: "
-            "evaluate the model on it; None: no validation")
+        add("--val-data", type=_path, metavar="PATH", help="held-out data, of the "
+            "kinds that --data takes: evaluate the model on it; None: no validation")
+        add("--val-every", type=whole, default=100, metavar="N", help="with --val-data: steps "
+            "between evaluations; the last step has one too")
+        add("--val-batches", type=whole, default=10, metavar="N", help="with --val-data: batches "
+            "of --batch-size sequences in each evaluation, always the same ones; fewer if the data "
+            "has fewer")
         add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
             "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
         add("--seq-len", type=whole, default=128, metavar="T", help="tokens in a sequence")
-    add("--val-every", type=whole, default=100, metavar="N", help="steps between evaluations on "
-        "held-out data; the last step has one too")
-    add("--val-batches", type=whole, default=10, metavar="N", help="batches of --batch-size "
-        "sequences in each evaluation, always the same ones; fewer if the data has fewer")
     add("--workers", type=at_least(0, most=1024), default=0, metavar="N", help="processes per rank "
         "that read ahead; 0: the training process reads")
 
@@ -119,18 +119,20 @@ def option_parser(doc, model=True, text=True):
             "config."
         )
         group.add_argument("--model", default=argparse.SUPPRESS, metavar="PRESET",
-                           help=f"{', '.join(PRESETS)} (default: tiny)")
+                           help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
         group.add_argument("--init-from", type=_folder, metavar="FOLDER", help="start from the "
-                           "weights of a Llama of Hugging Face, in a folder with config.json and "
-                           "safetensors files; needs the package safetensors")
+                           "weights of a Llama of Hugging Face, in a folder with config.json, "
+                           "which gives the dimensions, and safetensors files; needs the package "
+                           "safetensors; None: start from weights drawn by --seed")
         for field in dataclasses.fields(ModelConfig):
-            kind = float if field.type is float else int
-            check = at_least(0, kind, above=True)
-            group.add_argument(
-                _flag(field.name), type=_json if field.name == "rope_scaling" else check,
-                default=argparse.SUPPRESS, metavar="X",
-                help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}",
-            )
+            if field.name != "rope_scaling":  # presets and a config.json have it
+                kind = float if field.type is float else int
+                most = 10**4 if field.name == "num_hidden_layers" else 2**31 - 1
+                group.add_argument(
+                    _flag(field.name), type=at_least(0, kind, above=True, most=most),
+                    default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
+                    help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}",
+                )
 
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is "
@@ -143,8 +145,8 @@ def option_parser(doc, model=True, text=True):
         "matrix products in bfloat16 (in fsdp.py and hybrid_3d.py hidden states too), weights and "
         "optimizer states in float32; float64: to compare curves exactly")
     add("--compile", action="store_true", help="torch.compile each layer")
-    add("--activation-checkpointing", action="store_true", help="keep only the input of each layer, "
-        "and compute the layer again in the backward pass")
+    add("--activation-checkpointing", action="store_true", help="keep only the input of each "
+        "layer, and compute the layer again in the backward pass")
 
     add = parser.add_argument_group("run folder").add_argument
     add("--out", type=_folder, default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem),
@@ -159,13 +161,11 @@ def option_parser(doc, model=True, text=True):
         "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew")
     add("--resume-from", type=whole, metavar="STEP", help="resume from the checkpoint of this step")
     add("--log-every", type=whole, default=10, metavar="N", help="steps between lines of "
-        "metrics.jsonl; the first step, the last step and each saved step have a line too")
-    add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases")
-    add("--tensorboard", action="store_true", help="log for TensorBoard, in --out")
-    add("--count", action=argparse.BooleanOptionalAction, default=True, help="count the bytes of "
-        "the third step")
-    add("--peak-tflops", type=at_least(0, float, above=True), metavar="X", help="what one device "
-        "can compute, in 10^12 operations per second, for the model FLOPs utilisation (MFU)")
+        "metrics.jsonl; the first and the last step have a line too")
+    add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases, offline if "
+        "there is no API key; needs the package wandb")
+    add("--tensorboard", action="store_true", help="log for TensorBoard, in --out; needs the "
+        "package tensorboard")
     add("--profile", action="store_true", help="write a Chrome trace of a few steps to --out, for "
         "each rank")
     return parser
@@ -173,14 +173,22 @@ def option_parser(doc, model=True, text=True):
 
 def parse_options(parser, argv=None):
     """Parse, and add what follows: ``param_dtype`` (the torch.dtype of weights and optimizer
-    states), ``compute_dtype`` (of matrix products) and ``config`` (ModelConfig)."""
+    states), ``compute_dtype`` (of matrix products), ``betas`` and, with the options of
+    common/model.py, ``config`` (ModelConfig). ``resume`` becomes what Checkpoints.resume takes.
+
+    Raises:
+        SettingError: an option is wrong.
+    """
     args = parser.parse_args(argv)
     if "init_from" in args:
         args.config = _model_config(args)
+    if args.profile and args.steps < 4:
+        _refuse(f"--profile with --steps {args.steps}: it traces from the fourth step, use at "
+                f"least 4")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        args.resume_from = None  # torchrun has restarted this process
-        args.resume = True
-    args.resume = args.resume and (args.resume_from or True)
+        args.resume = True  # torchrun has restarted this process: from the newest checkpoint
+    else:
+        args.resume = args.resume and (args.resume_from or True)
     args.grad_clip = args.grad_clip or math.inf
     args.betas = args.beta1, args.beta2
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
@@ -190,33 +198,40 @@ def parse_options(parser, argv=None):
 
 def _model_config(args):
     """The preset, with the dimensions that the command line changes; or the config of --init-from,
-    which the command line must not contradict."""
-    args.model = getattr(args, "model", "tiny")
-    if args.model not in PRESETS:
-        _refuse(f"--model {args.model}: no such preset, choose from {', '.join(PRESETS)}")
+    which the command line may repeat and not change. Sets ``args.model``, a name for people."""
+    preset = getattr(args, "model", "tiny")
+    if preset not in PRESETS:
+        _refuse(f"--model {preset}: no such preset, choose from {', '.join(PRESETS)}")
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     given = {name: getattr(args, name) for name in names if name in args}
     if args.init_from:
         config = read_config(args.init_from)
-        for name, value in given.items():
+        for name, value in (vars(PRESETS[preset]) | given if "model" in args else given).items():
             if (there := getattr(config, name)) != value:
-                _refuse(f"{_flag(name)} {value} contradicts {args.init_from}, which has {there}")
-        args.model = f"of {args.init_from}, {fingerprint(args.init_from)}"
+                option = _flag(name) if name in given else f"--model {preset} with {name}"
+                _refuse(
+                    f"{option} {value} contradicts --init-from {args.init_from}, whose config.json "
+                    f"has {there}: leave out the option, or change the file"
+                )
+        tied = ", its head trained apart from its embedding" * is_tied(args.init_from)
+        # With a hash of the weights: each machine may have a folder of its own.
+        args.model = f"of {args.init_from} ({fingerprint(args.init_from)}){tied}"
         return config
+    args.model = preset
     if {"hidden_size", "num_attention_heads"} & given.keys():
         given.setdefault("head_dim", None)  # follows from the two
-    return ModelConfig(**vars(PRESETS[args.model]) | given)
+    return ModelConfig(**vars(PRESETS[preset]) | given)
 
 
-def run_settings(args, dataset):
-    """Two dicts: the options that must stay the same when a run is resumed, and those that may
-    change, but change what is trained."""
-    must = {_flag(name): value for name, value in vars(getattr(args, "config", None) or _NO).items()}
+def run_settings(args, dataset, config=None):
+    """Two dicts. The settings that must stay the same when a run is resumed: those of the model
+    (``config``, a dict; None: ``args.config``), and those that decide which samples a step reads.
+    And the settings that may change, but change what is trained."""
+    config = vars(args.config) if config is None else config
+    must = {_flag(name): value for name, value in config.items()}
     must |= {_flag(name): getattr(args, name) for name in MUST if name in args}
-    return must | fingerprint_of_data(dataset), {_flag(name): getattr(args, name) for name in MAY if name in args}
-
-
-_NO = argparse.Namespace()
+    may = {_flag(name): getattr(args, name) for name in MAY if name in args}
+    return must | fingerprint_of_data(dataset), may
 
 
 def _flag(name):
