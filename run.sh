@@ -56,31 +56,6 @@ PYTHON
   )" = yes ]
 }
 
-check_settings() {
-  local name least
-  if [[ ${NNODES:-} =~ ^[0-9]{1,9}:[0-9]{1,9}$ ]]; then  # MIN:MAX machines
-    local fewest=${NNODES%:*} NNODES=${NNODES#*:}
-    [[ $fewest -ge 1 && $fewest -le $NNODES ]] ||
-      fail "NNODES is '$fewest:$NNODES': give MIN:MAX machines, with MIN at least 1 and at most MAX"
-  fi
-  while read -r name least; do
-    [[ ! -v $name || (${!name} =~ ^(0|[1-9][0-9]{0,8})$ && ${!name} -ge $least) ]] ||
-      fail "$name is '${!name}': it must be a whole number, at least $least"
-  done <<<$'NPROC 1\nNNODES 1\nNODE_RANK 0\nMAX_RESTARTS 0\nMASTER_PORT 1'
-  [ "${MASTER_PORT:-1}" -le 65535 ] || fail "MASTER_PORT is $MASTER_PORT: the highest port is 65535"
-  if [[ -v HOSTS ]]; then
-    [[ $HOSTS =~ [^[:space:]] ]] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
-    [[ ! " $HOSTS" =~ [[:space:]]- ]] || fail "HOSTS is '$HOSTS': no host begins with a dash; ssh's options go into SSH"
-    [[ ! -v NNODES && ! -v NODE_RANK ]] || fail "HOSTS says how many machines there are: unset NNODES and NODE_RANK"
-  elif [[ -v NNODES || -v NODE_RANK ]]; then
-    [[ -v NNODES ]] || fail "NODE_RANK is $NODE_RANK but NNODES is not set: say how many machines there are"
-    local last=$((NNODES - 1))
-    [[ -v NODE_RANK || $NNODES -eq 1 ]] || fail "NNODES is $NNODES but NODE_RANK is not set: this machine is one of 0 to $last"
-    [ "${NODE_RANK:-0}" -le "$last" ] || fail "NODE_RANK is $NODE_RANK: of $NNODES machines the last is $last"
-    [[ -n ${MASTER_ADDR:-} || $NNODES -eq 1 ]] || fail "MASTER_ADDR is not set: give the address of the machine 0"
-  fi
-}
-
 # Sets python. With a version of torch: the Python of that version's own environment.
 find_python() {
   local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
@@ -96,13 +71,6 @@ find_python() {
   "$python" -m pip install --disable-pip-version-check "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
 }
 
-# A script in a folder below this one, such as examples/, imports common/ from here.
-find_common() {
-  local folder
-  folder=$(cd "$(dirname "$script")" && pwd)
-  [[ $folder/ != "$here"/?*/ ]] || export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-}
-
 # Print a command, which may begin with variables, so that it can be typed again, and run it.
 show_and_run() {
   local word line="+"
@@ -116,30 +84,33 @@ show_and_run() {
 
 # Start the processes of this machine by torchrun, which watches them.
 run_here() {
-  local processes nodes=${NNODES:-1} threads rendezvous variables=()
+  local processes threads nodes=()
   processes=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-  # Otherwise torchrun gives each process one thread, and prints a long warning.
+  [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$processes': it must be a whole number, at least 1"
+  # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
-  variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
+  local variables=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
   # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
-  if [ "$nodes" = 1 ]; then
-    rendezvous=(--rdzv-backend=c10d --rdzv-conf=store_type=file --local-addr=127.0.0.1)
-  else
+  # A script without a common/ of its own, such as those in examples/, imports the one beside this file.
+  [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
+  if [ "${NNODES:-1}" != 1 ]; then
+    [ -n "${NODE_RANK:-}" ] || fail "NNODES is $NNODES but NODE_RANK is not set: which machine is this, counted from 0?"
+    [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR is not set: give the address of machine 0"
     "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
     # c10d: when one machine restarts its processes, all machines do. c10d sorts the machines by
     # --local-addr (~ sorts last); the processes connect to the address of the first machine.
-    rendezvous=(
-      "--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
+    nodes=(
+      "--nnodes=$NNODES" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
-      "--local-addr=$([ "$NODE_RANK" -eq 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
+      "--local-addr=$([ "$NODE_RANK" = 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
     )
+    # Each start gets its own store. The rendezvous' store still has the addresses of dead processes.
+    variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
-  # Each start gets its own store. The rendezvous' store still has the addresses of dead processes.
-  variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-  show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${rendezvous[@]}" \
+  show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${nodes[@]}" \
     "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
@@ -163,6 +134,71 @@ read_slurm_step() {
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}  # jobs that share a machine do not collide
 }
 
+# The commands for host number $1, for a bash there. When they are read, a line comes every second. If
+# none comes, run.sh has ended, or the network: the run there saves if it can, and ends.
+remote_commands() {
+  local name settings=("NNODES=${#hosts[@]}" "NODE_RANK=$1" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
+  [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
+  for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" \
+    "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
+    [[ ! -v $name ]] || settings+=("$name=${!name}")
+  done
+  shift
+  cat <<REMOTE
+{
+  set -m  # the run is a process group of its own
+  cd $(printf %q "$PWD") || exit
+  env -u HOSTS $(printf '%q ' "${settings[@]}") bash $(printf '%q ' "$here/run.sh" "$script" "$@") </dev/null &
+  run=\$!
+  while kill -0 \$run && read -r -t 60; do :; done 2>/dev/null
+  kill -- -\$run 2>/dev/null
+  for ((second = 0; second < 60; second++)); do kill -0 \$run && sleep 1 || break; done 2>/dev/null
+  kill -- -\$run 2>/dev/null  # a second signal: at once
+  wait \$run
+}
+REMOTE
+}
+
+# Let all hosts stop, and wait for them.
+stop_hosts() {
+  # shellcheck disable=SC2046  # one word for each of the processes that send lines
+  kill $(jobs -p) 2>/dev/null || true
+  wait
+}
+
+# Over ssh: start this file on each of HOSTS, and stop all when one fails.
+run_on_hosts() {
+  local host status hosts sessions=() failed=()
+  read -ra hosts <<<"${HOSTS//$'\n'/ }"
+  [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
+  trap stop_hosts EXIT
+  trap 'exit 129' HUP
+  trap 'exit 130' INT
+  trap 'exit 138' USR1
+  trap 'exit 143' TERM
+  for host in "${!hosts[@]}"; do
+    # shellcheck disable=SC2086  # SSH may be several words
+    { remote_commands "$host" "$@"; while kill -0 $$ && echo; do sleep 1; done; } 2>/dev/null |
+      ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" bash -s &
+    sessions[host]=$!
+  done
+  while [ ${#sessions[@]} -gt 0 ]; do
+    sleep 1
+    for host in "${!sessions[@]}"; do
+      ! kill -0 "${sessions[host]}" 2>/dev/null || continue
+      status=0
+      wait "${sessions[host]}" || status=$?
+      unset "sessions[host]"
+      [ "$status" -eq 0 ] || failed+=("${hosts[host]} ended with status $status")
+      [ "$status" -ne 255 ] || failed[-1]="${hosts[host]} cannot be reached by ssh, or was lost"
+    done
+    if [ ${#failed[@]} -gt 0 ]; then
+      stop_hosts
+      fail "$(printf '%s; ' "${failed[@]}")all are stopped"
+    fi
+  done
+}
+
 command=${1:-}
 [ -n "$command" ] || fail "say what to run: bash run.sh ddp.py --steps 50, or bash run.sh test"
 shift
@@ -177,11 +213,7 @@ if [ "$command" = test ]; then
   cd "$here"
   exec "$python" -m pytest "$@"
 fi
-if [ "$command" = bench ]; then
-  find_python
-  exec "$python" "$here/tools/bench.py" "$@"
-fi
-if [[ " plan dry_run export prepare plot " = *" $command "* ]]; then
+if [[ " bench plan dry_run export prepare plot " = *" $command "* ]]; then
   find_python
   PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "tools.$command" "$@"
 fi
@@ -189,19 +221,16 @@ script=$command
 [ -f "$script" ] || script=$here/$command
 [ -f "$script" ] || fail "$command: no such script; there are $(cd "$here" && echo *.py)"
 [[ $script = *.py ]] || fail "$command is no Python script; there are $(cd "$here" && echo *.py)"
-check_settings
 find_python
-find_common
 
 if [ "$(basename "$script")" = single.py ]; then
   [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 && ! -v HOSTS ]] ||
     fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares the work, such as ddp.py"
   exec "$python" "$script" "$@"
 elif [[ -v HOSTS ]]; then
-  # shellcheck source=common/hosts.sh
-  source "$here/common/hosts.sh"
   run_on_hosts "$@"
 elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
+  [[ -v NNODES || ! -v NODE_RANK ]] || fail "NODE_RANK is $NODE_RANK but NNODES is not set: how many machines are there?"
   run_here "$@"
 elif [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
   # In the shell of sbatch or salloc SLURM_STEP_ID is not set, or above 4294967000.
