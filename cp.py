@@ -18,10 +18,10 @@ only attention communicates:
     torchrun --nproc_per_node=4 cp.py --attention ulysses --seq-len 4096 --batch-size 1
     torchrun --nproc_per_node=8 cp.py --model small --dtype bfloat16 --seq-len 32768 --batch-size 1
 
-Sent in a step by each of n ranks: 2P(n-1)/n for the gradients, as in ddp.py; and for each layer and
-micro-batch the following. kv: bytes of one rank's keys and values in a micro-batch. grad_kv: bytes
-of their gradients, in float32 at least. H, KV: numbers of query heads and of key/value heads. L:
-number of layers. a: micro-batches.
+Sent in a step by each of n ranks: 2P(n-1)/n for the gradients, where P is their bytes; and for each
+layer and micro-batch the following. kv: bytes of one rank's keys and values in a micro-batch.
+grad_kv: bytes of their gradients, in float32 at least. H, KV: numbers of query heads and of
+key/value heads. L: number of layers. a: micro-batches.
 
     ring       forward n-1 sends of kv;              backward n-1 sends of kv and n-1 of grad_kv
     ulysses    forward 4 all-to-all (queries, keys, values, output); backward 4;
@@ -31,12 +31,13 @@ number of layers. a: micro-batches.
 
 Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
 travels while the rank computes attention to the previous block. A long block hides its transfer,
-since computing grows with the square of its length. The collectives of ulysses and allgather are
-exposed. The gradients' all-reduce overlaps with the backward pass, as in ddp.py.
+since computing grows with the square of its length. Exposed: the collectives of ulysses and
+allgather, and the all-reduce of the gradients after the backward pass. Its bytes do not grow with
+the sequence, so a long sequence makes it a small part of the step.
 
 To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
-"cp"] instead of DDP: for parameters, cp is more data parallelism; hybrid_3d.py does this. PyTorch's
-own context_parallel is not used, because it does not run on the CPU and could not be checked here.
+"cp"] in place of the all-reduce: for parameters, cp is more data parallelism; hybrid_3d.py does so.
+PyTorch's own context_parallel is not used, because it does not run on the CPU.
 """
 
 import functools

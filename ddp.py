@@ -46,8 +46,9 @@ def main(argv=None):
     # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    torch._dynamo.config.optimize_ddp = False  # it would cut the graph of a layer at 25 MB
-    wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
+    layers = model.model.layers.values()
+    torch._dynamo.config.optimize_ddp = False  # DDP: it would cut the graph of a layer at 25 MB
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     model.forward = autocast(model.forward)
@@ -107,8 +108,8 @@ def main(argv=None):
 
 
 def arrange_buckets(replica, *zeros):
-    """Run one forward and backward pass on ``zeros``, inputs of the shape of a micro-batch, and drop
-    the gradients. Buffers and the random state are afterwards as they were before.
+    """Run one forward and backward pass on ``zeros``, the inputs of ``replica`` for a micro-batch,
+    and drop the gradients. Buffers and the random state are afterwards as they were before.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Done here, all steps have the same buckets. Otherwise the first step after a resume would add

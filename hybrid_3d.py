@@ -24,9 +24,10 @@ between stages the hidden states forward and their gradients backward.
 Overlap: as in fsdp.py; what tp and cp send is exposed. With --pp the gradients are reduced after
 the last micro-batch: nothing hides this.
 
-The order of composition: tensor parallel first, because it changes what a layer computes; then the
-attention of context parallel; then FSDP, which shards what the rank now holds; then the pipeline
-around all of it.
+This script composes functions of tp.py, cp.py, fsdp.py and pp.py, which explain them. To copy it,
+take these four files, it and common/. The order of composition: tensor parallel first, because it
+changes what a layer computes; then the attention of context parallel; then FSDP, which shards what
+the rank now holds; then the pipeline around all of it.
 """
 
 import argparse
@@ -54,7 +55,9 @@ from common.validation import Validation
 from common.weights import load_weights
 from cp import allgather_attention, shard_positions
 from fsdp import reshard, shard
-from pp import clip_grad_norm, forward_only, keep_stage, make_schedule, split_layers
+from pp import (
+    clip_grad_norm, cost_of_head, forward_only, keep_stage, make_schedule, split_layers
+)
 from tp import parallelize, plan, wait_for_output
 
 
@@ -105,31 +108,33 @@ def main(argv=None):
     # Model: this rank's stage, built on the meta device; see pp.py, tp.py, cp.py and fsdp.py
     with torch.device("meta"):
         whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
-    stage_layers = split_layers(whole, pp)
+    stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
     keep_stage(model, stage_layers, stage)
     layers = model.model.layers.values()
-    if tp > 1:  # 1. TP
+    # 1. TP: the matrices of each layer are split
+    if tp > 1:
         parallelize(model, mesh["tp"], plan(args.sequence_parallel))
         for module in (model.model.embed_tokens, model.lm_head):
             wait_for_output(module)
-    for layer in layers:  # 2. CP
-        if cp > 1:
-            layer.self_attn.attention = functools.partial(
-                allgather_attention, group=mesh.get_group("cp")
-            )
+    # 2. CP: attention reads the keys and values of all ranks of a sequence
+    model.forward = functools.partial(model.forward, positions=positions)
+    attention = functools.partial(allgather_attention, group=mesh.get_group("cp"))
+    for layer in layers if cp > 1 else ():
+        layer.self_attn.attention = attention
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # 3. FSDP: in a pipeline a stage keeps its parameters gathered for all micro-batches
-    groups = [[model.model.embed_tokens], *([layer] for layer in layers)]
-    groups.append([model.model.norm, model.lm_head])
+    groups = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
     groups = [group for group in groups if list(nn.ModuleList(group).parameters())]  # of this stage
     shard(
         model, groups, shard_mesh, reshard_after_forward=pp == 1,
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
     )
     materialise(model, device, args.seed)
-    # 4. PP
-    model.forward = functools.partial(model.forward, positions=positions)
-    with torch.device("meta"):  # what travels: a micro-batch of tokens, hidden states, the loss
+    # 4. PP: the stages are connected, for what travels: tokens, hidden states, the loss
+    with torch.device("meta"):
         size = args.batch_size // (dp * args.grad_accum * M)
         tokens = torch.empty(size, len(positions), dtype=torch.int64)
         length = len(positions) // (tp if args.sequence_parallel else 1)

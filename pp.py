@@ -115,7 +115,7 @@ def main(argv=None):
     # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         whole = Transformer(args.config).to(args.param_dtype)
-    stage_layers = split_layers(whole, n * v)
+    stage_layers = split_layers(len(whole.model.layers), n * v, cost_of_head(whole))
     own = stages_of(rank, n, v, args.schedule)
     parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -124,8 +124,6 @@ def main(argv=None):
         materialise(part, device, args.seed)
         part.forward = autocast(part.forward)
     parameters = [parameter for part in parts for parameter in part.parameters()]
-
-    # Pipeline
     with torch.device("meta"):  # what travels: a micro-batch of tokens, hidden states, the loss
         tokens = torch.empty(
             args.batch_size // (args.grad_accum * M), args.seq_len, dtype=torch.int64
@@ -201,17 +199,21 @@ def main(argv=None):
     return report.close(theory.pp(args, parts, own, n * v))
 
 
-def split_layers(model, num_stages):
-    """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
-    possible. The last stage also has the head, which costs as much as 2.4 layers in an 8B Llama 3;
-    the embedding of the first stage costs nothing. If the others cannot have equally many layers,
-    later stages get one layer more, because earlier stages keep more activations.
-    """
-    num_layers, (head, layer) = len(model.model.layers), (  # in parameters, as which they compute
+def cost_of_head(model):
+    """As how many layers the head computes. A module computes as much as it has parameters."""
+    head, layer = (
         sum(p.numel() for p in module.parameters())
-        for module in (model.lm_head, next(iter(model.model.layers.values())))
+        for module in (model.lm_head, model.model.layers["0"])
     )
-    head /= layer
+    return head / layer
+
+
+def split_layers(num_layers, num_stages, head):
+    """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
+    possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
+    Llama 3); the embedding of the first stage costs nothing. If the others cannot have equally many
+    layers, later stages get one layer more, because earlier stages keep more activations.
+    """
     if num_stages == 1:
         return [range(num_layers)]
     others = num_stages - 1

@@ -32,7 +32,8 @@ def main(argv=None):
     # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
+    layers = model.model.layers.values()
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     model.forward = autocast(model.forward)
@@ -44,7 +45,9 @@ def main(argv=None):
 
     # Data
     dataset, held_out = open_datasets(args)
-    sampler = BatchSampler(len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
+    )
     validation = Validation(
         held_out, sampler, device, args.val_every, args.val_batches, args.workers
     )

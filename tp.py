@@ -74,7 +74,8 @@ def main(argv=None):
     # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
-    wrap_layers(model.model.layers.values(), args.compile, args.activation_checkpointing)
+    layers = model.model.layers.values()
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
     parallelize(model, mesh["tp"], plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:
         wait_for_output(model.model.embed_tokens)

@@ -255,9 +255,10 @@ def next_token_loss(logits, targets):
 
 
 def wrap_layers(layers, compiled, checkpointed):
-    """Compile each layer (torch.compile); and keep only its input for the backward pass, where it is
-    computed again with the same random state (arXiv:1604.06174). This replaces ``layer.forward``:
-    parameters keep their names, and layers of the same shape share one compilation."""
+    """``compiled``: compile each layer by torch.compile. ``checkpointed``: keep only the input of
+    each layer for the backward pass, which computes the layer again with the same random state
+    (arXiv:1604.06174). Only ``layer.forward`` is replaced: parameters keep their names, and layers
+    of the same shape share one compilation."""
     for layer in layers:
         if compiled:
             layer.forward = torch.compile(layer.forward)

@@ -30,7 +30,9 @@ def at_least(minimum, kind=int, above=False, most=2**31 - 1):
     def parse(text):
         value = kind(text)
         if value > most:
-            raise argparse.ArgumentTypeError(f"{text:.40} is not allowed: it must be at most {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text:.40} is not allowed: it must be at most {most}"
+            )
         if not (minimum < value if above else minimum <= value):
             least = "greater than" if above else "at least"
             raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be {least} {minimum}")
