@@ -114,8 +114,7 @@ def main(argv=None):
     # 1. TP: the matrices of each layer are split
     if tp > 1:
         parallelize(model, mesh["tp"], plan(args.sequence_parallel))
-        for module in (model.model.embed_tokens, model.lm_head):
-            wait_for_output(module)
+        wait_for_output(model.model.embed_tokens, model.lm_head)
     # 2. CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
     attention = functools.partial(allgather_attention, group=mesh.get_group("cp"))

@@ -207,11 +207,12 @@ def parallelize(model, mesh, plan):
             setattr(model.get_submodule(owner), attribute, tied)
 
 
-def wait_for_output(module):
-    """Let the output of ``module`` arrive before it is used: ``+ 0`` waits for the collective.
+def wait_for_output(*modules):
+    """Let the output of each module arrive before it is used: ``+ 0`` waits for the collective.
     torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
     FSDP warns if a module returns a view, such as the local part of a DTensor."""
-    module.register_forward_hook(lambda module, inputs, output: output + 0)
+    for module in modules:
+        module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
 def redistribute_gradients(model, group):
