@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.errors import SettingError
-from common.model import ModelConfig, Transformer
+from common.model import ROPE_SCALING, ModelConfig, Transformer
 
 # Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {
@@ -48,11 +48,23 @@ def config_from(found, path):
     """
     # transformers 5 writes rope_theta inside rope_parameters; older ones write it beside it.
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    if isinstance(rope, dict):
-        inner = ("rope_theta", "partial_rotary_factor")
-        found = found | {key: rope[key] for key in inner if key in rope}
-        rope = {key: value for key, value in rope.items() if key not in inner}
-    found = found | {"rope_scaling": rope}
+    if not isinstance(rope, dict):
+        raise SettingError(f"{path}: rope_scaling is {rope!r:.80}: it must be a dict")
+    inner = ("rope_theta", "partial_rotary_factor")
+    found = found | {key: rope[key] for key in inner if key in rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
+    if kind == "default" and not scaling:
+        found["rope_scaling"] = None
+    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING) and all(
+        isinstance(value, (int, float)) and value > 0 for value in scaling.values()
+    ):
+        found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
+    else:
+        raise SettingError(
+            f"{path}: rope_scaling has rope_type {kind!r} with {', '.join(scaling) or 'no numbers'}: "
+            f"only 'llama3' (Llama 3.1) is supported, with {', '.join(ROPE_SCALING)}"
+        )
     for name, plain in PLAIN.items():
         value = found.get(name)
         if value is None and name != "model_type":
