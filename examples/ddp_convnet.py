@@ -38,8 +38,7 @@ def main(argv=None):
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 
     # Optimizer
-    parameters = [{"params": model.parameters(), "initial_lr": args.lr}]  # for the scheduler
-    optimizer = torch.optim.SGD(parameters, args.lr, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, fused=True)
 
     # Data
     dataset = bars(2000, args.seed, args.param_dtype)
@@ -53,7 +52,7 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)
-    scheduler = LambdaLR(optimizer, lambda step: 1 - step / args.steps, sampler.start - 1)
+    scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
     images = torch.zeros(args.batch_size // (n * args.grad_accum), 1, 8, 8, dtype=args.param_dtype)
@@ -69,7 +68,8 @@ def main(argv=None):
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
-                micro_loss = F.cross_entropy(replica(inputs), targets, reduction="sum") / count
+                logits = replica(inputs).to(args.param_dtype)  # no loss in bfloat16
+                micro_loss = F.cross_entropy(logits, targets, reduction="sum") / count
                 (micro_loss * n).backward()  # DDP: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
@@ -82,7 +82,6 @@ def main(argv=None):
             break
     checkpoints.finish()
     history = report.close()
-
     images, labels = bars(400, args.seed + 1, args.param_dtype)[sampler.rank :: n]
     right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()
     dist.all_reduce(right)

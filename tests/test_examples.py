@@ -21,56 +21,33 @@ OPTIONS = "--batch-size 24 --steps 8 --log-every 1 --save-every 4 --dtype float6
 
 
 @pytest.fixture(scope="module")
-def examples(request, tmp_path_factory):
-    """Runs an example in a folder of its own: ``examples(script, world, options)``."""
+def example(tmp_path_factory, corpus):
+    """Run an example: ``example(name, world, options)``."""
+    folder = tmp_path_factory.mktemp("data")
+    words = open(corpus).read().split()
+    lines = "".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words))
+    (folder / "lines").write_text(lines)  # of many lengths
+    if HAS_TRANSFORMERS:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(1)
+        LlamaForCausalLM(LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=256,
+        )).save_pretrained(folder)
+    own = {
+        "ddp_convnet": "", "fsdp_gpt2": f"--data {folder}/lines --seq-len 24",
+        "tp_llama": f"--from-pretrained {folder} --data {corpus} --val-data {corpus} --seq-len 32",
+    }
     with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
-        def run(name, world, options, out=None, **kwargs):
-            if name in ("fsdp_gpt2", "tp_llama") and not HAS_TRANSFORMERS:
+        def run(name, world, options, out=None):
+            if name != "ddp_convnet" and not HAS_TRANSFORMERS:
                 pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
                             "pip install -r examples/requirements.txt")
-            folder = out or tmp_path_factory.mktemp(name)
-            return server.run(f"examples/{name}.py", world, f"{OPTIONS} {options}", folder=folder,
-                              **kwargs)
+            return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
+                              folder=out or tmp_path_factory.mktemp(name))
 
         yield run
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A folder with a small Llama of Hugging Face, with grouped heads."""
-    if not HAS_TRANSFORMERS:
-        return "nowhere"
-    folder = tmp_path_factory.mktemp("llama")
-    code = (
-        "import torch; from transformers import LlamaConfig, LlamaForCausalLM;"
-        "torch.manual_seed(1);"
-        "LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,"
-        "num_attention_heads=4, num_key_value_heads=2, vocab_size=256))"
-        f".save_pretrained({str(folder)!r})"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=PATIENCE)
-    return str(folder)
-
-
-def options_of(name, llama, corpus):
-    return {
-        "fsdp_gpt2": f"--data {corpus}.lines --seq-len 24",
-        "ddp_convnet": "",
-        "tp_llama": f"--from-pretrained {llama} --data {corpus} --seq-len 32",
-    }[name]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lines(corpus):
-    """The corpus in lines of many lengths."""
-    with open(corpus) as text, open(f"{corpus}.lines", "w") as file:
-        for i, word in enumerate(text.read().split()):
-            file.write(word + (" " if i % 7 % 3 else "\n"))
-
-
-def furthest(curve, other):
-    assert len(curve) == len(other) == 8
-    return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
 
 
 RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"),
@@ -79,89 +56,91 @@ RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicat
 
 
 @pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5]]))
-def test_follows_one_process(examples, llama, corpus, name, world, more):
+def test_follows_one_process(example, name, world, more):
     """One process that accumulates the same micro-batches: BatchNorm sees how a batch is cut."""
-    options = options_of(name, llama, corpus) + (" --dropout 0" if name == "fsdp_gpt2" else "")
-    accumulate = f"--grad-accum {2 if name == 'tp_llama' else 2 * world}"
-    expected = examples(name, 1, f"{options} {accumulate}").curve()
-    result = examples(name, world, f"{options} --grad-accum 2 {more}")
-    assert furthest(result.curve(), expected) < 1e-10
+    options = "--dropout 0" if name == "fsdp_gpt2" else ""
+    expected = example(name, 1, f"{options} --grad-accum {2 if name == 'tp_llama' else 2 * world}")
+    found = example(name, world, f"{options} --grad-accum 2 {more}")
+    assert len(expected.curve()) == 8
+    for names in (["loss", "grad_norm"], ["val_loss"] * (name == "tp_llama")):
+        one, other = (torch.tensor(result.curve(*names)) for result in (found, expected))
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 NAMES = ["fsdp_gpt2", "ddp_convnet", "tp_llama"]
 
 
 @pytest.mark.parametrize("name", sampled(NAMES, NAMES[:1]))
-def test_resumes_bit_for_bit_and_on_other_ranks(examples, llama, corpus, tmp_path, name):
+def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
     """With dropout on at the same world size; at another world size in the same direction."""
-    options = options_of(name, llama, corpus)
-    whole = examples(name, 2, options)
-    cut = examples(name, 2, f"{options} --steps 4", out=tmp_path)
-    if name == "ddp_convnet":  # its schedule depends on --steps: the whole run's checkpoint instead
-        (cut.out / "step-00000004").rename(tmp_path / "unused")
-        (whole.out / "step-00000004").rename(cut.out / "step-00000004")
-    again = examples(name, 2, options, out=tmp_path)
-    assert "resuming after step 4" in again.output
-    found, expected = (
-        checkpoint.read(out / "step-00000008", prefix="") for out in (again.out, whole.out)
-    )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-    (again.out / "step-00000008").rename(tmp_path / "done")
-    other = examples(name, 1, options, out=tmp_path)
-    assert "resuming after step 4" in other.output and other.history[-1]["step"] == 8
-    assert abs(other.history[-1]["loss"] - whole.history[-1]["loss"]) < 0.5
+    whole = example(name, 2, "")
+    last = "step-00000008"
+    expected = checkpoint.read(whole.out / last, prefix="")
+    for world, before in ((2, "whole"), (1, "once more")):
+        (whole.out / last).rename(tmp_path / before)
+        again = example(name, world, "", out=whole.out.parent)
+        assert "resuming after step 4" in again.output and again.history[-1]["step"] == 8
+        found = checkpoint.read(again.out / last, prefix="")
+        assert found.keys() == expected.keys()
+        equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
+        assert all(equal) if world == 2 else not all(equal)
+        assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < 0.5
 
 
 @thorough
-def test_the_convnet_learns(examples):
-    result = examples("ddp_convnet", 2, "--steps 150 --dtype float32 --lr 0.05")
+def test_the_convnet_learns(example):
+    result = example("ddp_convnet", 2, "--steps 150 --dtype bfloat16 --lr 0.05")
     assert float(re.search(r"held-out set: (\S+)", result.output)[1]) > 0.6
+    assert {"images", "images_per_second"} <= result.history[-1].keys()
+
+
+@thorough
+def test_the_trained_llama_is_exported(example, tmp_path):
+    result = example("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
+    trained = checkpoint.read(result.out / "step-00000008")
+    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
 # As a user starts them: without PYTHONPATH
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def start(command, cwd, **environment):
-    return subprocess.run(
-        command, cwd=cwd, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=PATIENCE,
+def start(*command, cwd=ROOT):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "NPROC": "2"}
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
-
-
-@thorough
-def test_as_a_module_under_torchrun(tmp_path):
-    result = start([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc-per-node=2", "-m", "examples.ddp_convnet", "--steps", "4",
-                    "--out", str(tmp_path / "out")], ROOT)
     assert result.returncode == 0, result.stderr
-    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    return result.stdout
 
 
 @thorough
-def test_by_run_sh_from_any_folder(tmp_path):
-    result = start(["bash", str(ROOT / "run.sh"), "examples/ddp_convnet.py", "--steps", "4"],
-                   tmp_path, PYTHON=sys.executable, NPROC="2")
-    assert result.returncode == 0, result.stderr
-    log = (tmp_path / "runs" / "ddp_convnet" / "metrics.jsonl").read_text().splitlines()
-    assert {"images", "images_per_second"} <= json.loads(log[-1]).keys()
+def test_as_a_module_and_by_run_sh_from_any_folder(tmp_path):
+    options = "--steps", "4", "--out", tmp_path / "out"
+    start(*TORCHRUN, "-m", "examples.ddp_convnet", *options)
+    start("bash", ROOT / "run.sh", "examples/ddp_convnet.py", "--steps", "4", cwd=tmp_path)
+    first, second = (
+        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (tmp_path / "out", tmp_path / "runs" / "ddp_convnet")
+    )
+    assert len(first) == 2 and first == second
 
 
 @thorough
-def test_the_trainer_and_the_same_with_fsdp(run):
-    plain = start([sys.executable, "-m", "examples.trainer"], ROOT)
-    assert plain.returncode == 0 and len(plain.stdout.splitlines()) == 20, plain.stderr
-    torchrun = start([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                      "--nproc-per-node=2", "-m", "examples.trainer_fsdp"], ROOT)
-    on_4_ranks = run("examples/trainer_fsdp.py", 4, pass_out=False)
-    for output in (torchrun.stdout, on_4_ranks.output):
-        numbers = [[float(word) for word in line.split()[3::2]]
-                   for line in (plain.stdout + output).splitlines()]
-        assert len(numbers) == 40, (torchrun.stderr, on_4_ranks.output)
-        assert max(abs(a - b) for row, other in zip(numbers[:20], numbers[20:])
-                   for a, b in zip(row, other)) < 1e-10
+def test_the_trainer_and_the_same_with_fsdp():
+    plain = start(sys.executable, "-m", "examples.trainer")
+    sharded = start(*TORCHRUN, "-m", "examples.trainer_fsdp")
+    one, other = (
+        torch.tensor([[float(word) for word in line.split()[3::2]] for line in output.splitlines()])
+        for output in (plain, sharded)
+    )
+    assert one.shape == (20, 2)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 # As a reader compares them
