@@ -101,8 +101,8 @@ def bars(number, seed, dtype):
 
 
 def arrange_buckets(replica, *zeros):
-    """Run one forward and backward pass on ``zeros``, with the shape of a micro-batch, and drop the
-    gradients. Buffers and the random state are afterwards as they were before.
+    """Run one forward and backward pass on ``zeros``, the inputs of ``replica`` for a micro-batch,
+    and drop the gradients. Buffers and the random state are afterwards as they were before.
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Done here, all steps have the same buckets. Otherwise the first step after a resume would add
