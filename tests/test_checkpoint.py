@@ -1,19 +1,24 @@
-"""Promises 3 and 4: checkpoints move between scripts, and nothing is lost."""
+"""Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
-import pickle
+import json
+import resource
 import shutil
-import warnings
+import signal
 
 import pytest
 import torch
+from torch import nn
 
 from common import checkpoint
-from common.checkpoint_files import write_hashes
+from common.checkpoint import Checkpoints
 from common.errors import SettingError
 from tests.sample import sampled
-from tests.test_same_run import EXACT
 
-OPTIONS = f"{EXACT} --save-every 5 --keep 9"
+SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
+         "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 20 --log-every 1 "
+         "--warmup-steps 3 --dtype float64")
+OPTIONS = f"{SMALL} --save-every 5 --keep 9"
+WORLDS = {0: "single.py", 2: "ddp.py"}  # the script that runs on so many ranks
 
 
 def tensors(folder, step=20):
@@ -27,123 +32,281 @@ def assert_bit_equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(server, corpus, tmp_path_factory):
-    """The run folders of whole runs: single.py, ddp.py on 2."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return {
-        world: server.run(script, world, f"{OPTIONS} --data {corpus}", folder=folder,
-                          out=script).out
-        for script, world in (("single.py", 0), ("ddp.py", 2))
-    }
+def steps_of(folder):
+    return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)]
 
 
-def interrupted(uninterrupted, world, folder):
-    """A copy of a whole run's folder as it was after step 10, or a little later: lines are there of
-    steps that no checkpoint holds."""
-    shutil.copytree(uninterrupted[world], folder / "out")
+@pytest.mark.parametrize("world", WORLDS)
+def test_resuming_is_bit_equal(run, once, corpus, tmp_path, world):
+    """Also from a folder as after a kill: metrics.jsonl has lines of steps that no checkpoint
+    holds, and half a line."""
+    whole = once(WORLDS[world], world, OPTIONS).out
+    out = shutil.copytree(whole, tmp_path / "out")
     for later in ("step-00000015", "step-00000020"):
-        shutil.rmtree(folder / "out" / later)
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines(True)
-    (folder / "out" / "metrics.jsonl").write_text("".join(lines[:13]) + lines[13][:20])
-
-
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2)])
-def test_resuming_is_bit_equal(run, corpus, uninterrupted, tmp_path, script, world):
-    interrupted(uninterrupted, world, tmp_path)
-    result = run(script, world, f"{OPTIONS} --data {corpus}")
+        shutil.rmtree(out / later)
+    lines = (out / "metrics.jsonl").read_text().splitlines(True)
+    (out / "metrics.jsonl").write_text("".join(lines[:13]) + lines[13][:20])
+    result = run(WORLDS[world], world, f"{OPTIONS} --data {corpus}")
     assert "resuming after step 10" in result.output
-    assert_bit_equal(tensors(result.out), tensors(uninterrupted[world]))
+    assert_bit_equal(tensors(out), tensors(whole))
     assert [record["step"] for record in result.history] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("saved_by, script, world", [
-    (2, "single.py", 0), (0, "ddp.py", 2), (2, "ddp.py", 4),
+@pytest.mark.parametrize("when, complete", [
+    ("writing", [5, 10]), ("renaming", [5, 10]), ("removing", [10, 15]),
 ])
-def test_checkpoints_move_between_scripts(run, corpus, uninterrupted, tmp_path,
-                                          saved_by, script, world):
-    interrupted(uninterrupted, saved_by, tmp_path)
-    result = run(script, world, f"{OPTIONS} --data {corpus}")
-    expected = tensors(uninterrupted[0])
-    for name, tensor in tensors(result.out).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("when", ["writing", "renaming", "removing"])
 @pytest.mark.parametrize("world", sampled([0, 2], [2]))
-def test_a_save_that_dies_half_way(run, corpus, uninterrupted, tmp_path, world, when):
+def test_a_save_that_dies_half_way(run, once, corpus, world, when, complete):
     """Killed while it saves step 15, in three places; then started again."""
-    options = f"{EXACT} --save-every 5 --keep 2 --data {corpus}"
-    killed = run("tests/killed_while_saving.py", world, f"{options} --when {when}", expect_ok=False)
-    assert killed.statuses[0] == -9
-    complete = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(killed.out)]
-    assert complete == ([10, 15] if when == "removing" else [5, 10])
-    again = run("ddp.py" if world else "single.py", world, options)
+    options = f"{SMALL} --save-every 5 --keep 2 --data {corpus}"
+    killed = run(WORLDS[world], world, options, inject=KILL.format(when=when), expect_ok=False)
+    assert killed.statuses[0] == -9 and steps_of(killed.out) == complete
+    again = run(WORLDS[world], world, options)
     assert f"resuming after step {complete[-1]}" in again.output
-    assert_bit_equal(tensors(again.out), tensors(uninterrupted[world]))
+    assert_bit_equal(tensors(again.out), tensors(once(WORLDS[world], world, OPTIONS).out))
     assert [record["step"] for record in again.history] == list(range(1, 21))
     assert {path.name for path in again.out.iterdir()} == {
         "step-00000015", "step-00000020", "metrics.jsonl", "summary.json", "lock"
     }
 
 
+KILL = """
+import shutil, signal
+fsync, rename, rmtree = os.fsync, pathlib.Path.rename, shutil.rmtree
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+def fsync_or_die(descriptor):
+    if "{when}" == "writing" and rank == 0 and os.path.exists("out/step-00000015.tmp"):
+        os.ftruncate(descriptor, 1000)
+        kill()
+    fsync(descriptor)
+def rename_or_die(path, target):
+    if "{when}" == "renaming" and path.name == "step-00000015.tmp":
+        kill()
+    return rename(path, target)
+def rmtree_or_die(path, *args, **kwargs):
+    if "{when}" == "removing" and path.name == "step-00000005.old":
+        next(path.glob("*.distcp")).unlink()
+        kill()
+    rmtree(path, *args, **kwargs)
+os.fsync, pathlib.Path.rename, shutil.rmtree = fsync_or_die, rename_or_die, rmtree_or_die
+"""
+
+
 def test_a_new_run_moves_the_old_one_aside(run, corpus):
-    options = f"{EXACT} --data {corpus} --steps 2 --save-every 2"
+    options = f"{SMALL} --data {corpus} --steps 2 --save-every 2"
     first = run("single.py", 0, options)
     refused = run("single.py", 0, options, expect_ok=False)
     assert "has finished step 2" in refused.output and refused.statuses == [1]
-    again = run("single.py", 0, [*options.split(), "--no-resume"])
+    again = run("single.py", 0, f"{options} --no-resume")
     assert again.curve() == first.curve()
     assert_bit_equal(tensors(again.out, 2), tensors(again.out / "previous-1", 2))
+    run("ddp.py", 2, f"{options} --no-resume --save-every 0")
+    log = (again.out / "previous-2" / "metrics.jsonl").read_text()
+    run("ddp.py", 2, f"{options} --save-every 0")  # a log without a checkpoint moves too
+    assert (again.out / "previous-3" / "metrics.jsonl").read_text() != log
+    assert len(again.history) == 2
 
 
-def test_the_log_of_a_run_without_checkpoints_is_moved_aside(run, corpus):
-    options = f"{EXACT} --data {corpus} --save-every 0"
-    log = run("single.py", 0, f"{options} --steps 2").out / "metrics.jsonl"
-    first = log.read_text()
-    run("ddp.py", 2, f"{options} --steps 1")
-    assert ((log.parent / "previous-1" / log.name).read_text() == first
-            and len(log.read_text().splitlines()) == 1)
+@pytest.mark.parametrize("claim, world", [
+    ("buffers_agree", 4), ("each_part_is_written_once", 4), ("rank_0_decides", 2),
+    ("two_folders_are_noticed", 2), ("a_failure_reaches_all_ranks", 2),
+    ("initial_weights_are_parts_of_the_same", 8),
+])
+def test_on_several_ranks(run, claim, world):
+    assert "holds" in run(f"tests/ranks.py {claim}", world).lines
 
 
-def test_read_gives_the_models_state_dict(uninterrupted):
-    from common.model import ModelConfig, Transformer
-
-    weights = checkpoint.read(uninterrupted[2] / "step-00000010")
-    config = ModelConfig(256, 48, 80, 2, 4, 2)
-    Transformer(config).load_state_dict(weights)  # strict: no name too many or too few
+# Checkpoints of other models, taken alone
 
 
-class _Evil:
-    def __reduce__(self):
-        import os
-
-        return os.system, ("touch ran",)
-
-
-@pytest.mark.parametrize("where", [".metadata", "value"])
-def test_loading_runs_no_code(run, corpus, uninterrupted, tmp_path, where, monkeypatch):
-    """A hostile index, and a hostile value behind an honest index, are refused unread."""
-    interrupted(uninterrupted, 0, tmp_path)
-    folder = tmp_path / "out" / "step-00000010"
-    if where == ".metadata":
-        (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    else:
-        shutil.rmtree(folder)
-        shutil.copytree(uninterrupted[0] / folder.name, folder, ignore=lambda *_: [".metadata"])
-        with warnings.catch_warnings(action="ignore"):
-            torch.distributed.checkpoint.save({"x": _Evil()}, checkpoint_id=folder, no_dist=True)
-    write_hashes(folder, [".metadata", "__0_0.distcp"])  # as whoever wrote these would
-    result = run("single.py", 0, f"{OPTIONS} --data {corpus}", expect_ok=False)
-    assert result.statuses == [1] and len(result.lines) == 1
-    assert {".metadata": "its index asks for posix.system, which DCP never writes",
-            "value": "it is not to be trusted: x is not a tensor"}[where] in result.output
-    assert not list(tmp_path.rglob("ran"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError):
-        checkpoint.read(folder)
-    assert not list(tmp_path.rglob("ran"))
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
 
-def test_each_tensor_is_staged_and_written_once(run):
-    assert "each is written once" in run("tests/who_writes.py", 4).output
+def checkpoints_of(folder, model, optimizer=None, must=None, may=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    return Checkpoints(folder, (must or {}, may or {}), model.state_dict(keep_vars=True), optimizer,
+                       **{"stop": 9, **options})
+
+
+def saved(folder, model=None, **options):
+    """A folder with a checkpoint after step 1, whose run has ended."""
+    checkpoints = checkpoints_of(folder, model or Small(), **options)
+    assert checkpoints.resume() == 0
+    checkpoints.save(1)
+    checkpoints.lock.close()
+    return folder
+
+
+def test_read_gives_the_models_state_dict(tmp_path):
+    model, other = Small(), Small()
+    model.norm(torch.randn(8, 4) + 3)
+    other.load_state_dict(checkpoint.read(saved(tmp_path, model) / "step-00000001"))
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_buffers_and_the_states_of_several_optimizers(tmp_path):
+    """They come back, each to its optimizer."""
+    def parts():
+        torch.manual_seed(1)
+        model = Small()
+        return model, [torch.optim.SGD(model.linear.parameters(), 0.1, 0.9),
+                       torch.optim.AdamW(model.norm.parameters())]
+
+    def train(model, optimizers, first, last):
+        for step in range(first, last):
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Small.forward = lambda self, inputs: self.norm(self.linear(inputs)).square()
+    model, optimizers = parts()
+    train(model, optimizers, 0, 2)
+    saved(tmp_path, model, optimizer=optimizers)
+    train(model, optimizers, 2, 4)
+    other, others = parts()
+    assert checkpoints_of(tmp_path, other, others).resume() == 1
+    train(other, others, 2, 4)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    assert other.norm.num_batches_tracked == 4
+
+
+def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
+    """A Hugging Face config has tuples, and keys that are numbers. What may change is printed."""
+    settings = {"sizes": (1, 2), "labels": {0: "a"}, "dtype": torch.float32}
+    saved(tmp_path, must=settings, may={"--lr": 1, "--steps": 8})
+    capsys.readouterr()
+    assert checkpoints_of(tmp_path, Small(), must=settings, may={"--lr": 2, "--steps": 8}).resume()
+    assert capsys.readouterr().out == f"changed since {tmp_path}/step-00000001: --lr was 1, is 2\n"
+
+
+def another_model(names):
+    model = Small()
+    for name in names:
+        owner, _, name = name.rpartition(".")
+        setattr(model.get_submodule(owner), name, None)
+    return model
+
+
+ANOTHER_RUN = {
+    "settings": ({"must": {"sizes": (1, 3)}}, Small, "sizes is None in .* and .1, 3. in this run"),
+    "optimizer": ({"optimizer": torch.optim.AdamW}, Small,
+                  "the optimizer is SGD in .* and AdamW in this run"),
+    "fewer names": ({}, lambda: another_model(["linear.bias", "norm.running_var"]),
+                    "no rank of this run has linear.bias, norm.running_var"),
+    "more names": ({}, lambda: nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)}),
+                   "x.weight has shape .1, 1. here and none there"),
+    "shapes": ({}, lambda: nn.ModuleDict({"linear": nn.Linear(4, 5)}),
+               "linear.weight has shape .5, 4. here and .4, 4. there"),
+    "end": ({"stop": 1}, Small, "holds a run that has finished step 1, and --steps is 1: raise"),
+}
+
+
+@pytest.mark.parametrize("case", ANOTHER_RUN)
+def test_a_checkpoint_of_another_run(tmp_path, case):
+    options, make_model, message = ANOTHER_RUN[case]
+    model = make_model()
+    if "optimizer" in options:
+        options = {"optimizer": options["optimizer"](model.parameters())}
+    saved(tmp_path)
+    with pytest.raises(SettingError, match=message):
+        checkpoints_of(tmp_path, model, **options).resume()
+
+
+def test_a_trained_tensor_that_no_optimizer_has_is_refused(tmp_path):
+    model = Small()
+    with pytest.raises(SettingError, match="norm.weight is trained, but by none of the optimizers"):
+        checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
+    model.norm.requires_grad_(False)
+    checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
+
+
+@pytest.mark.parametrize("value, norm, message", [
+    (torch.tensor([[1.0, float("nan")]]), 1.0, "since linear.weight is not finite: training diver"),
+    (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: training diverged"),
+    (3, 1.0, "the optimizer has 3 as a state of linear.weight, and checkpoints hold tensors only"),
+])
+def test_what_must_not_be_saved(tmp_path, value, norm, message):
+    """The infinity of a mask is saved, and the step before is intact."""
+    model = Small()
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoints = checkpoints_of(tmp_path, model, optimizer, every=2)
+    checkpoints.resume()
+    for step in (0, 1):
+        assert not checkpoints.after_step(step, 1.0)
+    assert checkpoint.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
+    optimizer.state[model.linear.weight]["momentum_buffer"] = value
+    checkpoints.after_step(2, torch.tensor(norm))
+    with pytest.raises(SettingError, match=message):
+        checkpoints.after_step(3, 1.0)
+    checkpoints.finish()
+    assert steps_of(tmp_path) == [2] and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("size", [700, 100_000])
+def test_a_disk_that_is_full(tmp_path, size, in_background):
+    """In words, as soon as it is known; what is half written is removed, and the next save may
+    succeed."""
+    model = nn.Linear(200, 200)
+    checkpoints = checkpoints_of(tmp_path, model, every=1, in_background=in_background)
+    checkpoints.resume()
+    checkpoints.after_step(0, 1.0)
+    checkpoints.wait()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        with pytest.raises(SettingError, match="of step 2 could not be written to .*File too large"):
+            checkpoints.after_step(1, 1.0)
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "lock"}
+    checkpoints.after_step(2, 1.0)
+    checkpoints.finish()
+    assert steps_of(tmp_path) == [1, 3] and checkpoint.read(tmp_path / "step-00000003")
+
+
+def test_a_loop_that_breaks_loses_no_save(tmp_path):
+    """The user's own break: what the thread still writes is complete after finish."""
+    checkpoints = checkpoints_of(tmp_path, Small(), every=2, in_background=True)
+    checkpoints.resume()
+    for step in range(9):
+        checkpoints.after_step(step, 1.0)
+        if step == 3:
+            break
+    checkpoints.finish()
+    checkpoints.finish()
+    assert steps_of(tmp_path) == [2, 4]
+
+
+def test_files_of_others_stay(tmp_path):
+    """Only what a run has written is removed or moved, also in a folder that a run has used."""
+    mine = ["config.json", "step-backup.old", "step-5", "notes.jsonl", "step-00000001.txt"]
+    written = ["metrics.jsonl", "trace-rank0.json", "events.out.x", "step-00000003"]
+    for name in [*mine, "metrics.jsonl", "trace-rank0.json", "events.out.x"]:
+        (tmp_path / name).write_text("mine")
+    for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003"):
+        (tmp_path / name).mkdir()
+    def left():
+        return {path.name for path in tmp_path.iterdir()}
+
+    checkpoints_of(tmp_path, Small()).resume(False)
+    assert left() == {*mine, *written, "lock", "previous-1"} - {"step-00000003"}
+    (tmp_path / "step-00000003").mkdir()
+    checkpoints_of(tmp_path, Small()).resume(False)
+    assert left() == {*mine, "lock", "previous-1", "previous-2"}
+    assert {path.name for path in (tmp_path / "previous-2").iterdir()} == set(written)
+
+
+def test_run_json_says_what_the_run_was(tmp_path):
+    content = json.loads((saved(tmp_path, must={"--seed": 3}) / "step-00000001/run.json").read_text())
+    assert content["must stay the same"] == {"--seed": 3, "the optimizer": "SGD"}

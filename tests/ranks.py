@@ -1,0 +1,222 @@
+"""On several ranks, claims about checkpoints and initial weights: ranks.py CLAIM --out FOLDER."""
+
+import itertools
+import pathlib
+import shutil
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import common.materialise
+from common import checkpoint
+from common.launch import launch
+from common.materialise import local_slices, materialise
+from common.model import ModelConfig
+
+
+def checkpoints_of(folder, tensors, **options):
+    optimizer = torch.optim.AdamW(
+        [t for t in tensors.values() if t.requires_grad] or [nn.Parameter(torch.zeros(1))],
+        foreach=False,
+    )
+    return checkpoint.Checkpoints(folder, ({}, {}), tensors, optimizer, stop=9, **options)
+
+
+def buffers_agree(folder, rank):
+    """Buffers that differ are saved as the first rank that holds them has them, whatever their
+    type. Ranks 0 and 1 hold other buffers than ranks 2 and 3, as stages of a pipeline do."""
+    types = [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float32]
+    tensors = {
+        f"stage{rank // 2}.buffer{i}": torch.full((2, 3), 10 * (rank % 2) + i).to(dtype).T
+        for i, dtype in enumerate(types)
+    }
+    tensors["everywhere"] = torch.full((), float(rank))
+    checkpoints = checkpoints_of(folder, tensors)
+    checkpoints.resume()
+    checkpoints.save(1)
+    assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
+    found = checkpoint.read(folder / "step-00000001")
+    assert len(found) == 13 and found["everywhere"] == 0
+    for stage, (i, dtype) in itertools.product((0, 1), enumerate(types)):
+        assert torch.equal(found[f"stage{stage}.buffer{i}"], torch.full((3, 2), i).to(dtype))
+
+
+def each_part_is_written_once(folder, rank):
+    """Three saves in the background. All ranks write about as much; what is saved is the value at
+    the time of saving; one plan serves all saves; another thread removes old checkpoints."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    tensors = {f"copy{i}": nn.Parameter(torch.randn(8, 8)) for i in range(8)}
+    for i in range(4):  # as in hybrid sharding: each half on two ranks
+        whole = torch.randn(8, 8)
+        tensors[f"half{i}"] = nn.Parameter(
+            distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        )
+    checkpoints = checkpoints_of(folder, tensors, keep=1, in_background=True)
+    checkpoints.resume()
+    plans, make_plan = [], DefaultSavePlanner._create_global_plan
+    DefaultSavePlanner._create_global_plan = lambda *args: plans.append(1) or make_plan(*args)
+    removers, remove = [], shutil.rmtree
+    checkpoint.shutil.rmtree = lambda path, **options: (
+        removers.append(threading.current_thread()), remove(path, **options)
+    )
+    for step in (1, 2, 3):
+        for parameter in tensors.values():
+            parameter.grad = torch.ones_like(parameter)
+        checkpoints.owner[parameter].step()
+        expected = {name: _whole(tensor).clone() for name, tensor in checkpoints.named().items()}
+        checkpoints.save(step)
+        for parameter in tensors.values():  # the next step begins while the save still runs
+            parameter.detach().mul_(2)
+    checkpoints.finish()
+    found = checkpoint.read(folder / "step-00000003", prefix="")
+    assert found.keys() == expected.keys() and len(found) == 12 * 4
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    index = checkpoint.SafeReader(folder / "step-00000003").read_metadata()
+    parts = list(index.storage_data)
+    assert len(parts) == 8 * 4 + 4 * (3 * 2 + 1)  # halves of all but the count of steps
+    files = [path.stat().st_size for path in folder.glob("step-00000003/*.distcp")]
+    assert len(files) == 4 and max(files) < 2 * min(files), files
+    if rank == 0:
+        assert len(plans) == 1, plans
+        assert len(removers) == 2 and threading.main_thread() not in removers
+        assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000003"]
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def rank_0_decides(folder, rank):
+    """Rank 1 sees another newest checkpoint than rank 0, as on a network file system, and both load
+    what rank 0 sees; what rank 1 does not see yet it waits for, also while saving."""
+    weight = nn.Parameter(torch.zeros(2))
+    first = checkpoints_of(folder, {"weight": weight}, keep=9)
+    first.resume()
+    exists = pathlib.Path.exists
+    late = {}
+    if rank == 1:
+        pathlib.Path.exists = lambda path, **options: exists(path, **options) and (
+            ".tmp" not in path.name or late.setdefault(path, time.monotonic()) + 0.5
+            < time.monotonic()
+        )
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            weight.fill_(step)
+        first.save(step)
+    pathlib.Path.exists = exists
+    assert len(late) == (3 if rank == 1 else 0)
+    listed = checkpoint.list_checkpoints
+    if rank == 1:
+        checkpoint.list_checkpoints = lambda folder: listed(folder)[:-1]
+    assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
+
+    if rank == 0:
+        (folder / "step-00000003").rename(folder / "hidden")
+        checkpoint.list_checkpoints = lambda folder: [folder / "step-00000003"]
+        threading.Thread(target=lambda: (
+            time.sleep(1), (folder / "hidden").rename(folder / "step-00000003")
+        )).start()
+    dist.barrier()
+    with torch.no_grad():
+        weight.fill_(0)
+    assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
+
+
+def two_folders_are_noticed(folder, rank):
+    """Each rank has a folder of its own, with a checkpoint of the same step."""
+    own = folder / str(rank)
+    weight = nn.Parameter(torch.full((2,), float(rank)))
+    alone, dist.is_initialized = dist.is_initialized, lambda: False
+    checkpoints = checkpoints_of(own, {"weight": weight})
+    checkpoints.resume()
+    checkpoints.save(3)
+    checkpoints.lock.close()
+    dist.is_initialized = alone
+    try:
+        checkpoints_of(own, {"weight": weight}).resume()
+    except checkpoint.SettingError as error:
+        assert "the identity of " in str(error) and "on rank 1" in str(error), error
+    else:
+        raise AssertionError("the ranks mix two checkpoints")
+
+
+def a_failure_reaches_all_ranks(folder, rank):
+    """What only one rank can know is an error on all, and leaves the checkpoint before it."""
+    weight = nn.Parameter(torch.zeros(2))
+    checkpoints = checkpoints_of(folder, {"weight": weight}, every=1)
+    checkpoints.resume()
+    checkpoints.after_step(0, torch.tensor(1.0))
+    for norm, value in ((1.0, float("inf")), (float("nan"), 0.0)):
+        with torch.no_grad():
+            weight.fill_(value if rank == 1 else 0.0)
+        try:
+            checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
+        except checkpoint.SettingError as error:
+            name = "weight" if value else "a gradient norm"
+            assert f"step 2 is not saved, since {name} is not finite" in str(error), error
+        else:
+            raise AssertionError("the step was saved")
+    checkpoints.finish()
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
+
+
+class Model(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.config = ModelConfig()
+        self.x = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+
+    def forward(self, inputs):
+        return self.x(inputs)
+
+
+def initial_weights_are_parts_of_the_same(folder, rank):
+    """Every way to shard a matrix gives its part of the same whole weight, and no rank draws more
+    blocks of rows than it holds."""
+    drawn, randn = [], torch.randn
+
+    def count(rows, *rest, **options):
+        drawn.append(rows)
+        return randn(rows, *rest, **options)
+
+    common.materialise.torch.randn = count
+    shapes, cases = [(200, 48), (128, 64), (7, 24), (1, 8), (65, 16)], 0
+    for shape, (dp, tp), replicate, style in itertools.product(
+        shapes, [(8, 1), (4, 2), (2, 4), (1, 8)], (1, 2), (ColwiseParallel, RowwiseParallel)
+    ):
+        if dp % replicate or (tp > 1 and (shape[0] % tp or shape[1] % tp)):
+            continue
+        whole, model = Model(shape), Model(shape)
+        materialise(whole, "cpu", 3)
+        mesh = init_device_mesh("cpu", (replicate, dp // replicate, tp),
+                                mesh_dim_names=("replicate", "shard", "tp"))
+        if tp > 1:
+            parallelize_module(model, mesh["tp"], {"x": style()}, src_data_rank=None)
+        fully_shard(model, mesh=mesh["shard"] if replicate == 1 else mesh["replicate", "shard"])
+        drawn.clear()
+        materialise(model, "cpu", 3)
+        rows, _ = local_slices(model.x.weight)
+        assert sum(drawn) <= rows.stop - rows.start + 2 * 63, (shape, drawn, rows)
+        assert torch.equal(model.x.weight.full_tensor(), whole.x.weight), (shape, dp, tp)
+        cases += 1
+    assert cases > 30
+
+
+def main():
+    dist.init_process_group("gloo")
+    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    globals()[sys.argv[1]](folder, dist.get_rank())
+    print("holds" if dist.get_rank() == 0 else "", flush=True)
+
+
+launch(main)
