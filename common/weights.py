@@ -62,7 +62,7 @@ def config_from(found, path):
         found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
     else:
         raise SettingError(
-            f"{path}: rope_scaling has rope_type {kind!r} with {', '.join(scaling) or 'no numbers'}: "
+            f"{path}: rope_scaling has rope_type {kind!r} with {', '.join(scaling)}; "
             f"only 'llama3' (Llama 3.1) is supported, with {', '.join(ROPE_SCALING)}"
         )
     for name, plain in PLAIN.items():

@@ -1,6 +1,6 @@
-"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions below
-``main`` of the scripts are lifted into it, one strategy after the other: on every rank the gradients
-are those of one process."""
+"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions
+below ``main`` of the scripts are lifted into it, one strategy after the other: on every rank the
+gradients are those of one process."""
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ def use_pp(model, inputs, targets, mesh, name="zbv"):
         lambda logits, targets: mean_loss(logits, targets) / 4, mesh.get_group(), CPU,
     )
     schedule.step(inputs, target=targets, losses=[])
-    return {f"{stage}.{name}": p.grad for stage in own for name, p in model[stage].named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters() if int(name[0]) in own}
 
 
 def use_attention(mesh):

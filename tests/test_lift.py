@@ -79,24 +79,17 @@ def test_a_copy_trains_to_the_same_weights_without_its_services(server, corpus, 
     assert not (tmp_path / "bare" / "out").exists()
 
 
-PYTHON = [sys.executable]
-TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-RUN_SH = ["bash", ROOT / "run.sh"]
-
-
-@pytest.mark.parametrize("starter", sampled([PYTHON, TORCHRUN, RUN_SH], [RUN_SH]))
-def test_a_copy_uses_the_common_of_its_own_folder(tmp_path, corpus, starter):
-    """Real processes, started in another folder than that of the copy."""
+@thorough
+def test_a_copy_of_the_composition_runs_from_another_folder(tmp_path, corpus):
+    """As real processes, with the scripts that it imports."""
     copy("hybrid_3d", tmp_path / "copy")
-    (tmp_path / "copy" / "common" / "__init__.py").write_text("print('the common of the copy')")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [*starter, tmp_path / "copy" / "hybrid_3d.py", *OPTIONS.split(), "--data", corpus],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "NPROC": "2"},
+        [*torchrun, "copy/hybrid_3d.py", *OPTIONS.split(), "--tp", "2", "--data", corpus],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE,
     )
     assert result.returncode == 0 and "final loss" in result.stdout, result.stderr
-    assert result.stdout.count("the common of the copy") == 1 + (starter != PYTHON)
     assert (tmp_path / "runs" / "hybrid_3d" / "metrics.jsonl").exists()
 
 
@@ -138,8 +131,9 @@ MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP)(?:, [A-Z]+)*: "
 
 
 def loop_of(name):
-    """The lines of the loop, from its header to the services, without comments that mark nothing."""
-    loop = SOURCES[name].partition("\n    for step, batch in ")[2].partition("\n        report.log(")[0]
+    """The lines of the loop down to the services, without comments that mark nothing."""
+    _, _, loop = SOURCES[name].partition("\n    for step, batch in ")
+    loop, _, _ = loop.partition("\n        report.log(")
     return [re.sub(f"  (?!{MARK})#.*", "", line).strip() for line in loop.splitlines()]
 
 
