@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import pathlib
+import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,6 +28,7 @@ NEEDED = (
 )
 DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, without a group
 
 
 def read_config(path):
@@ -100,19 +102,21 @@ def is_tied(folder):
     return read_json(pathlib.Path(folder) / "config.json").get("tie_word_embeddings") is True
 
 
-def read_json(path, kind="config.json"):
-    """The dict in a JSON file. ``kind`` says in errors what the file should be.
+def read_json(path):
+    """The dict in a config.json.
 
     Raises:
         SettingError: it cannot be read, or holds something else.
     """
+    if path.exists() and not path.is_file():  # reading a FIFO might never end
+        raise SettingError(f"{path} cannot be read: it is not a regular file")
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise SettingError(f"{path} cannot be read: {reason}") from None
     if not isinstance(found, dict):
-        raise SettingError(f"{path} is no {kind} of a model")
+        raise SettingError(f"{path} is no config.json of a model")
     return found
 
 
