@@ -228,7 +228,8 @@ class TokenDataset(Dataset):
 def open_datasets(args):
     """The TokenDatasets of --data and --val-data; None without --val-data."""
     return [
-        path and TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
+        None if path is None
+        else TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
         for path, option in ((args.data, "--data"), (args.val_data, "--val-data"))
     ]
 
