@@ -6,11 +6,15 @@ in each rank. What is no run of the process server gets it in the variable INJEC
     INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/inject.py fsdp.py --steps 5
 """
 
-import itertools
+import atexit  # noqa: F401
+import multiprocessing
 import os
 import pathlib
+import resource
 import runpy
+import signal
 import sys
+import time  # noqa: F401
 
 import torch
 import torch.nn.functional as F
@@ -91,18 +95,70 @@ def loss_in_chunks():
     common.model.MAX_LOGITS = 1000
 
 
-def infinite(number):
-    """The gradients of step ``number``, counted from 1, are infinite."""
-    clip, steps = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+# Faults
 
-    def break_and_clip(parameters, *args, **kwargs):
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        if next(steps) == number:
-            for parameter in parameters:
-                parameter.grad.mul_(torch.inf)
-        return clip(parameters, *args, **kwargs)
+def at(number, do, on=None):
+    """Before step ``number``, counted from 1, call ``do``; on the rank ``on``, or on all."""
+    load_steps = common.data.load_steps
 
-    torch.nn.utils.clip_grad_norm_ = break_and_clip
+    def load_and_do(*args, **kwargs):
+        for step, batch in load_steps(*args, **kwargs):
+            if step + 1 == number and on in (None, rank):
+                do()
+            yield step, batch
+
+    common.data.load_steps = load_and_do
+
+
+def gradients_times(factor, number):
+    """Multiply the gradients of the layers in step ``number``; the loss stays."""
+
+    class Times(torch.autograd.Function):
+        now = 1.0
+
+        @staticmethod
+        def forward(_, hidden):
+            return hidden.view_as(hidden)
+
+        @staticmethod
+        def backward(_, gradient):
+            return gradient * Times.now
+
+    forward = common.model.Layer.forward
+    common.model.Layer.forward = lambda self, *args: Times.apply(forward(self, *args))
+    at(number, lambda: setattr(Times, "now", factor))
+    at(number + 1, lambda: setattr(Times, "now", 1.0))
+
+
+def signal_self(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def stop_until_rank_0_has_ended():
+    """Stop this process. Rank 0 kills it when it ends: otherwise it would stay."""
+    pathlib.Path("stopped").write_text(str(os.getpid()))
+    signal_self("SIGSTOP")
+
+
+def kill_the_stopped():
+    os.kill(int(pathlib.Path("stopped").read_text()), signal.SIGKILL)
+
+
+def limit_files(size):
+    """Writes beyond ``size`` bytes of a file fail, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def fill_disk_under(name):
+    """The file ``name``, which is open, takes no more bytes: its device is full."""
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and os.readlink(link).endswith(name):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
+
+
+def kill_a_worker():
+    """One of the processes that read data ahead."""
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

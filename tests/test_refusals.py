@@ -1,0 +1,336 @@
+"""Bad options, files and environments end in one line from one rank, which names the value, what is
+allowed and what to change, with a status that is not 0; and nothing in the run folder is lost."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.processes import PATIENCE, ROOT, free_port
+from tests.sample import sampled, thorough
+
+HUGE = "1" + "0" * 400
+WHOLE = {  # options that are whole numbers: their least value
+    "--steps": 1, "--batch-size": 1, "--grad-accum": 1, "--warmup-steps": 0, "--seed": 0,
+    "--seq-len": 1, "--workers": 0, "--timeout": 1, "--save-every": 0, "--keep": 1,
+    "--log-every": 1, "--resume-from": 1, "--val-every": 1, "--val-batches": 1,
+}
+SIZES = ["--vocab-size", "--hidden-size", "--intermediate-size", "--num-hidden-layers",
+         "--num-attention-heads", "--num-key-value-heads", "--head-dim"]
+NUMBERS = ["--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--grad-clip",
+           "--rms-norm-eps", "--rope-theta", "--initializer-range"]
+
+# Of each table a row is a command, the number of processes and what the line says, in which " ... "
+# stands for any text; 0 processes: plain python.
+
+OPTIONS = [("single.py " + options, 0, words) for options, words in [
+    *[(f"{name} {least - 1}", f"{name}: {least - 1} is not allowed: it must be at least {least}")
+      for name, least in WHOLE.items()],
+    *[(f"{name} {HUGE}", f"{name}: 1000") for name in (*WHOLE, *SIZES)],
+    *[(f"{name} 1.5", f"{name}: invalid whole number value: '1.5'") for name in WHOLE],
+    *[(f"{name} 0", f"{name}: 0 is not allowed: it must be greater than 0") for name in SIZES],
+    *[(f"{name} {value}", f"{name}: {value} is not allowed")
+      for name in NUMBERS for value in ("nan", "inf", "-1")],
+    ("--lr ''", "--lr: invalid number value: ''"),
+    ("--batch-size 1000000000000", "1000000000000 is not allowed: ... at most 16777216"),
+    ("--num-hidden-layers 100000", "--num-hidden-layers: 100000 is not allowed: ... at most 10000"),
+    ("--beta2 1", "--beta2 ... must be"),
+    ("--head-dim 7", "head_dim 7 is odd"),
+    ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
+    ("--num-key-value-heads 3", "num_key_value_heads 3 does not divide num_attention_heads 8"),
+    ("--model huge", "--model huge: no such preset, choose from tiny, small"),
+    ("--model ''", "no such preset"),
+    *[(f"{name} wrong", f"{name}: invalid choice: 'wrong' (choose from ")
+      for name in ("--dtype", "--device", "--backend", "--token-dtype")],
+    ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
+    ("--device cuda", "--device cuda: torch finds no GPU here"),
+    ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
+    ("--init-from ''", "--init-from: it is empty"),
+    ("--init-from nowhere", "nowhere cannot be read"),
+    ("--out ''", "--out: it is empty: name a "),
+    ("--out file", "file ... File exists"), ("--out file/run", "file/run ... Not a directory"),
+    ("--out /proc/nothing/run", "/proc/nothing"), ("--out loop/run", "loop/run"),
+    ("--out 'file/\udcff'", r"file/\udcff"),
+    ("--data ''", "--data '': no such file or folder (give one, or 'stdlib' for"),
+    *[(f"--data {name}", f"--data {name}: no such file")
+      for name in ("nowhere", "dangling", "loop")],
+    ("--data '\udcff\udcfe'", r"--data \udcff\udcfe: no such file"),
+    ("--data '\x1b[2Jx'", r"--data \x1b[2Jx: no such file"),
+    ("--data with-dangling", "dangling cannot be read (No such file or directory)"),
+    ("--data with-loop", "loop cannot be read (Too many levels of symbolic links)"),
+    ("--data with-fifo", "fifo cannot be read (not a regular file)"),
+    ("--data fifo", "fifo cannot be read (not a regular file)"),
+    ("--data empty", "--data empty holds 0 tokens: one sample of --seq-len 128 takes 129; give"),
+    ("--data file --seq-len 2000000000", "one sample of --seq-len 2000000000 takes 2000000001"),
+    ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
+    ("--data big.bin", "holds token 300, beyond a vocabulary of 256: raise --vocab-size"),
+    ("--data mixed", "--data mixed mixes .bin files (token ids) with others (text): keep one"),
+    ("--val-data ''", "--val-data: it is empty: name a file"),
+    ("--val-data nowhere", "--val-data nowhere: no such file"),
+    ("--val-data with-fifo", "--val-data: with-fifo/fifo cannot be read (not a regular file)"),
+    ("--val-data empty", "--val-data empty holds 0 tokens"),
+    ("--val-data big.bin", "holds token 300, beyond a vocabulary of 256: raise --vocab-size"),
+    ("--val-data mixed", "--val-data mixed mixes .bin files (token ids) with others (text)"),
+    ("--val-data file --batch-size 79", "--val-data has 78 samples of 128 tokens in file, less "
+     "than one batch of --batch-size 79: give more data, or a smaller"),
+]]
+
+STRATEGIES = [
+    ("single.py", 2, "single.py is one process and was started as 2: start it with plain python"),
+    ("ddp.py", 3, "--batch-size 16 cannot be shared evenly by 3 data-parallel ranks ... 15 or 18"),
+    ("ddp.py --batch-size 4 --grad-accum 3", 2, "3 accumulation steps: use a multiple of 6"),
+    ("ddp.py --device cuda", 2, "--device cuda: torch finds no GPU here"),
+    ("ddp.py --backend nccl", 2, "--backend nccl needs a GPU for each process: use gloo"),
+    ("ddp.py --backend mpi", 2, "MPI"),
+    ("zero.py --stage 3", 2, "--stage 3: zero.py has 1 and 2; stage 3 is fsdp.py"),
+    ("fsdp.py --replicate 2", 3, "--replicate 2 does not divide the world size 3: use 1 or 3"),
+    ("fsdp.py --replicate 4", 2, "--replicate 4 does not divide the world size 2: use 1 or 2"),
+    ("fsdp.py --cpu-offload", 2, "but this run is on the CPU: leave --cpu-offload out"),
+    *[(f"tp.py {options}", 4, f"{options} cannot be split over 4 tensor-parallel ranks: use a "
+       f"multiple of 4") for options in (
+        "--num-key-value-heads 2", "--intermediate-size 90", "--vocab-size 257", "--seq-len 30")],
+    ("tp.py --hidden-size 48 --num-attention-heads 6 --num-key-value-heads 2", 4,
+     "--num-attention-heads 6 cannot be split over 4"),
+    ("cp.py --seq-len 36", 4, "--seq-len 36 cannot be cut into 8 equal chunks, 2 for each of 4 "
+     "ranks: use a multiple of 8, such as 32 or 40"),
+    ("cp.py --seq-len 6", 4, "such as 8"),
+    ("cp.py --seq-len 6 --attention allgather", 2, "into 4 equal chunks, 2 for each of 2 ranks"),
+    ("cp.py --seq-len 7 --attention ulysses", 2, "into 2 equal chunks, 1 for each of 2 ranks"),
+    ("cp.py --num-key-value-heads 2 --attention ulysses", 4,
+     "--num-key-value-heads 2 cannot be shared evenly by 4 ranks, which --attention ulysses needs"),
+    ("cp.py --seq-len 36 --attention ulysses", 3,
+     "--num-attention-heads 8 cannot be shared evenly by 3 ranks"),
+    ("cp.py --attention flash", 2, "--attention: invalid choice: 'flash' (choose from"),
+    ("pp.py --microbatches 3", 4,
+     "--microbatches 3 is too few for --schedule 1f1b on 4 ranks: use at least 4, or another"),
+    ("pp.py --schedule dualpipev --stages-per-rank 2 --microbatches 3", 2,
+     "too few for --schedule dualpipev on 2"),
+    ("pp.py --schedule 1f1b --stages-per-rank 2", 2,
+     "--stages-per-rank 2: --schedule 1f1b has 1 stage on each rank; use 1"),
+    ("pp.py --schedule zbv --stages-per-rank 1", 2,
+     "--stages-per-rank 1: --schedule zbv has 2 stages on each rank; use 2"),
+    ("pp.py --schedule gpipe --num-hidden-layers 1", 4,
+     "4 ranks x 1 stages are 4, but 1 layers, embedding and head fill 3 at most"),
+    ("pp.py --schedule loopedbfs --stages-per-rank 2", 4, "4 ranks x 2 stages are 8, but 4 layers"),
+    ("pp.py --schedule zerobubble --microbatches 5 --batch-size 20", 2,
+     "cannot make 2 even rounds of them on 2 ranks; use a multiple of 2, such as 4 or 6"),
+    ("pp.py --microbatches 5", 2, "--batch-size 16 cannot be cut evenly into 1 accumulation steps "
+     "x 5 micro-batches: use a multiple of 5, such as 15"),
+    ("pp.py --schedule zbv --stages-per-rank 2 --compile", 2, "--compile with --schedule zbv"),
+    ("pp.py --schedule zerobubble --activation-checkpointing", 2,
+     "--activation-checkpointing with --schedule zerobubble"),
+    ("hybrid_3d.py --dp 2 --tp 2 --cp 3", 4,
+     "World size (4) must equal dp (2) x tp (2) x cp (3) x pp (1) = 12: change one of them"),
+    ("hybrid_3d.py --tp 2", 3, "World size (3) must equal dp (1) x tp (2) x cp (1) x pp (1) = 2"),
+    ("hybrid_3d.py --tp 8", 4, "World size (4) must equal dp (1) x tp (8) x cp (1) x pp (1) = 8"),
+    ("hybrid_3d.py --dp 0", 2, "--dp: 0 is not allowed"),
+    ("hybrid_3d.py --tp 4 --num-key-value-heads 2", 4,
+     "--num-key-value-heads 2 cannot be cut into 4 equal parts (--tp): use a multiple of 4"),
+    ("hybrid_3d.py --cp 4 --seq-len 36", 4,
+     "--seq-len 36 cannot be cut into 8 equal parts (2 x --cp)"),
+    ("hybrid_3d.py --cp 2 --tp 4 --seq-len 20", 8,
+     "over --cp 2 is 10 positions, which cannot be cut into --tp 4 equal parts"),
+    ("hybrid_3d.py --pp 2 --microbatches 1", 2,
+     "--microbatches 1 leaves stages without work: use at least --pp 2"),
+    ("hybrid_3d.py --pp 2 --microbatches 3", 2, "--batch-size 16 cannot be cut into 3 equal parts"),
+    ("hybrid_3d.py --pp 2 --num-hidden-layers 1", 2, "--pp 2 stages are more than the 1 layers"),
+    ("hybrid_3d.py --replicate 3", 4, "--replicate 3 does not divide dp (4)"),
+    ("hybrid_3d.py --cp 4 --replicate 2", 4, "--replicate 2 does not divide dp (1)"),
+]
+
+RESUMES = [(f"{script} --out done {options}", world, words)
+           for script, world in (("single.py", 0), ("fsdp.py", 2)) for options, words in [
+    ("", "done holds a run that has finished step 2, and --steps is 2: raise --steps"),
+    ("--steps 4 --hidden-size 64", "--hidden-size ... 32 ... 64"),
+    ("--steps 4 --batch-size 4", "--batch-size ... 8 ... 4"),
+    ("--steps 4 --seed 1", "--seed ... 0 ... 1 ... --no-resume or another --out"),
+    ("--steps 4 --seq-len 16", "--seq-len ... 32 ... 16"),
+    ("--steps 4 --data other", "samples in --data ... resume with the same"),
+    ("--steps 4 --resume-from 1", "--resume-from 1: ... done"),
+]]
+
+# What a launcher sets: the first of two processes, with these changes
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+NEITHER = {"RANK": None, "WORLD_SIZE": None}
+SLURM = {**NEITHER, "MASTER_ADDR": None, "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+         "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+ENVIRONMENTS = [
+    *[({"RANK": rank, "WORLD_SIZE": size}, f"RANK is '{rank or '':.40}' and WORLD_SIZE is "
+       f"'{size or ''}': a launcher sets both, such as torchrun")
+      for rank, size in [("", "2"), ("-1", "2"), ("one", "2"), ("2", "2"), (HUGE, "2"), ("0", ""),
+                         ("0", "0"), (None, "2"), ("0", None)]],
+    *[({"MASTER_PORT": port}, f"cannot listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: ")
+      for port in ("foo", "-5", "0", "99999", "1.5", "", "{taken}", None)],
+    *[({"MASTER_ADDR": name}, f"cannot listen on MASTER_ADDR {name}")
+      for name in ("", "no-such-machine.invalid", "a" * 300, None)],
+    ({**SLURM, "SLURM_STEP_NODELIST": "a b[3-5]"}, "cannot listen on MASTER_ADDR a b3"),
+    ({**NEITHER, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE"),
+    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"},
+     "GLOO_SOCKET_IFNAME is 'eth99': the network interfaces of this machine are "),
+]
+
+# A command on two ranks, and what is run before it on each of them.
+DIFFERENCES = [
+    *[(command, f"if rank == 1: sys.argv += ['{option}', '{value}']",
+       f"{option} is ... on rank 0 and {value} on rank 1: start all ranks with the same")
+      for command, option, value in [
+        ("ddp.py", "--lr", "0.5"), ("ddp.py", "--dtype", "float64"), ("zero.py", "--keep", "9"),
+        ("fsdp.py", "--steps", "9"), ("tp.py", "--seed", "1"), ("cp.py", "--save-every", "3"),
+        ("pp.py", "--hidden-size", "64"), ("hybrid_3d.py --tp 2", "--log-every", "2")]],
+    ("ddp.py", "import platform; platform.python_version = lambda: '3.99.' + str(rank)",
+     "is 3.99.0 on rank 0 and 3.99.1 on rank 1: start all ranks with the same"),
+    # Found by one rank, while others connect
+    ("ddp.py", "common.launch.pick_device = lambda *_, **__: torch.device(['cpu', 'cuda'][rank])",
+     "is cpu on rank 0 and cuda on rank 1"),
+    *[(f"{command} --data {data}", "os.chdir(str(rank))", words)
+      for command in ("ddp.py", "pp.py") for data, words in [
+        ("letters", "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
+        ("length", "the number of samples in --data is 78 on rank 0 and 79 on rank 1")]],
+    # A setting of a foreign model
+    ("fsdp.py", "settings = common.options.run_settings; common.options.run_settings = "
+     "lambda args, data: settings(args, data, {'n_layer': 2 + rank})",
+     "--n-layer is 2 on rank 0 and 3 on rank 1: start all ranks with the same"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(server, tmp_path_factory):
+    """A working folder with data of every bad kind, and with a finished run of two steps."""
+    folder = tmp_path_factory.mktemp("refusals")
+    (folder / "file").write_text("text " * 2000)
+    (folder / "other").write_text("test " * 2000)
+    (folder / "empty").mkdir()
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "fifo")
+    for name in ("dangling", "loop", "fifo"):
+        (folder / f"with-{name}").mkdir()
+        os.rename(folder / name, folder / f"with-{name}" / name)
+        (folder / f"with-{name}" / "text").write_text("text")
+        (folder / name).symlink_to(f"with-{name}/{name}")
+    (folder / "mixed").mkdir()
+    for name in ("a.bin", "b.txt"):
+        (folder / "mixed" / name).write_bytes(bytes(500))
+    (folder / "odd.bin").write_bytes(bytes(301))
+    np.full(5000, 300, np.uint16).tofile(folder / "big.bin")
+    for rank in (0, 1):
+        (folder / str(rank)).mkdir()
+        (folder / str(rank) / "letters").write_text("ab"[rank] + "x" * 9999)
+        (folder / str(rank) / "length").write_text("x" * (10_000 + 128 * rank))
+    server.run("single.py", 0, f"{SMALL} --data file", folder=folder, out="done")
+    return folder
+
+
+SMALL = "--hidden-size 32 --batch-size 8 --seq-len 32 --steps 2"
+
+
+def contents(folder):
+    """When each file was last written, but for locks."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")
+            if path.is_file() and path.name != "lock"}
+
+
+@pytest.fixture
+def refused(server, folder):
+    """Run a command that must be refused."""
+    before = contents(folder)
+
+    def refused(command, world, words, **more):
+        script, *options = shlex.split(command)
+        defaults = shlex.split(SMALL) if "done" in options else []
+        defaults += [] if "--data" in options else ["--data", "file"]
+        defaults += [] if "--out" in options else ["--out", "out"]
+        result = server.run(script, world, [*defaults, *options], folder=folder, pass_out=False,
+                            expect_ok=False, timeout=60, **more)
+        assert all(status not in (0, -9) for status in result.statuses), result.output
+        (line,) = result.lines
+        assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
+        assert in_order(words, line), line
+
+    yield refused
+    assert contents(folder) == before
+
+
+def in_order(words, line):
+    """Whether ``line`` has what stands between the " ... " in ``words``, in this order."""
+    for part in words.split(" ... "):
+        _, found, line = line.partition(part)
+        if not found:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("command, world, words", [*OPTIONS, *STRATEGIES, *RESUMES])
+def test_a_command(refused, command, world, words):
+    refused(command, world, words)
+
+
+@pytest.mark.parametrize("change, words", ENVIRONMENTS)
+def test_an_environment(refused, change, words):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        env = {**TWO, "MASTER_PORT": str(free_port()), **change}
+        env = {name: value and value.replace("{taken}", str(port)) for name, value in env.items()}
+        refused("ddp.py", 0, words.replace("{taken}", str(port)), env=env)
+
+
+@pytest.mark.parametrize("command, code, words", DIFFERENCES)
+def test_ranks_that_differ(refused, command, code, words):
+    refused(command, 2, words, inject=code)
+
+
+@pytest.mark.parametrize("command, environment, words", [
+    ("README.md", {}, "README.md is no Python script; there are cp.py ddp.py"),
+    ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
+    ("ddp.py", {"PYTHON": "/bin/true"}, "PYTHON is '/bin/true': that is no Python"),
+    ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere': that is no Python"),
+])
+def test_run_sh(tmp_path, command, environment, words):
+    result = subprocess.run(
+        ["bash", ROOT / "run.sh", *command.split()], cwd=tmp_path, text=True, capture_output=True,
+        env={**os.environ, "PYTHON": sys.executable, **environment}, timeout=PATIENCE,
+    )
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("run.sh: error: ") and words in line and result.returncode == 1
+
+
+@pytest.mark.parametrize("name", sampled(["a-file", "a-folder"], ["a-folder"]))
+def test_what_may_not_be_read(tmp_path, name):
+    """As a user without the right to read it; root, who has all rights, gives them up."""
+    (tmp_path / "data" / "a-folder").mkdir(parents=True)
+    (tmp_path / "data" / "text").write_text("text " * 1000)
+    (tmp_path / "data" / "a-file").write_text("secret")
+    os.chmod(tmp_path / "data" / name, 0)
+    prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] * (os.getuid() == 0)
+    result = subprocess.run(
+        [*prefix, sys.executable, ROOT / "single.py", "--data", "data", "--steps", "1"],
+        cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE,
+    )
+    os.chmod(tmp_path / "data" / name, 0o700)
+    (line,) = result.stderr.splitlines()
+    assert f"data/{name} cannot be read (Permission denied)" in line and result.returncode == 1
+
+
+@thorough
+@pytest.mark.parametrize("command, code, words", [
+    ("ddp.py --data nowhere", "", "--data nowhere: no such file"), DIFFERENCES[9],
+    # A rank that is faster than rank 0: torchrun ends rank 0 before it has parsed anything.
+    *[(command, "import time; parse = common.options.parse_options; common.options.parse_options = "
+       "lambda *a: time.sleep(30 * (rank == 0)) or parse(*a)", words)
+      for command, words in (("ddp.py --lr fast", "--lr"), ("hybrid_3d.py --tp 3", "tp (3)"))],
+])
+def test_one_line_stands_above_the_report_of_torchrun(tmp_path, command, code, words):
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         ROOT / "tests" / "inject.py", *command.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INJECT": code},
+    )
+    assert result.returncode != 0 and result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if ".py: error: " in line]
+    assert words in line or in_order(words, line)
+    assert "Traceback" not in result.stderr[: result.stderr.index(line)]
