@@ -156,21 +156,28 @@ RESUMES = [(f"{script} --out done {options}", world, words)
 # What a launcher sets: the first of two processes, with these changes
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 NEITHER = {"RANK": None, "WORLD_SIZE": None}
-SLURM = {**NEITHER, "MASTER_ADDR": None, "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-         "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+SLURM = {**NEITHER, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a"}
 ENVIRONMENTS = [
-    *[({"RANK": rank, "WORLD_SIZE": size}, f"RANK is '{rank or '':.40}' and WORLD_SIZE is "
-       f"'{size or ''}': a launcher sets both, such as torchrun")
-      for rank, size in [("", "2"), ("-1", "2"), ("one", "2"), ("2", "2"), (HUGE, "2"), ("0", ""),
-                         ("0", "0"), (None, "2"), ("0", None)]],
-    *[({"MASTER_PORT": port}, f"cannot listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: ")
-      for port in ("foo", "-5", "0", "99999", "1.5", "", "{taken}", None)],
-    *[({"MASTER_ADDR": name}, f"cannot listen on MASTER_ADDR {name}")
-      for name in ("", "no-such-machine.invalid", "a" * 300, None)],
-    ({**SLURM, "SLURM_STEP_NODELIST": "a b[3-5]"}, "cannot listen on MASTER_ADDR a b3"),
-    ({**NEITHER, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE"),
+    *[({name: value}, f"{name} is '{value:.40}': it must be a whole number from ")
+      for name, values in {
+        "RANK": ["", "-1", "one", HUGE], "WORLD_SIZE": ["", "1.5"],
+        "MASTER_PORT": ["foo", "-5", "99999", "", "0"]}.items() for value in values],
+    *[({"MASTER_ADDR": name}, f"MASTER_ADDR is '{name}': this machine cannot resolve that name; "
+       f"give the address") for name in ("", "no-such-machine.invalid", "a" * 300)],
+    ({"WORLD_SIZE": "0"}, "RANK 0 must be at least 0 and less than WORLD_SIZE 0"),
+    ({"RANK": "2"}, "RANK 2 must be at least 0 and less than WORLD_SIZE 2"),
+    ({"RANK": None}, "RANK is None and WORLD_SIZE is 2: a launcher sets both"),
+    ({"WORLD_SIZE": None}, "RANK is 0 and WORLD_SIZE is None: a launcher sets both"),
+    ({"MASTER_PORT": None}, "RANK is set but not MASTER_PORT"),
+    ({"MASTER_ADDR": None}, "RANK is set but not MASTER_ADDR"),
+    ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken}: ... ddress already in use"),
     ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"},
      "GLOO_SOCKET_IFNAME is 'eth99': the network interfaces of this machine are "),
+    ({**NEITHER, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE"),
+    ({**SLURM, "SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS is 'abc': it must be a whole"),
+    ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': it must be a whole number"),
+    ({**SLURM, "SLURM_STEP_NODELIST": "a b", "MASTER_ADDR": None},
+     "cannot tell the first host of SLURM_STEP_NODELIST 'a b': set MASTER_ADDR"),
 ]
 
 # A command on two ranks, and what is run before it on each of them.
