@@ -141,7 +141,8 @@ def main(argv=None):
             loss += micro_loss.detach()
 
         for parameter in model.parameters():  # CP: each rank has the gradient of its part
-            dist.all_reduce(parameter.grad, group=group)
+            if parameter.grad is not None:  # a frozen parameter has none
+                dist.all_reduce(parameter.grad, group=group)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
