@@ -8,7 +8,6 @@ import pytest
 from common.checkpoint import list_checkpoints, step_of
 from common.model import ModelConfig
 from tests.sample import sampled
-from tests.test_lift import copy
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
@@ -101,22 +100,3 @@ def test_good_runs_end_with_status_0(run, corpus, script, runs):
         assert result.statuses == [0, 0] and "final loss" in result.output
         assert result.output.count("the handler has run") == 2
         assert "the interpreter is finalised" not in result.output
-
-
-LOG = "        report.log(step, loss, grad_norm)\n"
-
-
-@pytest.mark.parametrize("instead, ok, words", [
-    (f"{LOG}        if step == 2:\n            break\n", True, "stopped after step 3 of 6"),
-    ("        break\n", True, "stopped after step 0 of 6"),
-    ("", False, "error: report.log was not called in step 1"),
-])
-def test_a_loop_of_ones_own_ends_in_words(run, corpus, tmp_path, instead, ok, words):
-    copy("ddp", tmp_path / "copy")
-    script = tmp_path / "copy" / "ddp.py"
-    source = script.read_text()
-    assert source.count(LOG) == 1
-    script.write_text(source.replace(LOG, instead))
-    result = run(str(script), 2, f"{SMALL} --steps 6 --data {corpus}", expect_ok=False)
-    assert result.ok == ok and result.output.count(words) == 1 and "Traceback" not in result.output
-    assert not list_checkpoints(result.out)
