@@ -323,7 +323,7 @@ def test_the_command_line_may_repeat_the_file(llama):
     ({"rope_scaling": {"factor": 2.0}}, "rope_type 'default'"),
     ({"rope_scaling": [8]}, r"rope_scaling is \[8\]: it must be a dict"),
     ({"rope_scaling": SCALING | {"factor": "8"}}, "only 'llama3'"),
-    ({"rope_scaling": SCALING | {"mscale": 1.0}}, "mscale: only 'llama3'"),
+    ({"rope_scaling": SCALING | {"mscale": 1.0}}, "mscale; only 'llama3'"),
     ({"hidden_size": 32.5}, "hidden_size 32.5: it must be a whole number greater than 0"),
     ({"hidden_size": 10**400}, "hidden_size 1000.*: it must be a whole number"),
     ({"vocab_size": True}, "vocab_size True"), ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
