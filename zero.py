@@ -120,6 +120,7 @@ def main(argv=None):
         report.log(step, loss, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
+            start_gathering(buckets)  # ZeRO: so that the next step sends what any other sends
         if checkpoints.after_step(step, grad_norm):
             break
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
