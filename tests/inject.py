@@ -7,6 +7,8 @@ in each rank. What is no run of the process server gets it in the variable INJEC
 """
 
 import atexit  # noqa: F401
+import itertools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -18,8 +20,10 @@ import time  # noqa: F401
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import common.data
+import common.launch
 import common.model
 from common.checkpoint import Checkpoints  # noqa: F401
 from common.data import BatchSampler, TokenDataset  # noqa: F401
@@ -159,6 +163,50 @@ def fill_disk_under(name):
 def kill_a_worker():
     """One of the processes that read data ahead."""
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+# What a run did
+
+def count_compiled():
+    """At the end, print how many calls of compiled code each training step had, and how many graphs
+    were compiled: of layers in training, and the same without gradients in evaluations."""
+    calls, steps = [0], []
+    compile_graph = torch._dynamo.lookup_backend("inductor")
+
+    def compile_and_count(graph, example_inputs):
+        compiled = compile_graph(graph, example_inputs)
+
+        def run(*inputs):
+            calls[0] += 1
+            return compiled(*inputs)
+
+        return run
+
+    def note(*_):
+        steps.append(calls[0])
+        calls[0] = 0
+
+    compile_layer = torch.compile
+    common.model.torch.compile = lambda forward: compile_layer(forward, backend=compile_and_count)
+    before(Report, "log", note)
+    after(Report, "log_validation", lambda *_: calls.__setitem__(0, 0))
+    after(Report, "close", lambda *_: rank or print(
+        "calls", json.dumps([steps, counters["stats"]["unique_graphs"]]), flush=True
+    ))
+
+
+def each():
+    """``SCRIPT OPTIONS --each OPTIONS --each OPTIONS``: several runs in one launch."""
+    launch = common.launch.launch
+
+    def launch_each(main):
+        first, *several = [
+            list(words) for mark, words in itertools.groupby(sys.argv[1:], "--each".__eq__)
+            if not mark
+        ]
+        launch(lambda: [main(first + more) for more in several])
+
+    common.launch.launch = launch_each
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""The table of runs: each is started once, and all tests that claim something of it share it.
+
+Every run has the same model, data and options, so that any can resume what any other saved. In each
+sample some targets are ignored; held-out data is evaluated after every second step.
+"""
+
+import dataclasses
+
+import torch
+
+# 7 layers, embedding and head are 9 loads: no number of stages divides them. 3 ranks do not divide
+# the rows of a matrix, 2 and 4 ranks do.
+MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 7 --num-attention-heads 8 "
+         "--num-key-value-heads 4")
+DATA = "--seq-len 24 --batch-size 24 --val-data {val} --val-every 2 --val-batches 3"
+STEPS = "--steps 9 --log-every 1 --warmup-steps 3 --lr 0.01 --save-every 6"
+OPTIONS = f"{MODEL} {DATA} {STEPS}"
+AGAIN = "--activation-checkpointing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    command: str
+    world: int  # processes; 0: plain python
+    dtype: str = "float64"
+    inject: str = "ignored()"
+
+    @property
+    def script(self):
+        return self.command.split()[0]
+
+    @property
+    def name(self):
+        words = self.command.replace(".py", "").replace(" --", "-").replace(" ", "")
+        chunks = "-in-chunks" * ("chunks" in self.inject)
+        return f"{words}{chunks}-{self.dtype}-on-{self.world}"
+
+    def option(self, name, otherwise=1):
+        words = self.command.split()
+        return int(words[words.index(name) + 1]) if name in words else otherwise
+
+    def run(self, once):
+        return once(self.command, self.world, f"{OPTIONS} --dtype {self.dtype}", inject=self.inject)
+
+
+CHUNKS = "ignored(); loss_in_chunks()"
+EXACT = [Row(command, world) for command, world in [
+    ("single.py", 0),
+    ("single.py --grad-accum 4 --workers 1", 0),
+    ("ddp.py --grad-accum 2", 0),
+    ("ddp.py", 1),
+    ("ddp.py", 2),
+    (f"ddp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
+    ("ddp.py --grad-accum 2", 3),
+    ("ddp.py --grad-accum 3", 4),
+    ("zero.py --stage 1 --grad-accum 2", 2),
+    ("zero.py --stage 1 --grad-accum 2", 3),
+    ("zero.py --stage 1", 4),
+    ("zero.py --stage 2", 1),
+    ("zero.py --stage 2", 2),
+    (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
+    ("zero.py --stage 2 --grad-accum 2", 4),
+    ("fsdp.py", 1),
+    ("fsdp.py", 2),
+    (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
+    ("fsdp.py --grad-accum 2", 3),
+    ("fsdp.py --no-reshard-after-forward --grad-accum 2", 2),
+    ("fsdp.py --no-reshard-after-forward", 4),
+    ("fsdp.py --replicate 3 --grad-accum 2", 3),
+    ("fsdp.py --replicate 2 --grad-accum 2", 4),
+    ("tp.py --grad-accum 2", 1),
+    ("tp.py", 2),
+    ("tp.py --grad-accum 2", 4),
+    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
+    ("tp.py --no-sequence-parallel", 4),
+    ("cp.py --attention ring", 1),
+    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
+    ("cp.py --attention ring", 3),
+    ("cp.py --attention ring --grad-accum 2", 4),
+    (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
+    ("cp.py --attention ulysses", 4),
+    (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
+    ("cp.py --attention allgather", 4),
+    # How the batch is cut: 3 and 6 are no multiples of 2 and 4
+    ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
+    (f"pp.py --schedule 1f1b --microbatches 4 {AGAIN}", 3),
+    ("pp.py --schedule 1f1b --grad-accum 2 --microbatches 6", 4),
+    ("pp.py --schedule interleaved1f1b --microbatches 6", 4),
+    ("pp.py --schedule loopedbfs --stages-per-rank 3 --grad-accum 2 --microbatches 3", 2),
+    ("pp.py --schedule zerobubble --stages-per-rank 1 --microbatches 4 --workers 1", 3),
+    ("pp.py --schedule zbv", 1),
+    ("pp.py --schedule zbv --grad-accum 2 --microbatches 3", 4),
+    ("pp.py --schedule dualpipev --grad-accum 2 --microbatches 6", 2),
+    ("pp.py --schedule dualpipev --microbatches 8", 4),
+    ("hybrid_3d.py --grad-accum 3", 1),
+    ("hybrid_3d.py --dp 2 --cp 2 --grad-accum 2", 4),
+    ("hybrid_3d.py --dp 2 --tp 2", 4),
+    ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
+    (f"hybrid_3d.py --cp 2 --tp 2 {AGAIN}", 4),
+    ("hybrid_3d.py --cp 2 --pp 2", 4),
+    ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3 --grad-accum 2", 4),
+    ("hybrid_3d.py --cp 2 --replicate 2", 4),
+    ("hybrid_3d.py --dp 2 --cp 2 --tp 2", 8),
+    ("hybrid_3d.py --dp 2 --tp 2 --pp 2", 8),
+    ("hybrid_3d.py --cp 2 --tp 2 --pp 2 --no-sequence-parallel", 8),
+]] + [Row(command, world, inject=CHUNKS) for command, world in [
+    (f"single.py {AGAIN}", 0),
+    ("ddp.py", 3),
+    ("zero.py --stage 2", 3),
+    ("fsdp.py --grad-accum 2", 4),
+    (f"tp.py --grad-accum 2 {AGAIN}", 2),
+    ("tp.py --no-sequence-parallel", 2),
+    ("cp.py --attention allgather", 2),
+    ("pp.py --schedule zbv --microbatches 2", 2),
+    ("hybrid_3d.py --tp 2 --pp 2", 4),
+]]
+# float32: rounding error, which grows during training; bfloat16: a small part of the loss
+LOOSE = [Row(command, world, "float32") for command, world in [
+    ("single.py", 0), ("ddp.py --grad-accum 2", 2), ("zero.py --grad-accum 2", 3), ("fsdp.py --grad-accum 2", 4),
+    ("tp.py", 2), ("cp.py", 2), ("pp.py --schedule zerobubble", 2), ("hybrid_3d.py --tp 2 --cp 2", 4),
+]] + [Row(command, world, "bfloat16") for command, world in [
+    ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), ("tp.py", 2),
+    (f"tp.py --no-sequence-parallel {AGAIN}", 2), (f"tp.py --grad-accum 2 {AGAIN}", 2),
+    ("cp.py", 2), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 2),
+    ("pp.py --schedule zbv", 2), ("hybrid_3d.py --tp 2 --grad-accum 2", 4),
+    ("hybrid_3d.py --cp 2 --microbatches 2", 4), ("hybrid_3d.py --tp 2 --pp 2", 4),
+]]
+# torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
+# scalar type Double but found Float".
+OLD = torch.__version__.startswith(("2.11.", "2.12."))
+COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in command else "float64",
+                "ignored(); count_compiled()") for command, world in [
+    (f"single.py --grad-accum 2 {AGAIN}", 0), (f"ddp.py {AGAIN}", 2), (f"zero.py {AGAIN}", 2),
+    (f"fsdp.py {AGAIN}", 2), ("fsdp.py", 2), (f"tp.py --grad-accum 2 {AGAIN}", 2),
+    ("tp.py --no-sequence-parallel", 2), ("cp.py", 2), ("cp.py --attention ulysses", 2),
+    ("cp.py --attention allgather", 2),
+    (f"pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN}", 2), ("hybrid_3d.py --tp 2", 4),
+]]
+ROWS = EXACT + LOOSE + COMPILED
+# Without --all: each script on one number of ranks
+SAMPLE = [row for row in EXACT if (row.command, row.world) in [
+    ("ddp.py --grad-accum 2", 3), (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
+    ("zero.py --stage 1", 4), ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
+    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2), ("cp.py --attention ulysses", 4),
+    ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --tp 2 --pp 2", 4),
+    (f"single.py {AGAIN}", 0),
+]] + [row for row in LOOSE + COMPILED if (row.script, row.dtype) in [
+    ("fsdp.py", "bfloat16"), ("pp.py", "float32"),
+]] + [row for row in COMPILED if row.command == "tp.py --no-sequence-parallel --compile"]
