@@ -1,9 +1,6 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
-import json
-import resource
 import shutil
-import signal
 
 import pytest
 import torch
@@ -125,6 +122,9 @@ class Small(nn.Module):
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
+    def forward(self, inputs):
+        return self.norm(self.linear(inputs)).square()
+
 
 def checkpoints_of(folder, model, optimizer=None, must=None, may=None, **options):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
@@ -150,30 +150,26 @@ def test_read_gives_the_models_state_dict(tmp_path):
 
 def test_buffers_and_the_states_of_several_optimizers(tmp_path):
     """They come back, each to its optimizer."""
-    def parts():
-        torch.manual_seed(1)
-        model = Small()
-        return model, [torch.optim.SGD(model.linear.parameters(), 0.1, 0.9),
-                       torch.optim.AdamW(model.norm.parameters())]
-
-    def train(model, optimizers, first, last):
-        for step in range(first, last):
+    def train(model, optimizers, steps):
+        for step in steps:
             model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Small.forward = lambda self, inputs: self.norm(self.linear(inputs)).square()
-    model, optimizers = parts()
-    train(model, optimizers, 0, 2)
-    saved(tmp_path, model, optimizer=optimizers)
-    train(model, optimizers, 2, 4)
-    other, others = parts()
-    assert checkpoints_of(tmp_path, other, others).resume() == 1
-    train(other, others, 2, 4)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
-    assert other.norm.num_batches_tracked == 4
+    runs = []
+    for _ in range(2):
+        model = Small()
+        runs.append((model, [torch.optim.SGD(model.linear.parameters(), 0.1, 0.9),
+                             torch.optim.AdamW(model.norm.parameters())]))
+    train(*runs[0], range(2))
+    saved(tmp_path, runs[0][0], optimizer=runs[0][1])
+    train(*runs[0], range(2, 4))
+    assert checkpoints_of(tmp_path, *runs[1]).resume() == 1
+    train(*runs[1], range(2, 4))
+    model, other = (run[0].state_dict() for run in runs)
+    assert all(map(torch.equal, model.values(), other.values()))
+    assert other["norm.num_batches_tracked"] == 4
 
 
 def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
@@ -246,33 +242,7 @@ def test_what_must_not_be_saved(tmp_path, value, norm, message):
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
-    assert steps_of(tmp_path) == [2] and len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("size", [700, 100_000])
-def test_a_disk_that_is_full(tmp_path, size, in_background):
-    """In words, as soon as it is known; what is half written is removed, and the next save may
-    succeed."""
-    model = nn.Linear(200, 200)
-    checkpoints = checkpoints_of(tmp_path, model, every=1, in_background=in_background)
-    checkpoints.resume()
-    checkpoints.after_step(0, 1.0)
-    checkpoints.wait()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
-    try:
-        with pytest.raises(SettingError, match="of step 2 could not be written to .*File too large"):
-            checkpoints.after_step(1, 1.0)
-            checkpoints.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "lock"}
-    checkpoints.after_step(2, 1.0)
-    checkpoints.finish()
-    assert steps_of(tmp_path) == [1, 3] and checkpoint.read(tmp_path / "step-00000003")
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "lock"}
 
 
 def test_a_loop_that_breaks_loses_no_save(tmp_path):
@@ -305,8 +275,3 @@ def test_files_of_others_stay(tmp_path):
     checkpoints_of(tmp_path, Small()).resume(False)
     assert left() == {*mine, "lock", "previous-1", "previous-2"}
     assert {path.name for path in (tmp_path / "previous-2").iterdir()} == set(written)
-
-
-def test_run_json_says_what_the_run_was(tmp_path):
-    content = json.loads((saved(tmp_path, must={"--seed": 3}) / "step-00000001/run.json").read_text())
-    assert content["must stay the same"] == {"--seed": 3, "the optimizer": "SGD"}

@@ -59,12 +59,6 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def zero_4_kb(path):
-    with path.open("r+b") as file:
-        file.seek(100)
-        file.write(bytes(4096))
-
-
 def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -102,8 +96,7 @@ def become_a_folder(path):
 
 DAMAGE = [
     (change, name)
-    for change in (flip_a_bit, zero_4_kb, truncate, remove, become_a_fifo, become_endless,
-                   become_a_folder)
+    for change in (flip_a_bit, truncate, remove, become_a_fifo, become_endless, become_a_folder)
     for name in (DATA, "__1_0.distcp", ".metadata", "run.json", f"{DATA}.sha256",
                  ".metadata.sha256")
 ]
@@ -240,7 +233,7 @@ HOSTILE = {
     "no tensor": (edit(lambda index: index.state_dict_metadata.update(x=3)), "x is not a tensor"),
     "no table": (edit(lambda index: setattr(index, "state_dict_metadata", [1])), NONE),
     **{f"settings {text}": (write("run.json", text.encode()), NONE)
-       for text in ("null", "[]", "3", "{}", '{"may change": 3}', '{"must stay the same": {}')},
+       for text in ("null", "[]", "{}", '{"may change": 3}')},
 }
 
 
@@ -297,19 +290,13 @@ def test_what_may_change_is_worth_a_line(run, corpus, out):
     assert "changed" not in again.output
 
 
-@pytest.mark.parametrize("script, world", sampled(
-    [("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2)], [("fsdp.py", 2)]
-))
-@pytest.mark.parametrize("option, before, after", sampled(
-    [("--hidden-size", 48, 64), ("--batch-size", 24, 4), ("--seed", 0, 1), ("--seq-len", 32, 16)],
-    [("--seed", 0, 1)],
-))
-def test_what_must_stay_the_same(out, refused, script, world, option, before, after):
-    line = refused(script, world, f"{option} {after}")
-    assert f"{option} is {before} in {out}/step-00000006 and {after} in this run: resume" in line
-
-
-def test_other_data_of_the_same_length(out, refused, corpus, tmp_path):
+@pytest.mark.parametrize("option, words", [
+    ("--hidden-size 64", "--hidden-size is 48 in {} and 64 in this run: resume with the same"),
+    ("--batch-size 4", "--batch-size is 24 in {} and 4 in this run"),
+    ("--seed 1", "--seed is 0 in {} and 1 in this run"),
+    ("--seq-len 16", "--seq-len is 32 in {} and 16 in this run"),
+    ("--data other", "the hash of some samples in --data is "),  # of the same length
+])
+def test_what_must_stay_the_same(out, refused, corpus, tmp_path, option, words):
     (tmp_path / "other").write_text(open(corpus).read().replace("quick", "quack"))
-    line = refused("ddp.py", 2, f"--data {tmp_path}/other")
-    assert "the hash of some samples in --data is " in line and "resume with the same" in line
+    assert words.format(out / "step-00000006") in refused("fsdp.py", 2, option)
