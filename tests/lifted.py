@@ -46,34 +46,38 @@ def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def own_part(mesh, *tensors):
+    return [tensor.chunk(mesh.size())[mesh.get_rank()] for tensor in tensors]
+
+
 def use_ddp(model, inputs, targets, mesh):
     """Its buckets are arranged; buffers, gradients and the random state are as before."""
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(lambda model, inputs, logits: logits + 0 * model.calls.add_(1))
     model[1].drop.p = 0.5
     replica = DistributedDataParallel(model)
+    inputs, targets = own_part(mesh, inputs, targets)
     before = torch.get_rng_state()
-    ddp.arrange_buckets(replica, torch.zeros_like(inputs.chunk(mesh.size())[0]))
+    ddp.arrange_buckets(replica, torch.zeros_like(inputs))
     assert torch.equal(torch.get_rng_state(), before) and not model.calls
     model[1].drop.p = 0.0
-    part = slice(mesh.get_rank(), None, mesh.size())
-    mean_loss(replica(inputs[part]), targets[part]).backward()
+    mean_loss(replica(inputs), targets).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def use_zero(model, inputs, targets, mesh):
     buckets, shards = zero.make_buckets(model, [[part] for part in model], mesh)
     zero.reduce_in_backward(buckets, True)
-    part = slice(mesh.get_rank(), None, mesh.size())
-    mean_loss(model(inputs[part]), targets[part]).backward()
+    inputs, targets = own_part(mesh, inputs, targets)
+    mean_loss(model(inputs), targets).backward()
     zero.reduce_gradients(buckets)
     return {name: shard.grad.full_tensor() for name, shard in shards.items()}
 
 
 def use_fsdp(model, inputs, targets, mesh):
     fsdp.shard(model, [[part] for part in model], mesh)
-    part = slice(mesh.get_rank(), None, mesh.size())
-    mean_loss(model(inputs[part]), targets[part]).backward()
+    inputs, targets = own_part(mesh, inputs, targets)
+    mean_loss(model(inputs), targets).backward()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
