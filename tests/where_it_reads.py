@@ -8,27 +8,27 @@ import torch.distributed as dist
 import hybrid_3d
 from common.data import BatchSampler
 from common.launch import launch
+from common.model import Transformer
 
 found = {}
-load_batches, one_stage = hybrid_3d.load_batches, hybrid_3d.one_stage
+load_steps, forward = hybrid_3d.load_steps, Transformer.forward
 
 
 def note_rows(dataset, sampler, *args):
     whole = BatchSampler(sampler.size, sampler.batch_size, seed=sampler.seed, stop=1)
     found["batch"] = [dataset[i][0].tolist() for rows in whole for i in rows]
-    for inputs, targets in load_batches(dataset, sampler, *args):
-        found["inputs"] = inputs.tolist()
-        yield inputs, targets
+    for step, batch in load_steps(dataset, sampler, *args):
+        found["inputs"] = [row for inputs, _ in batch for row in inputs.tolist()]
+        yield step, batch
 
 
-def note_inputs(model, M, loss_fn, inputs, **options):
-    found["positions"] = model.forward.keywords["positions"].tolist()
-    found["given"] = inputs.tolist()
-    return one_stage(model, M, loss_fn, inputs, **options)
+def note_inputs(model, tokens, targets=None, positions=None):
+    found["given"], found["positions"] = tokens.tolist(), positions.tolist()
+    return forward(model, tokens, targets, positions)
 
 
 def main():
-    hybrid_3d.load_batches, hybrid_3d.one_stage = note_rows, note_inputs
+    hybrid_3d.load_steps, Transformer.forward = note_rows, note_inputs
     hybrid_3d.main()
     out = sys.argv[sys.argv.index("--out") + 1]
     with open(f"{out}/rank-{dist.get_rank()}.json", "w") as file:
