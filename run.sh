@@ -155,6 +155,7 @@ remote_commands() {
   for ((second = 0; second < 60; second++)); do kill -0 \$run && sleep 1 || break; done 2>/dev/null
   kill -- -\$run 2>/dev/null  # a second signal: at once
   wait \$run
+  exit
 }
 REMOTE
 }
@@ -169,6 +170,7 @@ stop_hosts() {
 # Over ssh: start this file on each of HOSTS, and stop all when one fails.
 run_on_hosts() {
   local host status hosts sessions=() failed=()
+  set +o pipefail  # below, the status of ssh counts
   read -ra hosts <<<"${HOSTS//$'\n'/ }"
   [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
   trap stop_hosts EXIT

@@ -227,7 +227,7 @@ def test_processes_that_lose_their_launcher_save_and_end(tmp_path, corpus, launc
     wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
     os.kill(process.pid, getattr(signal, name))
     wait_until(lambda: not left_over(tmp_path))
-    assert "saved: the same command goes on from there" in finish(process)
+    assert "saved: the same command" in finish(process)
     assert len(list_checkpoints(tmp_path / "runs" / "ddp")) == 1
 
 
@@ -239,25 +239,23 @@ def test_a_script_without_torchrun_outlives_its_parent(tmp_path, corpus):
 
 
 @thorough
-def test_a_killed_process(tmp_path, corpus, expected):
-    """All start again and resume; when none is left to try, two lines say which was killed, and
-    what that has done to the other."""
-    process = start([*RUN, "ddp.py", *ENDLESS.split(), "--save-every", "2", "--data", corpus],
-                    tmp_path, NPROC="2", MAX_RESTARTS="1")
-    out, before = tmp_path / "runs" / "ddp", []
+def test_a_killed_process(tmp_path, corpus):
+    """All start again and resume. When no restart is left, one line says which process was killed,
+    and one what that did to the other."""
+    options = [*ENDLESS.split(), "--save-every", "2", "--data", corpus]
+    process = start([*RUN, "ddp.py", *options], tmp_path, NPROC="2", MAX_RESTARTS="1")
+    out, dead, logged = tmp_path / "runs" / "ddp", [], 0
     for _ in range(2):
-        wait_until(lambda: has_logged(out) and len(children(process.pid)) == 2
-                   and children(process.pid) != before and len(curve(out)) > 20 + len(before) * 20)
-        before = children(process.pid)
-        os.kill(before[-1], signal.SIGKILL)
-        wait_until(lambda: not pathlib.Path(f"/proc/{before[-1]}").exists())
+        wait_until(lambda: has_logged(out) and len(curve(out)) > logged
+                   and len(set(children(process.pid)) - {*dead}) == 2)
+        dead, logged = children(process.pid), len(curve(out)) + 4
+        os.kill(dead[-1], signal.SIGKILL)
     output = finish(process)
     assert process.returncode == 1 and "resuming after step" in output, output
-    assert "run.sh: error: rank 1 was ended by SIGKILL" in output
-    assert "a collective of rank 0 failed, since another process has ended" in output
+    first, *others = [line for line in output.splitlines() if "error: " in line][-2:]
+    assert "a collective of rank 0 failed, since another process has ended" in first, output
+    assert others == ["run.sh: error: rank 1 was ended by SIGKILL"], output
     assert "Traceback" not in output and not left_over(tmp_path)
-    first = [row[1:] for row in curve(out)[:5]]
-    assert first != [row[1:] for row in expected[:5]]  # another number of steps: another schedule
 
 
 @pytest.mark.parametrize("launcher", sampled(["run.sh", "torchrun"], ["run.sh"]))
@@ -575,7 +573,7 @@ def test_a_batch_job(job, tmp_path, expected):
     (["srun", "--ntasks=2", sys.executable, f"{ROOT}/ddp.py"], "scancel --signal=USR1 {}"),
 ])
 def test_a_signal_of_slurm_lets_all_save(job, command, scancel):
-    assert "saved: the same command goes on from there" in job(command, ENDLESS, scancel)
+    assert "saved: the same command" in job(command, ENDLESS, scancel)
 
 
 @thorough
