@@ -167,11 +167,11 @@ def kill_a_worker():
 
 # What a run did
 
-def count_compiled():
+def count_compiled(backend):
     """At the end, print how many calls of compiled code each training step had, and how many graphs
     were compiled: of layers in training, and the same without gradients in evaluations."""
     calls, steps = [0], []
-    compile_graph = torch._dynamo.lookup_backend("inductor")
+    compile_graph = torch._dynamo.lookup_backend(backend)
 
     def compile_and_count(graph, example_inputs):
         compiled = compile_graph(graph, example_inputs)
@@ -192,6 +192,25 @@ def count_compiled():
     after(Report, "log_validation", lambda *_: calls.__setitem__(0, 0))
     after(Report, "close", lambda *_: rank or print(
         "calls", json.dumps([steps, counters["stats"]["unique_graphs"]]), flush=True
+    ))
+
+
+def note_place():
+    """In hybrid_3d.py: write the rows that this rank reads in a step, and the positions and tokens
+    that its model gets, to rank-N.json in the run folder."""
+    found, load_steps = {}, common.data.load_steps
+
+    def load_and_note(*args):
+        for step, batch in load_steps(*args):
+            found["inputs"] = batch[0][0].tolist()
+            yield step, batch
+
+    common.data.load_steps = load_and_note
+    before(common.model.Transformer, "forward", lambda self, tokens, *args, **options: found.update(
+        given=tokens.tolist(), positions=options["positions"].tolist()
+    ))
+    before(Report, "close", lambda self, *_: (
+        (self.args.out / f"rank-{rank}.json").write_text(json.dumps(found))
     ))
 
 

@@ -1,0 +1,102 @@
+"""On each rank, every attention of cp.py. ``agrees``: it is plain attention over the whole sequence.
+``shapes``: which tensors it makes, forward and backward, and which it keeps."""
+
+import functools
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cp
+from common.launch import launch
+from common.model import causal_attention
+
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+def agrees():
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    B, T, K = 2, 4 * n, 6
+    for name in ("ring", "ulysses", "allgather"):
+        for heads, kv_heads in [(2 * n, 2 * n), (3 * n, n)] + [(3, 1)] * (name != "ulysses"):
+            for dtype in BOUND:
+                torch.manual_seed(heads)
+                whole = [torch.randn(B, h, T, K, dtype=dtype)
+                         for h in (heads, kv_heads, kv_heads, heads)]
+                shards = cp.shard_positions(T, n, zigzag=name != "ulysses")
+                mine = [x[:, :, shards[rank]] for x in whole]
+                attention = getattr(cp, f"{name}_attention")
+                options = {"group": group}
+                if name == "ulysses":
+                    options["attention"] = causal_attention
+                # In float64, to measure the error of one of the two only
+                expected = results(causal_attention, *(x.double() for x in whole))
+                got = results(functools.partial(attention, **options), *mine)
+                for x, y in zip(got, expected):
+                    assert x.dtype == dtype
+                    error = ((x - y[:, :, shards[rank]]).abs()
+                             / (1 + y[:, :, shards[rank]].abs())).max().item()
+                    assert error < BOUND[dtype], (name, heads, kv_heads, dtype, error)
+    return "all agree"
+
+
+def results(attention, q, k, v, weight):
+    """The output, and the gradients of q, k and v, of a weighted sum of it."""
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    (out * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+# No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
+B, H, KV, T, K = 1, 6, 2, 88, 10
+
+
+class Shapes(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out)
+                         if isinstance(leaf, torch.Tensor))
+        return out
+
+
+def shapes_of(attention, n, group):
+    """All shapes that were seen, and those kept from the forward to the backward pass."""
+    q, k, v = (torch.randn(B, heads, T // n, K, requires_grad=True) for heads in (H, KV, KV))
+    mode, kept = Shapes(), set()
+    mode.seen = set()
+    with mode:
+        def keep(tensor):
+            kept.add(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = attention(q, k, v, group)
+        out.sum().backward()
+    return mode.seen, kept
+
+
+def shapes():
+    group, n = dist.group.WORLD, dist.get_world_size()
+    ring, kept = shapes_of(cp.ring_attention, n, group)
+    assert (B, H, T // n) in kept, "the log-sum-exp should be kept"
+    most = 2 * B * H * T // n * K  # elements of two queries
+    for shape in ring:
+        assert all(size < T for size in shape), f"{shape} has a whole sequence"
+        assert torch.Size(shape).numel() <= most, f"{shape} has scores"
+    # The same eyes see whole sequences where there are some; but none is kept.
+    gathered, kept_gathered = shapes_of(cp.allgather_attention, n, group)
+    assert (n, 2, B, KV, T // n, K) in gathered
+    assert kept_gathered == kept == {(B, H, T // n, K), (B, KV, T // n, K), (B, H, T // n)}
+    return "no whole sequence in the ring"
+
+
+def main():
+    dist.init_process_group("gloo")
+    found = globals()[sys.argv[1]]()
+    print(found if dist.get_rank() == 0 else "", flush=True)
+
+
+if __name__ == "__main__":
+    launch(main)
