@@ -225,7 +225,7 @@ def test_a_trained_tensor_that_no_optimizer_has_is_refused(tmp_path):
 @pytest.mark.parametrize("value, norm, message", [
     (torch.tensor([[1.0, float("nan")]]), 1.0, "since linear.weight is not finite: training diver"),
     (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: training diverged"),
-    (3, 1.0, "the optimizer has 3 as a state of linear.weight, and checkpoints hold tensors only"),
+    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
 ])
 def test_what_must_not_be_saved(tmp_path, value, norm, message):
     """The infinity of a mask is saved, and the step before is intact."""

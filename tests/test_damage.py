@@ -218,6 +218,8 @@ HOSTILE = {
              "its index asks for posix.system, which DCP never writes"),
     "memory": (write(".metadata", pickle.dumps(Run(bytes, 10**18))),
                "its index asks for builtins.bytes, which DCP never writes"),
+    "junk": (write(".metadata", b"junk"), NONE),
+    "nothing": (write(".metadata", b""), NONE),
     "a value": (save_an_object, "BytesStorageMetadata, which DCP never writes for tensors"),
     "states": (edit(without_states), "its index has 42 tensors of 84"),
     "another folder": (edit(lambda index: setattr(part(index), "relative_path", "../x")),
