@@ -8,16 +8,16 @@ import signal
 import sys
 
 from common.launch import launch
-from common.metrics import Metrics
+from common.report import Report
 
-begin_step = Metrics.begin_step
+log = Report.log
 
 
-def stop(self, step):
+def stop(self, step, *args):
     if step == 2 and os.environ["RANK"] == "1":
         pathlib.Path("stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    begin_step(self, step)
+    log(self, step, *args)
 
 
 def kill():
@@ -26,6 +26,6 @@ def kill():
         os.kill(int(pathlib.Path("stopped").read_text()), signal.SIGKILL)
 
 
-Metrics.begin_step = stop
+Report.log = stop
 atexit.register(kill)
 launch(importlib.import_module(sys.argv.pop(1).removesuffix(".py")).main)

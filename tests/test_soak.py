@@ -5,19 +5,17 @@
 
 import os
 import random
-import resource
 import signal
 import time
 
+import pytest
+
 from tests.sample import thorough
 from tests.test_checkpoint import assert_bit_equal, tensors
-from tests.test_launch import RUN, children, curve, finish, left_over, start, wait_until
-from tests.test_same_run import MODEL
+from tests.test_launch import OPTIONS, RUN, children, curve, finish, left_over, start, wait_until
 
 COMMANDS = ["single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py", "pp.py",
             "hybrid_3d.py --tp 2"]
-OPTIONS = (f"{MODEL} --seq-len 32 --batch-size 8 --log-every 1 --warmup-steps 3 --dtype float64 "
-           "--save-every 1 --check-replicas 3")
 
 
 def a_process(processes, launcher):
@@ -59,45 +57,44 @@ KILLS = [a_process, the_launcher, all_at_once, a_process_that_has_stopped, preem
          preempt_and_kill, "a full disk"]
 
 
-def lines(folder):
-    log = folder / "metrics.jsonl"
-    return len(log.read_text().splitlines()) if log.exists() else 0
+def logged(folder):
+    return len(curve(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def disturb(kill, run, folder):
+    """Start a run, and end it by ``kill`` after a few more steps."""
+    if kill == "a full disk":  # files can grow no further: the next save fails
+        run = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", *run]
+    process, enough = start(run, folder, NPROC="2"), logged(folder / "out") + random.randint(1, 6)
+    if kill == "a full disk":
+        ours, found, _ = finish(process).partition("could not be written to")
+        assert found and "Traceback" not in ours, ours
+    else:
+        wait_until(lambda: logged(folder / "out") >= enough or process.poll() is not None)
+        time.sleep(random.uniform(0, 0.2))
+        assert process.poll() is None, finish(process)
+        kill(children(process.pid) or [process.pid], process.pid)
+        finish(process)
+    wait_until(lambda: not left_over(folder))
 
 
 @thorough
-def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig):
+@pytest.mark.parametrize("place", range(len(COMMANDS)))
+def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
     kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--seed")
     random.seed(seed)
     plan = (KILLS * kills)[:kills]  # every kind as often
     random.shuffle(plan)
-    for place, command in enumerate(COMMANDS):
-        own = plan[place :: len(COMMANDS)]
-        script, *more = command.split()
-        folder = tmp_path / script
-        folder.mkdir()
-        options = [*more, *OPTIONS.split(), "--data", corpus, "--steps", str(20 + 10 * len(own))]
-        world = 0 if script == "single.py" else 2
-        whole = server.run(script, world, options, folder=folder, out="whole").out
-        run = [*RUN, script, *options, "--out", folder / "out"]
-        number = {} if script == "single.py" else {"NPROC": "2"}
-        for kill in own:
-            if kill == "a full disk":  # files can grow no further: the next save fails
-                before = resource.getrlimit(resource.RLIMIT_FSIZE)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-                process = start(run, folder, **number)
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
-                ours, found, _ = finish(process).partition("could not be written to")
-                assert found and "Traceback" not in ours, ours
-            else:
-                process = start(run, folder, **number)
-                enough = lines(folder / "out") + random.randint(1, 6)
-                wait_until(lambda: lines(folder / "out") >= enough or process.poll() is not None)
-                time.sleep(random.uniform(0, 0.2))
-                assert process.poll() is None, finish(process)
-                kill(children(process.pid) or [process.pid], process.pid)
-                finish(process)
-            wait_until(lambda: not left_over(folder / "out"))
-        server.run(script, world, options, folder=folder)
-        assert curve(folder / "out") == curve(whole), f"{command}: {own}"
-        last = 20 + 10 * len(own)
-        assert_bit_equal(tensors(folder / "out", last), tensors(whole, last))
+    script, *more = COMMANDS[place].split()
+    own = plan[place :: len(COMMANDS)]
+    world, last = 0 if script == "single.py" else 2, 20 + 10 * len(own)
+    options = [*more, *OPTIONS.split(), "--save-every", "1", "--data", corpus, "--steps", str(last)]
+    whole = server.run(script, world, options, folder=tmp_path, out="whole").out
+    random.seed(f"{seed} {place}")
+    (tmp_path / "work").mkdir()
+    for kill in own:
+        run = RUN if world else ["env", "-u", "NPROC", *RUN]
+        disturb(kill, [*run, script, *options, "--out", "out"], tmp_path / "work")
+    out = server.run(script, world, options, folder=tmp_path / "work").out
+    assert curve(out) == curve(whole), own
+    assert_bit_equal(tensors(out, last), tensors(whole, last))
