@@ -180,7 +180,7 @@ run_on_hosts() {
   trap 'exit 143' TERM
   for host in "${!hosts[@]}"; do
     # shellcheck disable=SC2086  # SSH may be several words
-    { remote_commands "$host" "$@"; while kill -0 $$ && echo; do sleep 1; done; } 2>/dev/null |
+    { remote_commands "$host" "$@"; while [ -e /proc/$$/exe ] && echo; do sleep 1; done; } 2>/dev/null |
       ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" bash -s &
     sessions[host]=$!
   done
