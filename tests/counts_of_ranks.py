@@ -6,22 +6,19 @@ import json
 import sys
 
 from common.launch import launch
-from common.metrics import Metrics
+from common.report import Report
 
 sys.argv.pop(0)
-close = Metrics.close
+close = Report.close
 
 
-def write_and_close(metrics, **theory):
-    counter = metrics.counter
-    held = metrics.held | {"optimizer states": counter.now["optimizer states"]}
-    collectives = [[kind, dim, counter.calls[kind, dim], size]
-                   for (kind, dim), size in counter.sent.items()]
-    (metrics.folder / f"rank{metrics.rank}.json").write_text(json.dumps(
-        {"held": held, "peak": counter.peak, "collectives": sorted(collectives)}
+def write_and_close(report, theory=None):
+    counter = report.counter
+    (report.args.out / f"rank{report.rank}.json").write_text(json.dumps(
+        {"held": counter.held, "peak": counter.peak, "collectives": counter.collectives()}
     ))
-    return close(metrics, **theory)
+    return close(report, theory)
 
 
-Metrics.close = write_and_close
+Report.close = write_and_close
 launch(importlib.import_module(sys.argv[0].removesuffix(".py").replace("/", ".")).main)

@@ -21,13 +21,13 @@ import collections
 import concurrent.futures
 import functools
 import importlib.util
-import itertools
 import json
 import multiprocessing
 import os
 import pathlib
 import sys
 import traceback
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,15 +41,15 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
-from common import loggers
-from common.arguments import at_least
-from common.counting import StepCounter, group_of
+from common import materialise, report
+from common.counting import StepCounter, bytes_table, group_of
 from common.errors import SettingError, printable
-from common.metrics import bytes_table
+from common.model import wrap_layers
+from common.options import at_least
 from tools import pretend
 from tools.command import make_parser, refuse, run
 
-NEEDED = ("main", "load_batches", "Checkpoints", "Metrics")
+NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 
 
 class OperationCounter(StepCounter):
@@ -84,17 +84,17 @@ class OperationCounter(StepCounter):
                 self.handles.append(module.register_forward_hook(self.note_forward))
         return super().__enter__()
 
-    def held(self):
+    def bytes_now(self):
         return [self.now["in all"], self.now["activations"]]
 
     def note_forward(self, *_):
-        self.forward_end = self.held()
+        self.forward_end = self.bytes_now()
 
     def watch_gradient(self, parameter):
         super().watch_gradient(parameter)
         self.first = self.first or id(parameter)
         if id(parameter) == self.first:
-            self.turns += [self.forward_end, self.held()]
+            self.turns += [self.forward_end, self.bytes_now()]
 
     def collective(self, name, args, out):
         before = self.sent.copy()
@@ -165,7 +165,6 @@ def count(script, options, world_size, rank, nproc_per_node):
     for name, stand_in in stand_ins(counted, world_size, rank, nproc_per_node).items():
         if hasattr(module, name):
             setattr(module, name, stand_in)
-    loggers.start_loggers = lambda *_: []  # a script imports it in its main
     try:
         module.main(options)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -208,19 +207,19 @@ def load(script):
 
 
 def stand_ins(counted, world_size, rank, nproc_per_node):
-    """Replacements for names that a script has imported, a dict. ``Metrics`` fills ``counted``."""
+    """Replacements for names that a script has imported, a dict. ``Report`` fills ``counted``."""
 
-    def start(device="auto", *_, **__):
+    def start(args):
         pretend.enter(world_size, rank)
         return torch.device("cpu")
 
-    def start_one(device="auto"):
+    def start_one(args):
         if world_size > 1:
             raise SettingError(f"{sys.argv[0]} is one process: its world size is 1")
-        return start()
+        return start(args)
 
-    class TokenDataset:
-        def __init__(self, data, seq_len, *_):
+    class Data:
+        def __init__(self, seq_len):
             self.seq_len = seq_len
 
         def __str__(self):
@@ -232,91 +231,95 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
         def __getitem__(self, index):
             return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
 
-    def load_batches(dataset, sampler, device, workers=0):
+    def load_steps(dataset, sampler, device, workers=0):
         rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
-        batch = pretend.outside(default_collate)([pretend.outside(dataset.__getitem__)(0)] * rows)
-        while True:
-            yield tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), batch)
+        sample = pretend.outside(dataset.__getitem__)(0)
+        like = pretend.outside(default_collate)([sample] * rows)
+        yield 0, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), like)
+                  for _ in range(sampler.grad_accum)]
+
+    def allocate(model, device, seed):
+        with mock.patch.multiple(
+            materialise, local_slices=pretend.outside(materialise.local_slices),
+            draw_weight=lambda name, slices, *_: torch.empty([s.stop - s.start for s in slices]),
+        ):
+            materialise.materialise(model, device, seed)
 
     class Checkpoints:
-        def __init__(self, *_, **__):
-            pass
+        def __init__(self, folder, settings, tensors, optimizer, **_):
+            self.optimizer = optimizer
 
-        def resume(self):
+        def resume(self, which=True):
+            """Allocate the optimizer's states, so that the first step is as all others."""
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             return 0
 
-        def due(self, step):
+        def after_step(self, step, grad_norm):
             return False
-
-        def after_step(self, step):
-            return step == 1
 
         def finish(self):
             pass
 
     class Validation:  # in no step that is counted
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             pass
 
         def due(self, step):
             return False
 
-    class Metrics:
-        def __init__(self, folder, optimizer, modules, description, *, stop, mesh=None, **_):
-            self.optimizer, self.mesh, self.counted_step = optimizer, mesh, min(1, stop - 1)
-            self.modules = modules
-            lines = [str(line) for line in itertools.islice(description, 4)]
-            counted.update(world_size=world_size, rank=rank, description=lines, theory={})
-            if mesh is not None:
-                counted["grid"] = dict(zip(mesh.mesh_dim_names, mesh.shape))
+    class DryReport(report.Report):
+        def __init__(self, *args, **kwargs):
+            counted.update(world_size=world_size, rank=rank, description=[])
+            super().__init__(*args, **kwargs)
+            counted["description"] = counted["description"][1:5]  # without the device
+            if self.mesh is not None:
+                counted["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
                 if "pp" in counted["grid"]:  # the first rank of each stage
-                    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0)
+                    ranks = self.mesh.mesh.movedim(self.mesh.mesh_dim_names.index("pp"), 0)
                     counted["stages"] = ranks.reshape(len(ranks), -1)[:, 0].tolist()
 
-        def begin_step(self, step):
-            if step == self.counted_step:
+        def say(self, line):
+            counted["description"].append(str(line))
+
+        def steps(self, numbered):
+            for step, batch in numbered:
                 self.counter = OperationCounter(
-                    self.optimizer, self.modules, self.mesh, nproc_per_node
+                    self.optimizer, self.modules(), self.mesh, nproc_per_node
                 )
-                self.counter.__enter__()
+                self.counting.enter_context(self.counter)
+                yield step, batch
 
-        def after_backward(self, step):
-            if step == self.counted_step:
-                self.counter.track_gradients(self.optimizer)
-                self.held = dict(self.counter.now)
+        def log(self, step, loss, grad_norm):
+            self.counting.close()
 
-        def due(self, step):
-            return False
-
-        def end_step(self, step):
-            if step != self.counted_step:
-                return
+        def close(self, theory=None):
             counter = self.counter
-            counter.__exit__(None, None, None)
-            self.held["optimizer states"] = counter.now["optimizer states"]
+            if counter.failed:
+                raise counter.failed
             counted.update(
-                held=self.held, peak=dict(counter.peak), sent=round(sum(counter.sent.values())),
+                held=dict(counter.held), peak=dict(counter.peak),
+                sent=round(sum(counter.sent.values())),
                 between_machines=round(sum(counter.crossing.values())),
                 operations=counter.operations, turns=counter.turns,
                 collectives=[
-                    {"collective": kind, "group": dim, "calls": counter.calls[kind, dim],
-                     "bytes": size, "between_machines": counter.crossing[kind, dim]}
-                    for (kind, dim), size in counter.sent.items()
+                    part | {"between_machines": counter.crossing[part["collective"], part["group"]]}
+                    for part in counter.collectives()
                 ],
+                theory={k: {"formula": f, "bytes": b} for k, (f, b) in (theory or {}).items()},
             )
-
-        def close(self, **theory):
-            counted["theory"] = {k: {"formula": f, "bytes": b} for k, (f, b) in theory.items()}
             return []
 
-    nothing = lambda *_, **__: None  # noqa: E731
     return {
-        "start_process": start_one, "start_process_group": start, "TokenDataset": TokenDataset,
-        "fingerprint": lambda dataset: {}, "load_batches": load_batches,
-        "Checkpoints": Checkpoints, "Metrics": Metrics, "Validation": Validation,
-        "init_weights": nothing, "load_weights": nothing,
-        "init_device_mesh": pretend.outside(init_device_mesh), "compile_layers": nothing,
-        "check_samples": nothing,
+        "start_process": start_one, "start_process_group": start,
+        "open_datasets": lambda args: (Data(args.seq_len), None), "load_steps": load_steps,
+        "materialise": allocate, "load_weights": lambda *_: None,
+        "wrap_layers": lambda layers, compile, checkpoint: wrap_layers(layers, False, checkpoint),
+        "run_settings": lambda *_: None, "Checkpoints": Checkpoints, "Report": DryReport,
+        "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
 
 
@@ -356,7 +359,7 @@ def most(found):
     return max(found, key=lambda counted: counted["peak"]["in all"])
 
 
-def report(counted, device_memory):
+def lines_of(counted, device_memory):
     """The lines to print."""
     yield from counted["description"]
     rank, peak = counted["rank"], counted["peak"]["in all"]
@@ -414,7 +417,7 @@ def main(argv=None):
                                          disable=not others)])
     counted.pop("stages", None)
     print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
-    for line in report(counted, args.device_memory):
+    for line in lines_of(counted, args.device_memory):
         print(printable(line))
     if args.json:
         args.json.write_text(json.dumps(counted, indent=1) + "\n")

@@ -13,13 +13,18 @@ step: no computation is faster than all operations at the peak rate (and the bub
 added to it), and no communication faster than all bytes at the full rate of the links that they
 take. A real step takes longer than either.
 
-Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
-through them, and the peak of memory grows as fast as what is held when backward passes begin and
-when the last has ended (so that no other moment of a step can overtake it), the line is exact.
-Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
-layer's largest matrix, and where three depths would take as long as the whole one.
+Not everything is counted, where the rest follows exactly:
+
+- Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
+  through them, and the peak of memory grows as fast as what is held when backward passes begin and
+  when the last has ended (so that no other moment of a step can overtake it), the line is exact.
+  Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
+  layer's largest matrix, and where three depths would take as long as the whole one.
+- Two of many accumulation steps are counted: each further one is like the second.
+- Of a pipeline those ranks are counted of which one holds most.
 """
 
+import argparse
 import collections
 import concurrent.futures
 import dataclasses
@@ -27,6 +32,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -36,15 +42,16 @@ import tempfile
 import torch
 from tqdm import tqdm
 
-from common.arguments import at_least
 from common.errors import SettingError, printable
-from common.huggingface import read_config
-from common.model import PRESETS
+from common.model import PRESETS, Transformer
+from common.options import at_least
+from common.weights import read_config
+from pp import split_layers
 from tools import dry_run
 from tools.command import make_parser, refuse, run
 
 ROOT = pathlib.Path(__file__).parent.parent
-WHOLE = [  # command, and by what the world size is divided to have the data-parallel ranks
+WHOLE = [  # every rank reads samples of its own
     "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
     "fsdp.py --no-reshard-after-forward",
 ]
@@ -105,88 +112,117 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
 
 
 def variants(strategy, batch_size):
-    """Options for each number of accumulation steps, the fewest first."""
+    """(options of the pipeline, accumulation steps), the fewest steps first."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
     pieces, options = 1, []
     if strategy.stages > 1:
         pieces = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
         options = ["--microbatches", str(pieces)]
-    steps = [n for n in (2**i for i in range(20)) if share // pieces % n == 0]
-    return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
+    return [(options, n) for n in (2**i for i in range(20)) if share // pieces % n == 0]
 
 
-def evaluate(strategy, options, config, settings, submit):
-    """What the rank that holds most counts, a dict as of ``dry_run.count``.
+def evaluate(strategy, options, steps, args, submit, limit=math.inf):
+    """What the rank that holds most counts in ``steps`` accumulation steps, a dict as of
+    ``dry_run.count``. If that is more than ``limit`` bytes, it may be a lower bound.
 
-    ``config``: the ModelConfig that ``options`` describe. ``settings``: world size, ranks on a
-    machine. ``submit`` starts ``cached`` in another process and returns a future.
+    ``submit`` starts ``cached`` in another process and returns a future.
 
     Raises:
         SettingError: the script refuses these options.
     """
-    world_size, nproc_per_node = settings
     script, *own = strategy.command.split()
+    layers, every = args.config.num_hidden_layers, strategy.stages
+
+    def count(rank, depth, few):
+        words = [*own, *options, "--num-hidden-layers", str(depth)]
+        words += ["--batch-size", str(args.batch_size // steps * few)]
+        words += ["--grad-accum", str(few)] * (few > 1)
+        return submit(str(ROOT / script), words, args.devices, rank, args.nproc_per_node)
 
     def at(depth):
-        full = [*own, *options, "--num-hidden-layers", str(depth)]
-        job = str(ROOT / script), full, world_size
-        first = submit(*job, 0, nproc_per_node).result()
-        ranks = first.get("stages", [0])[1:]
-        others = [submit(*job, rank, nproc_per_node) for rank in ranks]
-        return [first, *(other.result() for other in others)]
+        """Of each rank that may be the one that holds most."""
+        jobs = [[count(rank, depth, few) for few in ((1, 2) if steps > 2 else (steps,))]
+                for rank in ranks_to_count(strategy, depth, args)]
+        found = [[future.result() for future in futures] for futures in jobs]
+        return [more_steps(*each, steps) if steps > 2 else each[0] for each in found]
 
-    layers, every = config.num_hidden_layers, strategy.stages
     least = every * (1 if every == 1 else 3) + 1  # a last stage with few layers is an exception
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
-    matrix = 4 * config.hidden_size * config.intermediate_size
-    uneven = strategy.command.startswith(("ddp.py", "cp.py")) and matrix < 25 * 2**20
-    quicker = len(depths) == 3 and sum(depths) <= 0.75 * layers
-    if quicker and not uneven:
-        counted = [at(depth) for depth in depths]
-        lines = [extrapolate(*of_rank, depths, layers) for of_rank in zip(*counted)]
-        if all(lines):
-            return dry_run.most(lines)
-    return dry_run.most(at(layers))
+    matrix = 4 * args.config.hidden_size * args.config.intermediate_size
+    uneven = script == "ddp.py" and matrix < 25 * 2**20
+    if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
+        first, second = at(depths[0]), at(depths[1])
+        lines = [extend(*of_rank, depths, layers) for of_rank in zip(first, second)]
+        if most(lines)["peak"]["in all"] > limit:
+            return most(lines)  # a peak never grows more slowly in a deeper model
+        if all(is_line(*of_rank, depths) for of_rank in zip(first, second, at(depths[2]))):
+            return most(lines)
+    return most(at(layers))
 
 
-def extrapolate(first, second, third, depths, layers):
-    """What a rank counts at ``layers`` layers, by what it counts at three ``depths``; None if that
-    is no straight line, or if the peak may be at another place of a deeper model."""
+def ranks_to_count(strategy, depth, args):
+    """The ranks of which one holds most: in a pipeline the first rank of some of its parts. The
+    first part keeps the most activations, and the last has the head; another one can hold more only
+    if it has more layers than all before it."""
+    if strategy.pp == 1:
+        return [0]
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(args.config, num_hidden_layers=depth))
+    stages, n = split_layers(model, strategy.stages), strategy.pp
+    sizes = [sum(map(len, stages[part::n])) for part in range(n)]
+    parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
+    return [part * args.devices // n for part in parts]
 
-    def line(a, b, depth):
-        return type(b)(a + (b - a) * (depth - depths[0]) / (depths[1] - depths[0]))
 
-    numbers = [flatten(counted) for counted in (first, second, third)]
-    if not all(found.keys() == numbers[0].keys() for found in numbers):
-        return None
-    for name, value in numbers[2].items():
-        if abs(line(numbers[0][name], numbers[1][name], depths[2]) - value) > 1e-9 * abs(value):
-            return None
-    slope = {name: numbers[1][name] - numbers[0][name] for name in numbers[0]}
+def most(found):
+    """Of several results of ``dry_run.count``, that of the rank with the highest peak."""
+    return max(found, key=lambda counted: counted["peak"]["in all"])
+
+
+def more_steps(one, two, steps):
+    """What a rank counts in ``steps`` accumulation steps, by what it counts in one and in two."""
+    growing = "sent", "between_machines", "operations", "collectives"
+    return two | {name: extend(one[name], two[name], (1, 2), steps) for name in growing}
+
+
+def extend(first, second, places, place):
+    """The numbers of two equal structures of dicts and lists, at two ``places``, on a straight
+    line extended to another ``place``."""
+    if isinstance(first, dict):
+        return {name: extend(first[name], second[name], places, place) for name in second}
+    if isinstance(first, list):
+        return [extend(*pair, places, place) for pair in zip(first, second, strict=True)]
+    if isinstance(first, (int, float)):
+        slope = (second - first) / (places[1] - places[0])
+        return type(second)(first + slope * (place - places[0]))
+    return second
+
+
+def is_line(first, second, third, depths):
+    """Whether what a rank counts at three ``depths`` is on a straight line, and goes on along it
+    however deep the model is: the peak must not be at another place of a deeper one."""
+    try:
+        expected, found = numbers(extend(first, second, depths, depths[2])), numbers(third)
+    except (ValueError, KeyError):  # another number of collectives
+        return False
+    if not all(math.isclose(*pair, rel_tol=1e-9) for pair in zip(expected, found, strict=True)):
+        return False
     for i, kind in enumerate(("in all", "activations")):
-        moments = [slope[name] for name in slope if name[0] == "turns" and name[2] == i]
-        if slope["peak", kind] < max([slope["held", kind], *moments]):
-            return None
-    return unflatten(third, {
-        name: line(numbers[0][name], numbers[1][name], layers) for name in numbers[0]
-    })
+        growth = [b - a for a, b in zip(*(
+            [counted["peak"][kind], counted["held"][kind], *(turn[i] for turn in counted["turns"])]
+            for counted in (first, second)
+        ))]
+        if growth[0] < max(growth):
+            return False
+    return True
 
 
-def flatten(value, path=()):
-    """The numbers in nested dicts and lists, by their path."""
+def numbers(value):
+    """All numbers in nested dicts and lists."""
     if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {k: v for name, part in items for k, v in flatten(part, (*path, name)).items()}
-    return {path: value} if isinstance(value, (int, float)) else {}
-
-
-def unflatten(value, numbers, path=()):
-    """``value``, with ``numbers`` in the place of its own."""
-    if isinstance(value, dict):
-        return {name: unflatten(part, numbers, (*path, name)) for name, part in value.items()}
-    if isinstance(value, list):
-        return [unflatten(part, numbers, (*path, i)) for i, part in enumerate(value)]
-    return numbers.get(path, value)
+        parts = value.values() if isinstance(value, dict) else value
+        return [number for part in parts for number in numbers(part)]
+    return [value] if isinstance(value, (int, float)) else []
 
 
 def kept_at(*job):
@@ -231,9 +267,17 @@ def sources():
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
-def search(strategy, batch_size, options, config, settings, memory, submit):
-    """The rows of a strategy: (command, counted) of the variants that fit into ``memory`` bytes, or
-    of the one that holds least."""
+def search(strategy, options, args, submit):
+    """The rows of a strategy: (command, counted) of the variants that fit into memory, or of the
+    one that holds least."""
+    memory = args.device_memory * 1e9
+
+    def count(variant, again, limit=math.inf):
+        own, steps = variant
+        own = [*own, *["--activation-checkpointing"] * again]
+        counted = evaluate(strategy, [*own, *options], steps, args, submit, limit)
+        accumulation = ["--grad-accum", str(steps)] * (steps > 1)
+        return " ".join([strategy.command, *variant[0], *accumulation, *own[len(variant[0]):]]), counted
 
     def fits(found):
         return found[1]["peak"]["in all"] <= memory
@@ -241,27 +285,24 @@ def search(strategy, batch_size, options, config, settings, memory, submit):
     def first_that_fits(several, again):
         """If none does, the last."""
         for variant in several:
-            shown = [*variant, *(["--activation-checkpointing"] if again else [])]
-            counted = evaluate(strategy, [*options, *shown], config, settings, submit)
-            found = " ".join([strategy.command, *shown]), counted
+            found = count(variant, again, memory)
             if fits(found):
-                break
-        return found
+                return found
+        return count(variant, again)
 
-    several = variants(strategy, batch_size)
-    fastest = first_that_fits(several[:1], False)
+    several = variants(strategy, args.batch_size)
+    fastest = count(several[0], False, memory)
     if fits(fastest):
         return [fastest]
-    more_steps = several[1:] or several
-    held = fastest[1]["held"]
-    if sum(held.get(kind, 0) for kind in KEPT) > memory:  # smaller activations will not help
-        several = more_steps = several[-1:]
+    slower = several[1:] or several
+    if sum(fastest[1]["held"].get(kind, 0) for kind in KEPT) > memory:
+        several = slower = several[-1:]  # smaller activations will not help
     if "zerobubble" in strategy.command:  # it cannot compute layers again
-        return [first_that_fits(more_steps, False)]
+        return [first_that_fits(slower, False)]
     again = first_that_fits(several, True)
     if not fits(again):
         return [again]
-    plain = first_that_fits(more_steps, False)
+    plain = first_that_fits(slower, False)
     return [plain, again] if fits(plain) else [again]
 
 
@@ -354,12 +395,12 @@ def model_options(name):
             f"{', '.join(PRESETS)}"
         )
     config = read_config(name)
-    values = vars(config) | {"rope_scaling": json.dumps(config.rope_scaling)}
+    values = {key: value for key, value in vars(config).items() if key != "rope_scaling"}
     options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
     return [word for pair in options for word in pair], config
 
 
-def smallest_change(rows, args, options, config, submit):
+def smallest_change(rows, options, args, submit):
     """If nothing fits: how much memory the smallest of ``rows`` takes, and how many devices more
     would do."""
     command, counted = min(rows, key=lambda row: row[1]["peak"]["in all"])
@@ -369,10 +410,11 @@ def smallest_change(rows, args, options, config, submit):
     for factor in (2, 4, 8, 16, 32, 64):
         devices = args.devices * factor
         batch_size = max(args.batch_size, devices)
+        larger = vars(args) | {"devices": devices, "batch_size": batch_size}
         try:
-            rows = search(Strategy("fsdp.py", devices), batch_size,
-                          [*options, "--batch-size", str(batch_size)], config,
-                          (devices, args.nproc_per_node), args.device_memory * 1e9, submit)
+            rows = search(
+                Strategy("fsdp.py", devices), options, argparse.Namespace(**larger), submit
+            )
         except SettingError:
             continue
         if rows[0][1]["peak"]["in all"] <= args.device_memory * 1e9:
@@ -410,7 +452,7 @@ def parse(argv):
     args.batch_size = args.batch_size or args.devices
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
         refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
-                       f"{args.nproc_per_node}: machines are alike")
+               f"{args.nproc_per_node}: machines are alike")
     if args.network and not args.link:
         refuse("--network is for what leaves a machine: give --link too")
     return args
@@ -418,38 +460,32 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    options, config = model_options(args.model)
+    options, args.config = model_options(args.model)
     options += ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
-    sized = [*options, "--batch-size", str(args.batch_size)]
-    memory = args.device_memory * 1e9
-    tried, left_out = strategies(
-        args.devices, args.nproc_per_node, args.batch_size, args.seq_len, config.num_hidden_layers
-    )
+    tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
+                                 args.config.num_hidden_layers)
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
     with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads, \
             tqdm(total=len(tried), desc="strategies", leave=False) as bar:
-        numbers = itertools.count(1)
+        counts = itertools.count(1)
 
-        def submit(script, words, *where):
-            if found := kept(script, words, *where):  # without a process
+        def submit(*job):
+            if found := kept(*job):  # without a process
                 future = concurrent.futures.Future()
                 future.set_result(found)
                 return future
-            future = pool.submit(cached, script, words, *where)
-            shown = " ".join([os.path.basename(script), *(w for w in words if w not in sized)])
+            future = pool.submit(cached, *job)
+            shown = f"{os.path.basename(job[0])} {' '.join(w for w in job[1] if w not in options)}"
             future.add_done_callback(
-                lambda _: bar.set_postfix_str(f"dry run {next(numbers)}: {shown}")
+                lambda _: bar.set_postfix_str(f"dry run {next(counts)}: {shown}")
             )
             return future
 
-        searches = {
-            threads.submit(search, each, args.batch_size, sized, config,
-                           (args.devices, args.nproc_per_node), memory, submit): each.command
-            for each in tried
-        }
+        searches = {threads.submit(search, each, options, args, submit): each.command
+                    for each in tried}
         for each in concurrent.futures.as_completed(searches):
             try:
                 rows += each.result()
@@ -465,8 +501,9 @@ def main(argv=None):
                               for _, counted in rows)
         not_kept = {counted.pop("not kept", None) for _, counted in rows} - {None}
         rows.sort(key=lambda row: order(row, args))
+        memory = args.device_memory * 1e9
         fitting = [row for row in rows if row[1]["peak"]["in all"] <= memory]
-        change = "" if fitting else smallest_change(rows, args, options, config, submit)
+        change = "" if fitting else smallest_change(rows, options, args, submit)
     for line in lay_out(table(rows, args), args.markdown):
         print(line)
     for reason, number in left_out.items():
@@ -474,6 +511,7 @@ def main(argv=None):
     for reason in list(not_kept)[:1]:
         print(printable(f"what was counted is not kept for a repeat: {reason}"))
     if fitting:
+        sized = [*options, "--batch-size", str(args.batch_size)]
         print(f"the first row: {launch_command(rows[0][0], sized, args)}")
     if args.json:
         args.json.write_text(json.dumps({
