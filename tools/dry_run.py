@@ -5,11 +5,11 @@
 
 The options below stand before the world size; the script's own options stand after the script.
 
-The script itself runs, for two steps. The second step is counted, as in a real run. Names that the
-script has imported are replaced: the process group is torch's fake one, whose collectives send
-nothing, and tensors are fake, with shapes but no memory. Nothing is read from --data or written to
---out. A copy of a script with a model of your own runs too, if it still takes start_process_group,
-load_batches, Checkpoints and Metrics from common/.
+The script itself runs, for a step that is counted as in a real run. Names that the script has
+imported are replaced: the process group is torch's fake one, whose collectives send nothing, and
+tensors are fake, with shapes but no memory. Nothing is read from --data or written to --out. A copy
+of a script with a model of your own runs too, if it still takes start_process_group, load_steps,
+Checkpoints and Report from common/.
 
 What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
 kernels and fragmentation. --compile, which makes activations smaller, is ignored here. The loss
@@ -65,8 +65,8 @@ class OperationCounter(StepCounter):
     share of the edges is the share of the bytes in ``crossing``.
     """
 
-    def __init__(self, optimizer, modules, mesh, nproc_per_node):
-        super().__init__(optimizer, modules, mesh)
+    def __init__(self, nproc_per_node, *args):
+        super().__init__(*args)
         self.nproc_per_node = nproc_per_node
         self.operations, self.crossing, self.turns = 0, collections.Counter(), []
         self.first = None  # the parameter whose gradient arrives first
@@ -162,7 +162,9 @@ def count(script, options, world_size, rank, nproc_per_node):
     counted = {}
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         kind.__init__ = note_bubble(kind.__init__, counted)
-    for name, stand_in in stand_ins(counted, world_size, rank, nproc_per_node).items():
+    # States are allocated before the first step, but DDP rebuilds its buckets in it.
+    steps = 2 if hasattr(module, "DistributedDataParallel") else 1
+    for name, stand_in in stand_ins(counted, steps, world_size, rank, nproc_per_node).items():
         if hasattr(module, name):
             setattr(module, name, stand_in)
     try:
@@ -206,8 +208,9 @@ def load(script):
     return module
 
 
-def stand_ins(counted, world_size, rank, nproc_per_node):
-    """Replacements for names that a script has imported, a dict. ``Report`` fills ``counted``."""
+def stand_ins(counted, steps, world_size, rank, nproc_per_node):
+    """Replacements for names that a script has imported, a dict. ``Report`` counts the last of
+    ``steps`` and fills ``counted``."""
 
     def start(args):
         pretend.enter(world_size, rank)
@@ -235,8 +238,9 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
         rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
         sample = pretend.outside(dataset.__getitem__)(0)
         like = pretend.outside(default_collate)([sample] * rows)
-        yield 0, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), like)
-                  for _ in range(sampler.grad_accum)]
+        for step in range(steps):
+            yield step, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), like)
+                         for _ in range(sampler.grad_accum)]
 
     def allocate(model, device, seed):
         with mock.patch.multiple(
@@ -271,6 +275,8 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
         def due(self, step):
             return False
 
+    report.StepCounter = functools.partial(OperationCounter, nproc_per_node)
+
     class DryReport(report.Report):
         def __init__(self, *args, **kwargs):
             counted.update(world_size=world_size, rank=rank, description=[])
@@ -287,14 +293,12 @@ def stand_ins(counted, world_size, rank, nproc_per_node):
 
         def steps(self, numbered):
             for step, batch in numbered:
-                self.counter = OperationCounter(
-                    self.optimizer, self.modules(), self.mesh, nproc_per_node
-                )
-                self.counting.enter_context(self.counter)
+                if step == steps - 1:
+                    self.start_counting()
                 yield step, batch
 
         def log(self, step, loss, grad_norm):
-            self.counting.close()
+            self.stop_counting()
 
         def close(self, theory=None):
             counter = self.counter
