@@ -124,17 +124,16 @@ def test_counted_bytes_are_what_is_allocated(on_gpus, command):
     holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
     model = "--model small --seq-len 512 --batch-size 8 --steps 4"
     world_size = 0 if command == "single.py" else N
-    result = on_gpus(f"tests/cuda_memory.py {command}", world_size, model)
-    (line,) = [line for line in result.lines if line.startswith("allocated ")]
-    allocated, counted = int(line.split()[1]), result.summary["peak"]["in all"]
+    summary = on_gpus(command, world_size, model).summary
+    allocated, counted = summary["allocated"], summary["peak"]["in all"]
     assert 0.8 * counted <= allocated <= 1.2 * counted + 2**27, (counted, allocated)
 
 
 @pytest.mark.skipif(N < 2, reason="needs two GPUs")
 def test_a_rank_that_stops_leaves_records(on_gpus):
     """NCCL's watchdog ends the other ranks, and writes down their last collectives."""
-    result = on_gpus("tests/stopped_rank.py ddp.py", 2, "--timeout 20", expect_ok=False,
-                     timeout=120)
+    result = on_gpus("ddp.py", 2, "--timeout 20", expect_ok=False, timeout=120,
+                     inject="at(3, stop_until_rank_0_has_ended, on=1)")
     assert all(result.statuses) and "Watchdog" in result.output
     assert (result.out / "flight-record-rank0").stat().st_size > 0
 

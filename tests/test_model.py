@@ -6,9 +6,8 @@ import torch
 import common.model
 from common.counting import StepCounter
 from common.errors import SettingError
-from common.model import (
-    PRESETS, ModelConfig, Transformer, draw_weight, init_weights, next_token_loss
-)
+from common.materialise import draw_weight, materialise
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -19,7 +18,7 @@ CONFIG = ModelConfig(
 @pytest.fixture
 def model():
     model = Transformer(CONFIG).double()
-    init_weights(model, seed=0)
+    materialise(model, "cpu", 0)
     with torch.no_grad():
         for parameter in model.parameters():  # large enough that nothing is nearly linear
             parameter.mul_(5)
@@ -113,9 +112,9 @@ def test_parts_can_be_taken_out(model):
 
 def test_init_does_not_depend_on_what_else_is_drawn():
     whole, some = Transformer(CONFIG), Transformer(CONFIG).double()
-    init_weights(whole, seed=3)
+    materialise(whole, "cpu", 3)
     del some.model.layers["0"], some.model["embed_tokens"]
-    init_weights(some, seed=3)
+    materialise(some, "cpu", 3)
     expected = dict(whole.named_parameters())
     assert len(list(some.parameters())) > 5
     for name, parameter in some.named_parameters():
@@ -129,7 +128,7 @@ def test_init_does_not_depend_on_what_else_is_drawn():
 
 def test_loss_of_untrained_model_is_that_of_guessing():
     model = Transformer(CONFIG)
-    init_weights(model, seed=0)
+    materialise(model, "cpu", 0)
     tokens = torch.randint(0, 96, (4, 64), generator=torch.Generator().manual_seed(1))
     targets = tokens.roll(-1, 1)
     targets[:, :60] = -100  # these do not count

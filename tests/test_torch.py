@@ -10,8 +10,6 @@ from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -45,9 +43,6 @@ PRIVATE = {
     "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
     "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
-    "_restart_workers": (
-        SimpleElasticAgent, "no restart of processes that were asked to stop"
-    ),
     "_schema": (torch.ops.aten.add.Tensor, "the name of an operation"),
     "_sharding_prop": (torch.distributed.tensor, "computes global shapes, which no rank holds"),
     "_subclasses": (torch, "fake tensors"),
@@ -76,7 +71,6 @@ UNDOCUMENTED = {
     "_scaled_dot_product_flash_attention_backward": (torch.ops.aten, "the same, on CUDA"),
     "_scaled_dot_product_efficient_attention": (torch.ops.aten, "the same, on CUDA in float32"),
     "_scaled_dot_product_efficient_attention_backward": (torch.ops.aten, "the same"),
-    "get_free_port": (rendezvous.api, "the kernel may give this port to another process"),
     "_StorageInfo": (filesystem, "the index of a checkpoint names it"),
     "_MEM_FORMAT_ENCODING": (metadata, "the index of a checkpoint names it"),
     "_get_layout": (torch.serialization, "the index of a checkpoint names it"),
@@ -109,12 +103,15 @@ def names_with_a_dash(source):
 
 def test_every_private_name_is_listed():
     paths = [ROOT / f"{name}.py" for name in SCRIPTS]
-    paths += [*ROOT.glob("common/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tools/*.py")]
+    paths += [path for folder in ("common", "examples", "tools", "docs")
+              for path in ROOT.glob(f"{folder}/*.py")]
     assert len(paths) > 20
     found = set().union(*(names_with_a_dash(path.read_text()) for path in paths))
     pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # of os, atexit, argparse
     kernels = {name for name in UNDOCUMENTED if name.startswith("_scaled_dot_product")}
     assert found - pythons == PRIVATE.keys() | ATTRIBUTES.keys() | kernels
+    sources = "".join(path.read_text() for path in paths)
+    assert all(name in sources for name in UNDOCUMENTED)
 
 
 @pytest.mark.parametrize("name, owner, reason", [
