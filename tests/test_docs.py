@@ -18,7 +18,7 @@ from tests.sample import sampled, thorough
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [path for folder in (".", "common", "tools", "examples")
            for path in sorted((ROOT / folder).glob("*.py"))]
-SHELL = [ROOT / "run.sh", ROOT / "common" / "hosts.sh"]
+SHELL = [ROOT / "run.sh"]
 
 
 # Commands
