@@ -24,10 +24,8 @@ from common.model import ModelConfig
 
 
 def checkpoints_of(folder, tensors, **options):
-    optimizer = torch.optim.AdamW(
-        [t for t in tensors.values() if t.requires_grad] or [nn.Parameter(torch.zeros(1))],
-        foreach=False,
-    )
+    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
     return checkpoint.Checkpoints(folder, ({}, {}), tensors, optimizer, stop=9, **options)
 
 
@@ -40,12 +38,13 @@ def buffers_agree(folder, rank):
         for i, dtype in enumerate(types)
     }
     tensors["everywhere"] = torch.full((), float(rank))
+    tensors["weight"] = nn.Parameter(torch.zeros(2))
     checkpoints = checkpoints_of(folder, tensors)
     checkpoints.resume()
     checkpoints.save(1)
     assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
     found = checkpoint.read(folder / "step-00000001")
-    assert len(found) == 13 and found["everywhere"] == 0
+    assert len(found) == 14 and found["everywhere"] == 0
     for stage, (i, dtype) in itertools.product((0, 1), enumerate(types)):
         assert torch.equal(found[f"stage{stage}.buffer{i}"], torch.full((3, 2), i).to(dtype))
 

@@ -214,10 +214,12 @@ def test_a_checkpoint_of_another_run(tmp_path, case):
         checkpoints_of(tmp_path, model, **options).resume()
 
 
-def test_a_trained_tensor_that_no_optimizer_has_is_refused(tmp_path):
+def test_tensors_and_optimizers_belong_together(tmp_path):
     model = Small()
     with pytest.raises(SettingError, match="norm.weight is trained, but by none of the optimizers"):
         checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
+    with pytest.raises(SettingError, match="updates a parameter of shape .4, 4. that is not among"):
+        checkpoints_of(tmp_path, model.norm, torch.optim.SGD(model.parameters()))
     model.norm.requires_grad_(False)
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 

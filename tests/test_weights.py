@@ -454,8 +454,8 @@ def break_settings(**values):
 
 def save_alone(folder, settings, tensors, step):
     """A checkpoint of ``tensors``, without a run."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    tensors = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    optimizer = torch.optim.SGD(tensors.values())
     checkpoint.Checkpoints(folder, (settings, {}), tensors, optimizer, stop=9).save(step)
 
 
