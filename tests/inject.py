@@ -6,7 +6,7 @@ in each rank. What is no run of the process server gets it in the variable INJEC
     INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/inject.py fsdp.py --steps 5
 """
 
-import atexit  # noqa: F401
+import atexit
 import itertools
 import json
 import multiprocessing
@@ -138,14 +138,12 @@ def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def stop_until_rank_0_has_ended():
-    """Stop this process. Rank 0 kills it when it ends: otherwise it would stay."""
-    pathlib.Path("stopped").write_text(str(os.getpid()))
-    signal_self("SIGSTOP")
-
-
-def kill_the_stopped():
-    os.kill(int(pathlib.Path("stopped").read_text()), signal.SIGKILL)
+def stop_rank_1(number):
+    """Rank 1 stops before step ``number``. When rank 0 ends it kills rank 1, which would stay."""
+    note = pathlib.Path("stopped")
+    end = lambda: os.kill(int(note.read_text()), signal.SIGKILL)  # noqa: E731
+    at(number, lambda: (note.write_text(str(os.getpid())), signal_self("SIGSTOP")), on=1)
+    at(number, lambda: atexit.register(end), on=0)
 
 
 def limit_files(size):

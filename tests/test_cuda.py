@@ -132,8 +132,8 @@ def test_counted_bytes_are_what_is_allocated(on_gpus, command):
 @pytest.mark.skipif(N < 2, reason="needs two GPUs")
 def test_a_rank_that_stops_leaves_records(on_gpus):
     """NCCL's watchdog ends the other ranks, and writes down their last collectives."""
-    result = on_gpus("ddp.py", 2, "--timeout 20", expect_ok=False, timeout=120,
-                     inject="at(3, stop_until_rank_0_has_ended, on=1)")
+    result = on_gpus("ddp.py", 2, "--timeout 20", inject="stop_rank_1(3)", expect_ok=False,
+                     timeout=120)
     assert all(result.statuses) and "Watchdog" in result.output
     assert (result.out / "flight-record-rank0").stat().st_size > 0
 

@@ -45,8 +45,7 @@ FAULTS = [
       for command, world in COMMANDS],
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, lambda: signal_self('SIGKILL'), on=1)", LOST, [3]),
-    *[(command, 2, "--timeout 5", "at(5, stop_until_rank_0_has_ended, on=1); "
-       "at(5, lambda: atexit.register(kill_the_stopped), on=0)", LOST, [3])
+    *[(command, 2, "--timeout 5", "stop_rank_1(5)", LOST, [3])
       for command in ("ddp.py", *(f"hybrid_3d.py --{axis} 2" for axis in ("tp", "pp", "cp")))],
     ("fsdp.py", 2, "--timeout 5", "at(5, lambda: time.sleep(10), on=1)",
      "failed, since another process has ended or was silent for --timeout", [3]),

@@ -300,18 +300,6 @@ def test_settings_that_cannot_be(tmp_path, environment, message):
     assert process.returncode == 1 and line.startswith("run.sh: error: ") and message in line
 
 
-@pytest.mark.parametrize("command", sampled(
-    ["ddp.py", "hybrid_3d.py --tp 2", "hybrid_3d.py --pp 2", "hybrid_3d.py --cp 2"], ["ddp.py"]
-))
-def test_a_rank_that_stops_ends_the_run(run, corpus, command):
-    """In any group of the mesh: --timeout holds for all, and one line says what has happened."""
-    options = f"{command} {OPTIONS} --data {corpus} --timeout 5"
-    result = run("tests/stopped_rank.py", 2, options, expect_ok=False)
-    assert result.statuses == [1, -signal.SIGKILL]  # rank 0 kills the other in the end
-    (line,) = [line for line in result.lines if "error" in line]
-    assert "another process has ended or was silent for --timeout seconds" in line
-
-
 # Several machines, by hand: here one machine plays both
 
 

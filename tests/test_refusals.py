@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.processes import PATIENCE, ROOT, free_port
-from tests.sample import sampled, thorough
+from tests.sample import sampled
 
 HUGE = "1" + "0" * 400
 WHOLE = {  # options that are whole numbers: their least value
@@ -142,15 +142,18 @@ STRATEGIES = [
     ("hybrid_3d.py --cp 4 --replicate 2", 4, "--replicate 2 does not divide dp (1)"),
 ]
 
+# In the folder of a finished run
+SMALL = "--hidden-size 32 --batch-size 8 --seq-len 32 --steps 2"
 RESUMES = [(f"{script} --out done {options}", world, words)
            for script, world in (("single.py", 0), ("fsdp.py", 2)) for options, words in [
     ("", "done holds a run that has finished step 2, and --steps is 2: raise --steps"),
-    ("--steps 4 --hidden-size 64", "--hidden-size ... 32 ... 64"),
-    ("--steps 4 --batch-size 4", "--batch-size ... 8 ... 4"),
-    ("--steps 4 --seed 1", "--seed ... 0 ... 1 ... --no-resume or another --out"),
-    ("--steps 4 --seq-len 16", "--seq-len ... 32 ... 16"),
+    *[(f"--steps 4 {name} {now}", f"{name} is {saved} in done/step-00000002 and {now} in this run: "
+       f"resume with the same, or start anew with --no-resume or another --out")
+      for name, saved, now in [
+        ("--hidden-size", 32, 64), ("--batch-size", 8, 4), ("--seq-len", 32, 16),
+        ("--seed", 0, 1)]],
     ("--steps 4 --data other", "samples in --data ... resume with the same"),
-    ("--steps 4 --resume-from 1", "--resume-from 1: ... done"),
+    ("--steps 4 --resume-from 1", "--resume-from 1: done has no such checkpoint; it has 2"),
 ]]
 
 # What a launcher sets: the first of two processes, with these changes
@@ -232,9 +235,6 @@ def folder(server, tmp_path_factory):
     return folder
 
 
-SMALL = "--hidden-size 32 --batch-size 8 --seq-len 32 --steps 2"
-
-
 def contents(folder):
     """When each file was last written, but for locks."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")
@@ -252,7 +252,7 @@ def refused(server, folder):
         defaults += [] if "--data" in options else ["--data", "file"]
         defaults += [] if "--out" in options else ["--out", "out"]
         result = server.run(script, world, [*defaults, *options], folder=folder, pass_out=False,
-                            expect_ok=False, timeout=60, **more)
+                            expect_ok=False, **more)
         assert all(status not in (0, -9) for status in result.statuses), result.output
         (line,) = result.lines
         assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
@@ -320,24 +320,3 @@ def test_what_may_not_be_read(tmp_path, name):
     os.chmod(tmp_path / "data" / name, 0o700)
     (line,) = result.stderr.splitlines()
     assert f"data/{name} cannot be read (Permission denied)" in line and result.returncode == 1
-
-
-@thorough
-@pytest.mark.parametrize("command, code, words", [
-    ("ddp.py --data nowhere", "", "--data nowhere: no such file"), DIFFERENCES[9],
-    # A rank that is faster than rank 0: torchrun ends rank 0 before it has parsed anything.
-    *[(command, "import time; parse = common.options.parse_options; common.options.parse_options = "
-       "lambda *a: time.sleep(30 * (rank == 0)) or parse(*a)", words)
-      for command, words in (("ddp.py --lr fast", "--lr"), ("hybrid_3d.py --tp 3", "tp (3)"))],
-])
-def test_one_line_stands_above_the_report_of_torchrun(tmp_path, command, code, words):
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         ROOT / "tests" / "inject.py", *command.split()],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INJECT": code},
-    )
-    assert result.returncode != 0 and result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if ".py: error: " in line]
-    assert words in line or in_order(words, line)
-    assert "Traceback" not in result.stderr[: result.stderr.index(line)]
