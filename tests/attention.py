@@ -1,5 +1,5 @@
-"""On each rank, every attention of cp.py. ``agrees``: it is plain attention over the whole sequence.
-``shapes``: which tensors it makes, forward and backward, and which it keeps."""
+"""On each rank, every attention of cp.py. ``agrees``: it is plain attention over the whole
+sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps."""
 
 import functools
 import sys

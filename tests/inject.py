@@ -1,7 +1,7 @@
-"""What tests inject into scripts from outside: the names that they replace stand here, in one place.
+"""What tests inject into scripts from outside: the names that they replace, in one place.
 
-``run("fsdp.py", 2, options, inject="ignored(); loss_in_chunks()")`` runs the code before the script,
-in each rank. What is no run of the process server gets it in the variable INJECT:
+``run("fsdp.py", 2, options, inject="ignored(); loss_in_chunks()")`` runs the code before the
+script, in each rank. What is no run of the process server gets it in the variable INJECT:
 
     INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/inject.py fsdp.py --steps 5
 """

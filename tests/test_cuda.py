@@ -13,6 +13,7 @@ import torch
 
 from common import checkpoint
 from tests.conftest import VISIBLE_GPUS
+from tests.test_same_run import furthest
 
 
 def count_gpus():
@@ -34,22 +35,18 @@ BASE = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-at
         "--num-key-value-heads 8 --seq-len 64 --batch-size 64 --steps 20 --log-every 1 "
         "--warmup-steps 3 --save-every 0")
 SCRIPTS = [
-    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
+    "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
     "tp.py --no-sequence-parallel", "cp.py", "cp.py --attention ulysses",
     "cp.py --attention allgather", "pp.py --microbatches 8",
     "pp.py --microbatches 8 --schedule gpipe", f"hybrid_3d.py {GRID}",
 ]
 
 
-def furthest(curve, other):
-    assert len(curve) == len(other) > 0
-    return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
-
-
 @pytest.fixture
 def on_gpus(run, corpus):
     """Run a script where it sees the GPUs that the other tests hide."""
     def on_gpus(command, world_size, options="", **kwargs):
+        world_size *= command != "single.py"  # plain python
         result = run(command, world_size, f"{BASE} --data {corpus} --device cuda {options}",
                      env={"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}, **kwargs)
         assert "process" in result.output and " on cpu" not in result.output
@@ -67,10 +64,6 @@ def expected(single):
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_follows_the_cpu(on_gpus, expected, command):
     assert furthest(on_gpus(command, N).curve(), expected) < 5e-4
-
-
-def test_single_follows_the_cpu(on_gpus, expected):
-    assert furthest(on_gpus("single.py", 0).curve(), expected) < 5e-4
 
 
 # The others send from rank to rank, which gloo does on the CPU only.
@@ -91,7 +84,7 @@ def test_two_ranks_share_a_gpu_over_gloo(on_gpus, expected, command):
     f"hybrid_3d.py {GRID}",
 ])
 def test_options_change_nothing(on_gpus, expected, command, options):
-    result = on_gpus(command, 0 if command == "single.py" else N, options)
+    result = on_gpus(command, N, options)
     assert furthest(result.curve(), expected) < 5e-4
     if "--profile" in options:
         assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
@@ -101,10 +94,9 @@ def test_offloading_changes_nothing(on_gpus, expected):
     assert furthest(on_gpus("fsdp.py", N, "--cpu-offload").curve(), expected) < 5e-4
 
 
-@pytest.mark.parametrize("command", ["single.py", *SCRIPTS])
+@pytest.mark.parametrize("command", SCRIPTS)
 def test_bfloat16_learns(on_gpus, command):
-    world_size = 0 if command == "single.py" else N
-    losses = [loss for (loss,) in on_gpus(command, world_size, "--dtype bfloat16").curve("loss")]
+    losses = [loss for (loss,) in on_gpus(command, N, "--dtype bfloat16").curve("loss")]
     assert losses[0] > 5.4 and losses[-1] < losses[0] - 1
 
 
@@ -123,8 +115,7 @@ def test_counted_bytes_are_what_is_allocated(on_gpus, command):
     """The counted peak of all tensors is at most the allocator's, which also has what no tensor
     holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
     model = "--model small --seq-len 512 --batch-size 8 --steps 4"
-    world_size = 0 if command == "single.py" else N
-    summary = on_gpus(command, world_size, model).summary
+    summary = on_gpus(command, N, model).summary
     allocated, counted = summary["allocated"], summary["peak"]["in all"]
     assert 0.8 * counted <= allocated <= 1.2 * counted + 2**27, (counted, allocated)
 

@@ -1,5 +1,5 @@
-"""Promise 4: what any script saved at any world size, any other resumes at any other; and promise 5:
-a resumed run is bit for bit the uninterrupted one."""
+"""Promise 4: what any script saved at any world size, any other resumes at any other. Promise 5: a
+resumed run is bit for bit the uninterrupted one."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ import torch
 
 from common import checkpoint
 from tests.processes import Result
-from tests.table import EXACT, OPTIONS, SAMPLE
+from tests.table import EXACT, OPTIONS, SAMPLE, TRAINING
 from tests.test_same_run import furthest, of_table
 
 SCRIPTS = sorted({row.script for row in EXACT})
@@ -39,11 +39,10 @@ def test_every_pair_of_scripts_meets():
 
 @of_table(EXACT)
 def test_resumes_what_others_saved(server, once, corpus, tmp_path, row, request):
-    """The rest of the run is that of single.py; from its own checkpoint bit for bit that of its own,
-    in every weight and optimizer state, although nothing is evaluated any more."""
+    """The rest of the run is that of single.py. From its own checkpoint it is bit for bit its own, in
+    every weight and optimizer state, although nothing is evaluated any more."""
     whole, single = row.run(once), EXACT[0].run(once)
-    options = [*OPTIONS.partition(" --val-data")[0].split(), *OPTIONS.split()[-10:],
-               "--dtype", row.dtype, "--data", corpus]
+    options = [*TRAINING.split(), "--dtype", row.dtype, "--data", corpus]
     saved_by_each = [row, *resumed_by(row)]
     if not request.config.getoption("--all"):
         saved_by_each = [row, SAMPLE[SAMPLE.index(row) - 1]] if row in SAMPLE else [row]

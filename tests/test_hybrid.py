@@ -6,15 +6,14 @@ import pytest
 
 from common.data import BatchSampler, TokenDataset
 from tests.sample import thorough
-from tests.table import OPTIONS, Row
+from tests.table import OPTIONS, TRAINING, Row
 from tests.test_same_run import furthest
 
 
 def test_every_rank_has_its_place(run, corpus):
     """The rows read and the positions held are those that the mesh says, on every rank."""
-    options = f"{OPTIONS.partition(' --val-data')[0]} --seq-len 24 --batch-size 24 --steps 1"
-    result = run("hybrid_3d.py", 8, f"{options} --data {corpus} --dp 2 --cp 2 --tp 2",
-                 inject="note_place()")
+    options = f"{TRAINING} --steps 1 --data {corpus} --dp 2 --cp 2 --tp 2"
+    result = run("hybrid_3d.py", 8, options, inject="note_place()")
     dataset = TokenDataset(corpus, 24)
     (rows,) = BatchSampler(len(dataset), 24, stop=1)
     batch = [dataset[i][0].tolist() for i in rows]

@@ -61,7 +61,8 @@ def test_checkpoints(found, expected):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
     for name in ("step-00000006", "step-00000009"):
-        tensors, others = (checkpoint.read(out / name, prefix="") for out in (found.out, expected.out))
+        tensors, others = (checkpoint.read(result.out / name, prefix="")
+                           for result in (found, expected))
         assert tensors.keys() == others.keys() and len(others) == 4 * TENSORS
         for name, tensor in others.items():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)

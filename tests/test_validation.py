@@ -13,13 +13,13 @@ from common.data import BatchSampler
 from common.errors import SettingError
 from common.validation import Validation
 from tests.sample import thorough
-from tests.table import OPTIONS
+from tests.table import OPTIONS, TRAINING
 from tests.test_same_run import furthest
 
 
 @thorough
 @pytest.mark.parametrize("script, world", [("single.py", 0), ("fsdp.py", 2), ("pp.py", 2)])
-def test_without_dropout(run, once, corpus, held_out, script, world):
+def test_without_dropout(once, script, world):
     """Weights stay as they are drawn: so each evaluation gives what it gives without dropout. And
     the dropout of training is what it is without evaluations."""
     frozen = f"{OPTIONS} --dtype float64 --lr 0 --steps 3 --val-every 1"
@@ -28,14 +28,13 @@ def test_without_dropout(run, once, corpus, held_out, script, world):
     names = "step", "val_loss"
     assert furthest(result.curve(*names), expected.curve(*names)) < 1e-10
     assert furthest(result.curve(), expected.curve()) > 1e-3  # dropout is on in training
-    plain = frozen.replace("--val-data {val}", "")
+    plain = f"{TRAINING} --dtype float64 --lr 0 --steps 3"
     assert once(script, world, plain, inject="dropout()").curve() == result.curve()
 
 
 @thorough
 def test_resume_also_with_other_held_out_data(run, corpus, held_out):
-    options = f"{OPTIONS.replace(' --val-data {val}', '')} --data {corpus} --steps 6 --save-every 2"
-    options += " --keep 9"
+    options = f"{TRAINING} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2"
     first = run("single.py", 0, f"{options} --val-data {held_out}")
     lines = [(record["step"], record.get("loss"), record.get("val_loss"))
              for record in first.history]
