@@ -12,8 +12,8 @@ import torch
 # the rows of a matrix, 2 and 4 ranks do.
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 7 --num-attention-heads 8 "
          "--num-key-value-heads 4")
-TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 9 --log-every 1 --warmup-steps 3 --lr 0.01 "
-            "--save-every 6")
+TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 9 --log-every 1 --warmup-steps 3 "
+            "--lr 0.01 --save-every 6")
 OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 2 --val-batches 3"
 AGAIN = "--activation-checkpointing"
 

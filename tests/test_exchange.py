@@ -39,8 +39,8 @@ def test_every_pair_of_scripts_meets():
 
 @of_table(EXACT)
 def test_resumes_what_others_saved(server, once, corpus, tmp_path, row, request):
-    """The rest of the run is that of single.py. From its own checkpoint it is bit for bit its own, in
-    every weight and optimizer state, although nothing is evaluated any more."""
+    """The rest of the run is that of single.py. From its own checkpoint it is bit for bit its own,
+    in every weight and optimizer state, although nothing is evaluated any more."""
     whole, single = row.run(once), EXACT[0].run(once)
     options = [*TRAINING.split(), "--dtype", row.dtype, "--data", corpus]
     saved_by_each = [row, *resumed_by(row)]
