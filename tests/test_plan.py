@@ -54,47 +54,48 @@ def test_its_order_is_that_of_real_runs(run_plan, run, corpus):
 
 
 @thorough
-@pytest.mark.parametrize("command, world, stages, exact", [
-    ("fsdp.py --grad-accum 2", 4, 1, True),
-    ("hybrid_3d.py --pp 2 --tp 2 --microbatches 4", 4, 2, True),
+@pytest.mark.parametrize("command, world, stages, steps, batch_size, exact", [
+    ("fsdp.py", 4, 1, 2, 16, True),
+    ("fsdp.py --replicate 2", 4, 1, 4, 16, True),  # two steps are counted of four
+    ("zero.py --stage 1", 4, 1, 4, 16, True),
+    ("hybrid_3d.py --pp 2 --tp 2 --microbatches 4", 4, 2, 1, 16, True),
     # The peak of a shallow model is where the loss is computed, that of a deep one is not.
-    ("fsdp.py --activation-checkpointing", 4, 1, False),
-    ("ddp.py --grad-accum 2", 2, 1, False),  # all gradients in one bucket, or in two
+    ("fsdp.py --activation-checkpointing", 4, 1, 1, 16, False),
+    ("ddp.py", 2, 1, 2, 16, False),  # all gradients in one bucket, or in two
     # The activations' peak is one bucket; but with the depth grows what autocast keeps of weights.
-    ("zero.py --dtype bfloat16 --vocab-size 8192 --batch-size 4 --seq-len 16 "
-     "--activation-checkpointing", 4, 1, False),
+    ("zero.py --dtype bfloat16 --vocab-size 8192 --seq-len 16 --activation-checkpointing", 4, 1, 1,
+     4, False),
 ])
-def test_a_deep_model_is_extrapolated_where_that_is_exact(
-    server, tmp_path, command, world, stages, exact
+def test_a_deep_model_is_extended_where_that_is_exact(
+    server, tmp_path, command, world, stages, steps, batch_size, exact
 ):
     """What is counted at three depths gives what the whole depth gives, to the byte."""
-    script, *options = command.split()
+    script, *words = command.split()
     layers = 14 if stages == 1 else 40  # a pipeline is counted at 8, 10 and 12
     config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     depths = []
 
-    def submit(script, options, world_size, rank, nproc_per_node):
+    def submit(script, words, world_size, rank, nproc_per_node):
         """A dry run, in a process of its own."""
-        depths.append(int(options[-1]))
+        depths.append(int(words[words.index("--num-hidden-layers") + 1]))
         path = tmp_path / "dry.json"
         server.run("tools/dry_run.py", 0, [
-            "--rank", rank, "--json", path, world_size, script, *options
+            "--rank", rank, "--json", path, world_size, script, *words
         ], folder=tmp_path, pass_out=False)
         found = json.loads(path.read_text())
         del found["description"], found["theory"]
-        if stages > 1:
-            found["stages"] = [0, world // stages]
         return types.SimpleNamespace(result=lambda: found)
 
-    found = plan.evaluate(
-        plan.Strategy(script, world, stages, stages), options, config, (world, 8), submit
-    )
+    args = types.SimpleNamespace(config=config, batch_size=batch_size, devices=world,
+                                 nproc_per_node=8)
+    found = plan.evaluate(plan.Strategy(script, world, stages, stages), words, steps, args, submit)
     assert (max(depths) < layers) == exact
     if not exact:
         return
-    whole = submit(str(ROOT / script), [
-        *options, "--num-hidden-layers", str(layers)
-    ], world, found["rank"], 8)
+    words = [*words, "--num-hidden-layers", layers, "--batch-size", batch_size]
+    whole = submit(str(ROOT / script), [*map(str, words), "--grad-accum", str(steps)],
+                   world, found["rank"], 8)
+    del found["turns"], whole.result()["turns"]  # each micro-batch has its own
     assert found == whole.result()
 
 
@@ -103,10 +104,10 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch):
     shown to be needless: that parameters, gradients and states alone are too much."""
     tried = []
 
-    def evaluate(strategy, options, *_):
-        steps = int(options[options.index("--grad-accum") + 1]) if "--grad-accum" in options else 1
+    def evaluate(strategy, options, steps, *_):
         again = "--activation-checkpointing" in options
-        tried.append((steps, again))
+        if (steps, again) not in tried:
+            tried.append((steps, again))
         peak = 10 + 64 // steps // (4 if again else 1)
         return {"peak": {"in all": peak}, "held": {"parameters": 4, "gradients": 4,
                                                    "optimizer states": 2}}
@@ -115,7 +116,8 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch):
 
     def search(memory, command="tp.py"):
         tried.clear()
-        rows = plan.search(plan.Strategy(command, 1), 8, [], None, (8, 8), memory, None)
+        args = types.SimpleNamespace(batch_size=8, device_memory=memory / 1e9)
+        rows = plan.search(plan.Strategy(command, 1), [], args, None)
         return [command for command, _ in rows], list(tried)
 
     checkpointing = "tp.py --activation-checkpointing"
@@ -158,28 +160,43 @@ def test_what_sorts_the_rows():
 
 def test_micro_batches_and_accumulation():
     pipeline = plan.Strategy("pp.py", 1, 2, 4)
-    assert plan.variants(pipeline, 64)[0] == ["--microbatches", "8"]  # four for each rank
-    assert plan.variants(pipeline, 64)[-1] == ["--microbatches", "8", "--grad-accum", "8"]
-    assert plan.variants(plan.Strategy("fsdp.py", 8), 32) == [
-        [], ["--grad-accum", "2"], ["--grad-accum", "4"]
-    ]
-    assert plan.variants(plan.Strategy("tp.py", 1), 12)[-1] == ["--grad-accum", "4"]
+    pieces = ["--microbatches", "8"]  # four for each rank
+    assert plan.variants(pipeline, 64) == [(pieces, 1), (pieces, 2), (pieces, 4), (pieces, 8)]
+    assert plan.variants(plan.Strategy("fsdp.py", 8), 32) == [([], 1), ([], 2), ([], 4)]
+    assert plan.variants(plan.Strategy("tp.py", 1), 12)[-1] == ([], 4)
 
 
-@pytest.mark.parametrize("depth, slope", [(40, 1), (14, 0)])  # from three depths, and whole
-def test_the_stage_that_holds_most_counts(depth, slope):
-    """Each stage is extrapolated by itself."""
-    def submit(_, options, world_size, rank, nproc_per_node):
-        layers = int(options[-1])
-        assert (layers < depth) == slope
-        peak = {0: 1000 + layers, 4: 500 + 100 * layers, 8: 900}[rank]
-        found = counted(peak, 0) | {"rank": rank, "stages": [0, 4, 8]}
+@pytest.mark.parametrize("depth, few", [(40, True), (14, False)])  # from three depths, and whole
+def test_the_stage_that_holds_most_counts(depth, few):
+    """Each stage is extended by itself. Of 4 ranks 0 and 3 are counted, and 1 or 2 if its stage is
+    the first with more layers."""
+    asked = set()
+
+    def submit(_, words, world_size, rank, nproc_per_node):
+        layers = int(words[words.index("--num-hidden-layers") + 1])
+        assert (layers < depth) == few
+        asked.add(rank)
+        found = counted({0: 1000 + layers}.get(rank, 500 + 100 * layers), 0) | {"rank": rank}
         return types.SimpleNamespace(result=lambda: found)
 
-    config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=depth)
+    args = types.SimpleNamespace(
+        config=dataclasses.replace(PRESETS["tiny"], num_hidden_layers=depth), batch_size=8,
+        devices=8, nproc_per_node=8,
+    )
     strategy = plan.Strategy("pp.py", 1, 2, 2)
-    found = plan.evaluate(strategy, [], config, (12, 8), submit)
-    assert found["rank"] == 4 and found["peak"]["in all"] == 500 + 100 * depth
+    found = plan.evaluate(strategy, [], 1, args, submit)
+    assert asked == {0, 4} and found["rank"] == 4
+    assert found["peak"]["in all"] == 500 + 100 * depth
+
+
+@pytest.mark.parametrize("sizes, parts", [
+    ((4, 4, 4, 2), [0, 3]), ((4, 4, 5, 2), [0, 2, 3]), ((3, 4, 5, 6), [0, 1, 2, 3]),
+])
+def test_the_ranks_that_are_counted(monkeypatch, sizes, parts):
+    args = types.SimpleNamespace(config=PRESETS["tiny"], devices=16)
+    monkeypatch.setattr(plan, "split_layers", lambda *_: [range(size) for size in sizes])
+    found = plan.ranks_to_count(plan.Strategy("hybrid_3d.py --pp 4", 4, 4, 4), 4, args)
+    assert found == [4 * part for part in parts]
 
 
 @pytest.mark.parametrize("what", ["no folder", "disk full"])
@@ -207,20 +224,38 @@ def counted(peak, after, turn=0):
             "held": {"in all": after, "activations": 0}, "collectives": []}
 
 
-def test_no_line_no_extrapolation():
-    line = [counted(10 + 3 * depth, 3 * depth) for depth in (2, 3, 4)]
-    assert plan.extrapolate(*line, (2, 3, 4), 32) == counted(106, 96)
-    wide = [counted(10 + 3 * depth, 3 * depth) for depth in (8, 10, 12)]
-    assert plan.extrapolate(*wide, (8, 10, 12), 32) == counted(106, 96)
-    bent = [*line[:2], counted(22 + 2**-10, 12)]
-    assert plan.extrapolate(*bent, (2, 3, 4), 32) is None
-    other = [*line[:2], line[2] | {"collectives": [{"calls": 1}]}]
-    assert plan.extrapolate(*other, (2, 3, 4), 32) is None
+def test_where_there_is_no_line():
+    def check(peaks, held, turns=(0, 0, 0), depths=(2, 3, 4)):
+        found = [counted(*numbers) for numbers in zip(peaks, held, turns)]
+        return plan.is_line(*found, depths), plan.extend(*found[:2], depths, 32)
+
+    assert check((16, 19, 22), (6, 9, 12)) == (True, counted(106, 96))
+    assert check((34, 40, 46), (24, 30, 36), depths=(8, 10, 12)) == (True, counted(106, 96))
+    assert not check((16, 19, 22 + 2**-10), (6, 9, 12))[0]
+    other = counted(22, 12) | {"collectives": [{"calls": 1}]}
+    assert not plan.is_line(counted(16, 6), counted(19, 9), other, (2, 3, 4))
     # What grows faster than the peak will overtake it: after the backward pass, or before it.
-    after = [counted(100 + 2 * depth, 3 * depth) for depth in (2, 3, 4)]
-    assert plan.extrapolate(*after, (2, 3, 4), 32) is None
-    before = [counted(100 + 2 * depth, 0, 3 * depth) for depth in (2, 3, 4)]
-    assert plan.extrapolate(*before, (2, 3, 4), 32) is None
+    assert not check((104, 106, 108), (6, 9, 12))[0]
+    assert not check((104, 106, 108), (0, 0, 0), (6, 9, 12))[0]
+
+
+def test_what_does_not_fit_is_counted_no_further():
+    """The line through two depths is a lower bound: a third depth would change nothing."""
+    depths = []
+
+    def submit(_, words, *where):
+        layers = int(words[words.index("--num-hidden-layers") + 1])
+        depths.append(layers)
+        return types.SimpleNamespace(result=lambda: counted(10 * layers, 0))
+
+    args = types.SimpleNamespace(
+        config=dataclasses.replace(PRESETS["tiny"], num_hidden_layers=32), batch_size=8, devices=8,
+        nproc_per_node=8,
+    )
+    for limit, expected in ((319, [2, 3]), (320, [2, 3, 4])):
+        depths.clear()
+        found = plan.evaluate(plan.Strategy("tp.py", 1), [], 1, args, submit, limit)
+        assert found["peak"]["in all"] == 320 and depths == expected
 
 
 def test_strategies_and_why_not():
@@ -316,8 +351,9 @@ def test_bad_input_is_one_line(server, tmp_path):
         words.append(refusal)
     result = server.run("tests/refusals.py", 0, ["plan", json.dumps(commands)], folder=tmp_path,
                         pass_out=False)
-    assert len(result.lines) == len(commands), result.output
-    for line, refusal in zip(result.lines, words):
+    found = [line for line in result.lines if "error:" in line]
+    assert len(found) == len(commands) and "it ended well" not in result.output, result.output
+    for line, refusal in zip(found, words):
         assert line.startswith("plan.py: error: ") and refusal in line, line
 
 

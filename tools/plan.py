@@ -46,7 +46,7 @@ from common.errors import SettingError, printable
 from common.model import PRESETS, Transformer
 from common.options import at_least
 from common.weights import read_config
-from pp import split_layers
+from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.command import make_parser, refuse, run
 
@@ -168,7 +168,7 @@ def ranks_to_count(strategy, depth, args):
         return [0]
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(args.config, num_hidden_layers=depth))
-    stages, n = split_layers(model, strategy.stages), strategy.pp
+    stages, n = split_layers(depth, strategy.stages, cost_of_head(model)), strategy.pp
     sizes = [sum(map(len, stages[part::n])) for part in range(n)]
     parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
     return [part * args.devices // n for part in parts]
@@ -202,10 +202,11 @@ def is_line(first, second, third, depths):
     """Whether what a rank counts at three ``depths`` is on a straight line, and goes on along it
     however deep the model is: the peak must not be at another place of a deeper one."""
     try:
-        expected, found = numbers(extend(first, second, depths, depths[2])), numbers(third)
+        expected = numbers(extend(first, second, depths, depths[2]))
+        pairs = list(zip(expected, numbers(third), strict=True))
     except (ValueError, KeyError):  # another number of collectives
         return False
-    if not all(math.isclose(*pair, rel_tol=1e-9) for pair in zip(expected, found, strict=True)):
+    if not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
         return False
     for i, kind in enumerate(("in all", "activations")):
         growth = [b - a for a, b in zip(*(
