@@ -1,5 +1,5 @@
-"""README.md and docs/ name what exists: commands, options, files, messages, variables, headings; and
-the README's diff is one."""
+"""README.md and docs/ name what exists: commands, options, files, messages, variables, headings. The
+README's diff is a real one."""
 
 import ast
 import contextlib
@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -26,7 +27,7 @@ CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
 # Options of torchrun, Slurm, Docker, iptables, and those that run.sh itself takes
 FOREIGN = set("""--all --torch --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
-    --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node --signal --exclusive
+    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node --signal
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
     --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())
 
@@ -39,14 +40,15 @@ def options(name):
     """What the help of a script or a tool names."""
     module = importlib.import_module(name if name in SCRIPTS else f"tools.{name}")
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as end:
-        module.main(["--help"])
+    with (contextlib.redirect_stdout(text), pytest.raises(SystemExit) as end,
+          mock.patch.object(sys, "argv", [name, "--help"])):
+        module.main()
     assert not end.value.code and module.__doc__.splitlines()[0] in text.getvalue()
     return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
 
 
 def commands(text):
-    """The lines of indented blocks and of shell blocks, and the code in a line, that are commands."""
+    """The commands among the lines of indented blocks and among what stands between backticks."""
     blocks = re.sub(r"(?s)```(diff|text|python).*?```", "", text)
     lines = re.findall(r"(?m)^    (\S.*)", blocks) + re.findall(r"`([^`\n]+)`", blocks)
     for line in lines:
@@ -62,7 +64,8 @@ def test_commands_and_options_exist(path):
     text = path.read_text()
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text))
-    known = FOREIGN.union(*map(options, [*SCRIPTS, "bench", "plan", "dry_run", "prepare", "export"]))
+    tools = ["bench", "plan", "dry_run", "prepare", "export"]
+    known = FOREIGN.union(*map(options, [*SCRIPTS, *tools]))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= known
     for words in commands(text):
         owner = None
@@ -155,8 +158,10 @@ def test_the_table_of_variables_is_complete():
                   if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK", text)}
     shell = re.sub(r"(?m)^ *#.*|PYTHON'(.|\n)*?^PYTHON$", "", (ROOT / "run.sh").read_text())
     names |= set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", shell))
-    names -= set("RUN_OR_CHECKPOINT MIN MAX REMOTE EXIT HUP INT PIPE TERM USR1 BASH_SOURCE PWD CUDA_ "
-                 "FI_ GLOO_ NCCL_ OMP_ PYTORCH_ TORCH_ UCX_".split())  # no variables, or beginnings
+    names -= set(  # no variables, or their beginnings
+        "RUN_OR_CHECKPOINT MIN MAX REMOTE EXIT HUP INT PIPE TERM USR1 BASH_SOURCE PWD "
+        "CUDA_ FI_ GLOO_ NCCL_ OMP_ PYTORCH_ TORCH_ UCX_".split()
+    )
     page = (ROOT / "docs" / "launching.md").read_text()
     table = page.partition("## Variables")[2].partition("\n## ")[0]
     cells = re.findall(r"(?m)^\| (`.*?) \|", table)
@@ -176,5 +181,5 @@ def test_every_link_leads_somewhere(page):
             path = page.parent / name if name else page
             assert path.exists(), link
             headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if anchor else [""]
-            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
-            assert anchor in anchors, link
+            titles = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+            assert anchor in [title.replace(" ", "-") for title in titles], link

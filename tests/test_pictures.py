@@ -19,7 +19,7 @@ def words(name):
     """The texts of a picture, which must be well-formed."""
     root = ElementTree.parse(PICTURES[name]).getroot()
     assert root.find("{*}title").text and root.find("{*}rect").get("class") == "bg"
-    return [node.text for node in root.iter("{*}text")]
+    return [node.text for node in root.findall(".//{*}text")]
 
 
 @pytest.mark.parametrize("name", PICTURES)
