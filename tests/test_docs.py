@@ -1,5 +1,5 @@
-"""README.md and docs/ name what exists: commands, options, files, messages, variables, headings. The
-README's diff is a real one."""
+"""README.md and docs/ name what exists: commands, options, files, messages, variables, headings.
+The README's diff is a real one."""
 
 import ast
 import contextlib
@@ -27,7 +27,8 @@ CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
 # Options of torchrun, Slurm, Docker, iptables, and those that run.sh itself takes
 FOREIGN = set("""--all --torch --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
-    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node --signal
+    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
+    --signal
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
     --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())
 

@@ -150,5 +150,6 @@ def test_a_missing_package_is_one_line(log, command, world, option, package):
     result = log(command, world, option, inject=inject, expect_ok=False)
     assert all(result.statuses) and "Traceback" not in result.output
     assert result.lines[-1] == (
-        f"{command}: error: --{package} needs the package {package}: python -m pip install {package}"
+        f"{command}: error: --{package} needs the package {package}: "
+        f"python -m pip install {package}"
     )

@@ -28,7 +28,9 @@ def test_the_terminal(run, corpus, script, world):
     for words in ("4/4", "loss", "val loss", "grad norm", "tokens/s"):
         assert words in bars[-1]
     assert re.match(r"final loss [\d.]+ \| val loss [\d.]+ \| [\d,]+ tokens/s \| .*out", final)
-    assert re.split("  +", table[0]) == ["bytes on rank 0", "after backward", "at the peak", "theory"]
+    assert re.split("  +", table[0]) == [
+        "bytes on rank 0", "after backward", "at the peak", "theory"
+    ]
     rows = [re.split(r"  +", line) for line in table[1:]]
     assert [row[0] for row in rows] == [
         "parameters", "gradients", "optimizer states", "activations", "in all", "sent in a step"
