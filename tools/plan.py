@@ -153,11 +153,11 @@ def evaluate(strategy, options, steps, args, submit, limit=math.inf):
     if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
         first, second = at(depths[0]), at(depths[1])
         lines = [extend(*of_rank, depths, layers) for of_rank in zip(first, second)]
-        if most(lines)["peak"]["in all"] > limit:
-            return most(lines)  # a peak never grows more slowly in a deeper model
+        if dry_run.most(lines)["peak"]["in all"] > limit:
+            return dry_run.most(lines)  # a peak never grows more slowly in a deeper model
         if all(is_line(*of_rank, depths) for of_rank in zip(first, second, at(depths[2]))):
-            return most(lines)
-    return most(at(layers))
+            return dry_run.most(lines)
+    return dry_run.most(at(layers))
 
 
 def ranks_to_count(strategy, depth, args):
@@ -172,11 +172,6 @@ def ranks_to_count(strategy, depth, args):
     sizes = [sum(map(len, stages[part::n])) for part in range(n)]
     parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
     return [part * args.devices // n for part in parts]
-
-
-def most(found):
-    """Of several results of ``dry_run.count``, that of the rank with the highest peak."""
-    return max(found, key=lambda counted: counted["peak"]["in all"])
 
 
 def more_steps(one, two, steps):
@@ -252,9 +247,8 @@ def cached(script, options, world_size, rank, nproc_per_node):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as part:
-            file = pathlib.Path(part, "counted")
-            file.write_text(json.dumps(counted))
-            file.replace(path)
+            pathlib.Path(part, "counted").write_text(json.dumps(counted))
+            pathlib.Path(part, "counted").replace(path)
     except OSError as error:
         counted["not kept"] = f"{path.parent} cannot be written ({error.strerror})"
     return counted
@@ -274,11 +268,10 @@ def search(strategy, options, args, submit):
     memory = args.device_memory * 1e9
 
     def count(variant, again, limit=math.inf):
-        own, steps = variant
-        own = [*own, *["--activation-checkpointing"] * again]
+        own, steps = variant[0] + ["--activation-checkpointing"] * again, variant[1]
         counted = evaluate(strategy, [*own, *options], steps, args, submit, limit)
-        accumulation = ["--grad-accum", str(steps)] * (steps > 1)
-        return " ".join([strategy.command, *variant[0], *accumulation, *own[len(variant[0]):]]), counted
+        own[len(variant[0]):0] = ["--grad-accum", str(steps)] * (steps > 1)
+        return " ".join([strategy.command, *own]), counted
 
     def fits(found):
         return found[1]["peak"]["in all"] <= memory
@@ -426,29 +419,28 @@ def smallest_change(rows, options, args, submit):
 
 def parse(argv):
     parser = make_parser("plan", __doc__)
-    parser.add_argument("--model", required=True, help="a preset, or a config.json of Hugging Face")
-    parser.add_argument("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
-    parser.add_argument("--device-memory", type=at_least(0, float, above=True), required=True,
-                        metavar="GB", help="10^9 bytes that a device has; leave out what its "
-                        "context and kernels take")
-    parser.add_argument("--seq-len", type=at_least(1), required=True, metavar="T")
-    parser.add_argument("--batch-size", type=at_least(1), metavar="B",
-                        help="sequences in the global batch (default: one for each device)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="bfloat16",
-                        help="as in the scripts (default: bfloat16)")
-    parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
-                        help="devices on a machine (default: 8)")
-    parser.add_argument("--tflops", type=at_least(0, float, above=True), metavar="X",
-                        help="peak of a device, in 10^12 operations per second")
-    parser.add_argument("--link", type=at_least(0, float, above=True), metavar="GB/S",
-                        help="what a device can send to others of its machine, in 10^9 bytes per "
-                        "second")
-    parser.add_argument("--network", type=at_least(0, float, above=True), metavar="GB/S",
-                        help="a device's share of what its machine can send to others")
-    parser.add_argument("--only", nargs="+", metavar="SCRIPT",
-                        help="these alone: fsdp.py, or with its grid 'hybrid_3d.py --tp 8'")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
+    add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
+    add("--model", required=True, help="a preset, or a config.json of Hugging Face")
+    add("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
+    add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
+        "device has; leave out what its context and kernels take")
+    add("--seq-len", type=at_least(1), required=True, metavar="T")
+    add("--batch-size", type=at_least(1), metavar="B",
+        help="sequences in the global batch (default: one for each device)")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), default="bfloat16",
+        help="as in the scripts (default: bfloat16)")
+    add("--nproc-per-node", type=at_least(1), default=8, metavar="N",
+        help="devices on a machine (default: 8)")
+    add("--tflops", type=more_than_0, metavar="X",
+        help="peak of a device, in 10^12 operations per second")
+    add("--link", type=more_than_0, metavar="GB/S",
+        help="what a device can send to others of its machine, in 10^9 bytes per second")
+    add("--network", type=more_than_0, metavar="GB/S",
+        help="a device's share of what its machine can send to others")
+    add("--only", nargs="+", metavar="SCRIPT",
+        help="these alone: fsdp.py, or with its grid 'hybrid_3d.py --tp 8'")
+    add("--markdown", action="store_true", help="print the table in Markdown")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
