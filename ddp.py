@@ -11,8 +11,8 @@ Sent in a step: one all-reduce of the gradients, in buckets. It runs during the 
 last micro-batch: a bucket is sent while the gradients of the next one are computed. In a ring, each
 of n ranks sends 2P(n-1)/n, where P is the bytes of the gradients, whatever the batch size. And one
 number is all-reduced: how many targets the global batch has (8 bytes).
-Exposed, as nothing is left to compute meanwhile: the last bucket, with the gradients of the first
-layers.
+Exposed, so that all ranks wait for it: the last bucket, with the gradients of the first layers,
+since nothing is left to compute meanwhile.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    torch._dynamo.config.optimize_ddp = False  # DDP: it would cut the graph of a layer at 25 MB
+    torch._dynamo.config.optimize_ddp = False  # DDP: otherwise it cuts layers' graphs at 25 MB
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -73,11 +73,12 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)
+    sampler.start = checkpoints.resume(args.resume)  # steps done
     if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
         load_weights(model, args.init_from)
 
     # Loop
+    # DDP: a resumed run then adds gradients in the same order as one that was not stopped.
     share = args.batch_size // (n * args.grad_accum), args.seq_len
     zeros = torch.zeros(share, dtype=torch.int64, device=device)
     arrange_buckets(replica, zeros, zeros)

@@ -11,8 +11,8 @@ FSDP, arXiv:2304.11277)
 
 Sent for a micro-batch: for each group an all-gather of the parameters before the forward pass,
 another one before the backward pass, and a reduce-scatter of the gradients after it. The last group
-(norm and head) stays gathered in between. Each of n ranks sends (2G - E + P)(n-1)/n. P: bytes of
-the parameters. G: bytes that are gathered, P or with bfloat16 P/2; E: those of the last group. With
+(norm and head) stays gathered in between. P: bytes of the parameters. G: bytes that are gathered, P
+or with bfloat16 P/2; E: those of the last group. Each of n ranks sends (2G - E + P)(n-1)/n. With
 --no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
 micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
 share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
@@ -61,7 +61,7 @@ def main(argv=None):
                         help="keep parameters, gradients and optimizer states in host memory")
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
-    check(args, n)
+    check(args, n)  # before the ranks connect
     device = start_process_group(args)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
@@ -82,7 +82,7 @@ def main(argv=None):
     ]
     shard(
         model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
-        dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
+        dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
@@ -106,7 +106,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)
+    sampler.start = checkpoints.resume(args.resume)  # steps done
     if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
         load_weights(model, args.init_from)
 

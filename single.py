@@ -1,7 +1,8 @@
 """One process: the baseline that every other script is diffed against.
 
 Split: nothing. Sent: nothing. Use it for a model that fits on one device, and as the reference:
-every other script follows its loss curve.
+every other script follows its loss curve, up to rounding. In the shapes below, B is the number of
+sequences in the global batch, and T the number of tokens in a sequence.
 
     python single.py
     python single.py --model small --dtype bfloat16 --compile --steps 1000 --lr 1e-3
@@ -57,19 +58,19 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)
+    sampler.start = checkpoints.resume(args.resume)  # steps done
     if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
         load_weights(model, args.init_from)
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
-        seed_step(args.seed, step)
+        seed_step(args.seed, step)  # for dropout, if your model has any
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # mean over the batch
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
-            micro_loss = model(inputs, targets) / count
+            micro_loss = model(inputs, targets) / count  # the model adds up the loss over targets
             micro_loss.backward()
             loss += micro_loss.detach()
 

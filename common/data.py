@@ -72,7 +72,8 @@ class BatchSampler(Sampler):
         rank, world_size: the rank of this process, and the number of processes.
         replication: number of consecutive ranks that get the same samples (tensor, context and
             pipeline ranks).
-        mesh: instead of the three above, the data-parallel dimensions of a ``DeviceMesh``.
+        mesh: instead of the three above, the data-parallel dimensions of a ``DeviceMesh``; of
+            several dimensions, ranks are counted in row-major order.
 
     Data-parallel rank r of n takes the samples [r*B/n, (r+1)*B/n) of the global batch, so the
     shares of all ranks, concatenated in the order of the ranks, are the batch in order. If an epoch
