@@ -1,4 +1,4 @@
-"""tools/prepare.py and tools/plot.py."""
+"""tools/prepare.py, tools/plot.py and tools/bench.py."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from common.data import TokenDataset
-from tests.processes import ROOT
+from tests.processes import PATIENCE, ROOT
+from tests.sample import thorough
 from tools import command, plot, prepare
 
 
@@ -348,3 +349,15 @@ def test_bad_input_of_plot(tmp_path, monkeypatch):
         assert line(broken).startswith(f"{broken}/metrics.jsonl, line 2: this must be a JSON")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert line(good).endswith("python -m pip install matplotlib")
+
+
+@thorough
+def test_the_benchmark_runs(tmp_path):
+    command = ["bash", ROOT / "run.sh", "bench", "--rounds", "1", "--least", "2", "--most", "4"]
+    result = subprocess.run(
+        [*command, "--only", "ddp.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=PATIENCE, env=os.environ | {"PYTHON": sys.executable},
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == ["tools/tutorial.py", "ddp.py"]
