@@ -67,10 +67,10 @@ def main(argv=None):
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step)  # for dropout, if your model has any
         set_learning_rate(optimizer, step, args)
-        loss = 0.0  # mean over the batch
+        loss = 0.0  # mean over the batch: the model returns a sum over targets
         count = count_targets(batch)
         for inputs, targets in batch:  # (B/accum, T)
-            micro_loss = model(inputs, targets) / count  # the model adds up the loss over targets
+            micro_loss = model(inputs, targets) / count
             micro_loss.backward()
             loss += micro_loss.detach()
 
