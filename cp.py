@@ -100,7 +100,7 @@ def main(argv=None):
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data
@@ -113,9 +113,9 @@ def main(argv=None):
         held_out, sampler, device, args.val_every, args.val_batches, args.workers
     )
 
-    def loss_of_shard(inputs, targets):  # CP: of the positions of this rank, for validation
-        targets = targets[:, positions]
-        return model(inputs[:, positions], targets, positions), targets
+    def loss_of_shard(micro_batch):  # CP: of the positions of this rank, for validation
+        inputs, targets = (x[:, positions] for x in micro_batch)
+        return model(inputs, targets, positions), (targets != -100).sum()
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
@@ -178,10 +178,23 @@ def shard_positions(T, n, zigzag=True):
 
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
-def ring_attention(q, k, v, group):
+def ring_attention(q, k, v, group, attn_mask=None, is_causal=True):
     """Ring attention over a ProcessGroup: the positions of a rank are zig-zag chunks; see
-    ``shard_positions``. Causal, with scores scaled by 1/sqrt(K), without dropout."""
+    ``shard_positions``. Causal only, with scores scaled by 1/sqrt(K), without dropout.
+
+    Raises:
+        SettingError: it is asked for another mask.
+    """
+    refuse_masks(attn_mask, is_causal)
     return RingAttention.apply(q, k, v, group)
+
+
+def refuse_masks(attn_mask, is_causal):
+    if attn_mask is not None or not is_causal:
+        raise SettingError(
+            "ring and all-gather attention are causal only: leave out attn_mask and is_causal, or "
+            "use ulysses_attention, which takes any attention"
+        )
 
 
 class RingAttention(torch.autograd.Function):
@@ -256,10 +269,15 @@ def pass_on(tensor, group):
 
 
 @torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
-def allgather_attention(q, k, v, group):
+def allgather_attention(q, k, v, group, attn_mask=None, is_causal=True):
     """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
-    ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal, with
-    scores scaled by 1/sqrt(K), without dropout."""
+    ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal only,
+    with scores scaled by 1/sqrt(K), without dropout.
+
+    Raises:
+        SettingError: it is asked for another mask.
+    """
+    refuse_masks(attn_mask, is_causal)
     return AllGatherAttention.apply(q, k, v, group)
 
 
@@ -348,8 +366,9 @@ def attend_to_blocks(q, blocks, group):
 def ulysses_attention(q, k, v, attention, group):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 
-    ``attention(q, k, v)`` is plain causal attention; ``group`` a ProcessGroup. The positions of a
-    rank are contiguous: see ``shard_positions`` with ``zigzag=False``.
+    ``attention(q, k, v)`` is any attention to whole sequences, with any mask; ``group`` a
+    ProcessGroup. The positions of a rank are contiguous: see ``shard_positions`` with
+    ``zigzag=False``.
 
     Raises:
         SettingError: the ranks cannot share the heads evenly.

@@ -56,7 +56,7 @@ def main(argv=None):
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data

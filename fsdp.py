@@ -27,6 +27,7 @@ hide: long sequences hide most, since they compute more with the same parameters
 """
 
 import argparse
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ def main(argv=None):
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data
@@ -156,15 +157,15 @@ def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offlo
     parameters = [p for group in groups for p in nn.ModuleList(group).parameters()]
     if len(parameters) > len(set(parameters)):
         raise SettingError("two groups share a parameter: put modules with tied weights in one")
-    policy = MixedPrecisionPolicy()
-    if dtype is not None:  # cast_forward_inputs would round the rotary angles
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32)
+    # The root casts float inputs of the model. Groups do not: rotary angles stay in float32.
+    inner = dataclasses.replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    options = {"mesh": mesh, "offload_policy": offload}
     for group in groups:
         reshard = reshard_after_forward and group is not groups[-1]
-        fully_shard(group, reshard_after_forward=reshard, **options)
-    fully_shard(model, **options)
+        fully_shard(group, reshard_after_forward=reshard, mp_policy=inner, **options)
+    fully_shard(model, mp_policy=policy, **options)
 
 
 def reshard(model):

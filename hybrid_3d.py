@@ -56,7 +56,8 @@ from common.weights import load_weights
 from cp import allgather_attention, shard_positions
 from fsdp import reshard, shard
 from pp import (
-    clip_grad_norm, cost_of_head, forward_only, keep_stage, make_schedule, split_layers
+    check_stages, clip_grad_norm, cost_of_head, forward_only, keep_stage, make_schedule,
+    split_layers,
 )
 from tp import parallelize, plan, wait_for_output
 
@@ -110,10 +111,11 @@ def main(argv=None):
         whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
     stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
     keep_stage(model, stage_layers, stage)
+    check_stages(whole, [model], mesh.get_group("pp"))
     layers = model.model.layers.values()
     # 1. TP: the matrices of each layer are split
     if tp > 1:
-        parallelize(model, mesh["tp"], plan(args.sequence_parallel))
+        parallelize(model, mesh["tp"], plan(args.sequence_parallel), whole)
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # 2. CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
@@ -151,15 +153,15 @@ def main(argv=None):
     else:
         forward_backward = functools.partial(one_stage, model, M, loss_fn)
 
-    def loss_of_part(inputs, targets):  # CP, PP: of this rank's positions and stage, to evaluate
+    def loss_of_part(micro_batch):  # CP, PP: of this rank's positions and stage, to evaluate
+        inputs, targets = (x[:, positions] for x in micro_batch)
         return forward_only(
-            {stage: model}, range(pp), range(M), inputs[:, positions], targets[:, positions],
-            hidden, mesh.get_group("pp"),
+            {stage: model}, range(pp), range(M), inputs, targets, hidden, mesh.get_group("pp")
         )
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data
@@ -188,8 +190,8 @@ def main(argv=None):
         size=sum(p.numel() for p in whole.parameters()),
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
-        # FSDP, CP, TP: dropout is equal where activations are equal, and nowhere else.
-        seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank)
+        # FSDP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
+        seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
         count = count_targets(batch, dp_mesh.get_group())  # FSDP: of all samples

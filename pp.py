@@ -67,7 +67,7 @@ from torch.distributed.tensor import DTensor
 from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
-from common.errors import refuse
+from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -118,6 +118,7 @@ def main(argv=None):
     stage_layers = split_layers(len(whole.model.layers), n * v, cost_of_head(whole))
     own = stages_of(rank, n, v, args.schedule)
     parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
+    check_stages(whole, parts, group)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     for part in parts:
         wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
@@ -139,12 +140,12 @@ def main(argv=None):
                if stage in stages_of(r, n, v, args.schedule)]
     starts = forward_starts(args.schedule, n, v, M)
 
-    def loss_of_stages(inputs, targets):  # PP: the rank of the last stage has the loss
-        return forward_only(dict(zip(own, parts)), rank_of, starts, inputs, targets, hidden, group)
+    def loss_of_stages(micro_batch):  # PP: the rank of the last stage has the loss
+        return forward_only(dict(zip(own, parts)), rank_of, starts, *micro_batch, hidden, group)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(parameters, args.weight_decay), betas=args.betas, fused=True
+        decay_groups(parameters, args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data
@@ -175,7 +176,7 @@ def main(argv=None):
         size=sum(p.numel() for p in whole.parameters()),
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
-        seed_step(args.seed, step)
+        seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
         count = count_targets(batch)
@@ -247,6 +248,32 @@ def keep_stage(model, layers, stage):
     return model
 
 
+def check_stages(whole, parts, group):
+    """Refuse a parameter that several stages have: each would train a copy of its own, and only one
+    copy is saved. A tie can be seen only in the whole model, before it is cut.
+
+    Args:
+        whole: the whole model, on the meta device.
+        parts: the modules of this rank's stages, cut from copies of it.
+        group: the process group of the pipeline. All of its ranks call this function.
+
+    Raises:
+        SettingError: it names the parameter and what to do, on all ranks.
+    """
+    own = [[name for name, _ in part.named_parameters(remove_duplicate=False)] for part in parts]
+    of_ranks = [None] * group.size()
+    dist.all_gather_object(of_ranks, own, group=group)
+    ties = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        ties.setdefault(parameter, []).append(name)
+    for names in ties.values():
+        if sum(not set(names).isdisjoint(stage) for rank in of_ranks for stage in rank) > 1:
+            raise SettingError(
+                f"several stages have the parameter {' = '.join(names)}: delete it from all stages "
+                f"but one, and untie tied weights, or keep both modules in one stage"
+            )
+
+
 def make_schedule(
     name, parts, own, num_stages, M, tokens, hidden, output, loss_fn, group, device
 ):
@@ -260,6 +287,7 @@ def make_schedule(
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model to learn them.
+            The first output of each stage is compared with ``hidden``: a SettingError if it differs.
         output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
@@ -268,6 +296,22 @@ def make_schedule(
     Returns the schedule. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
     """
     hidden = hidden.requires_grad_()
+
+    def check_output(part, _, output):
+        """A forward hook, for the first output: gloo would abort when it arrives."""
+        found = output if isinstance(output, torch.Tensor) else None
+        if found is None or (found.shape, found.dtype) != (hidden.shape, hidden.dtype):
+            what = f"{tuple(found.shape)} {found.dtype}" if found is not None else type(output).__name__
+            raise SettingError(
+                f"a stage returns {what}, and the next one expects one tensor, {tuple(hidden.shape)} "
+                f"{hidden.dtype}: pass such hidden states on, or give their shape and type"
+            )
+        handles.pop(part).remove()
+
+    handles = {
+        part: part.register_forward_hook(check_output)
+        for stage, part in zip(own, parts) if stage < num_stages - 1
+    }
     stages = [
         pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,
@@ -307,8 +351,8 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
         hidden: a meta tensor like the hidden states of a micro-batch.
         group: the process group of the pipeline.
 
-    Returns the summed loss and the targets, on the rank of the last stage; others have a loss of 0
-    and no targets.
+    Returns the summed loss and the number of targets, on the rank of the last stage; 0 and 0 on
+    others.
     """
     M, last = len(starts), len(rank_of) - 1
     x, loss = None, torch.zeros((), dtype=torch.float64, device=inputs.device)
@@ -328,7 +372,7 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
             ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-    return loss, targets if last in parts else targets[:0]
+    return loss, (targets != -100).sum() * (last in parts)
 
 
 def clip_grad_norm(parameters, max_norm, group):

@@ -85,7 +85,7 @@ def main(argv=None):
 
     # Optimizer
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data
@@ -182,14 +182,20 @@ class Replicated(ParallelStyle):
         )
 
 
-def parallelize(model, mesh, plan):
-    """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says. A
-    pipeline stage may lack modules that the plan names. Every rank must hold the same weights
-    before the call: nothing is sent.
+def parallelize(model, mesh, plan, whole=None):
+    """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says.
+    ``whole``: the whole model, if ``model`` is a pipeline stage, which lacks modules that the plan
+    names. Every rank must hold the same weights before the call: nothing is sent.
 
     Raises:
-        SettingError: the plan splits tied parameters in different ways.
+        SettingError: the plan names a module that does not exist, splits tied parameters in
+            different ways, or leaves out a parameter; later, in the forward pass: the positions
+            cannot be split.
     """
+    every = [name for name, _ in (whole or model).named_modules()]
+    for pattern in plan:
+        if not fnmatch.filter(every, pattern):
+            raise SettingError(f"the plan names {pattern}, but the model has no such module")
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
@@ -205,6 +211,24 @@ def parallelize(model, mesh, plan):
             ):
                 raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
             setattr(model.get_submodule(owner), attribute, tied)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise SettingError(
+                f"the plan does not reach {name}: add its module, with Replicated() if its weights "
+                f"are not to be split"
+            )
+
+    def check_positions(module, inputs):
+        if inputs[0].shape[1] % mesh.size():  # (B, T); gloo would abort
+            raise SettingError(
+                f"{inputs[0].shape[1]} positions cannot be split over {mesh.size()} tensor-parallel "
+                f"ranks: use a multiple of {mesh.size()}, or no sequence parallelism"
+            )
+
+    for pattern, style in own.items():
+        if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
+            for name in fnmatch.filter(names, pattern):
+                model.get_submodule(name).register_forward_pre_hook(check_positions)
 
 
 def wait_for_output(*modules):

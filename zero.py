@@ -75,7 +75,7 @@ def main(argv=None):
 
     # Optimizer. ZeRO: it updates the shards
     optimizer = torch.optim.AdamW(
-        decay_groups(shards.values(), args.weight_decay), betas=args.betas, fused=True
+        decay_groups(shards.values(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
     # Data

@@ -16,7 +16,7 @@ import sysconfig
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.errors import SettingError
@@ -236,13 +236,17 @@ def open_datasets(args):
 
 
 def fingerprint(dataset):
-    """What tells one dataset of tensors from another: its number of samples, and a hash of a few of
-    them, as a dict."""
+    """What tells one dataset from another: its number of samples, and a hash of a few of them, as a
+    dict. A sample is any structure of tensors, arrays, numbers and strings."""
     digest = hashlib.sha256()
     last = len(dataset) - 1
     for index in sorted({last * place // 15 for place in range(16)}):
-        for tensor in dataset[index]:
-            digest.update(np.ascontiguousarray(tensor).tobytes())
+        for value in tree_leaves(dataset[index]):
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                value = torch.as_tensor(value).contiguous().view(-1).view(torch.uint8)
+                digest.update(value.numpy().tobytes())
+            else:
+                digest.update(repr(value).encode())
     return {
         "the number of samples in --data": len(dataset),
         "the hash of some samples in --data": digest.hexdigest()[:16],
