@@ -263,11 +263,12 @@ def check_stages(whole, parts, group):
     own = [[name for name, _ in part.named_parameters(remove_duplicate=False)] for part in parts]
     of_ranks = [None] * group.size()
     dist.all_gather_object(of_ranks, own, group=group)
+    stages = [set(stage) for rank in of_ranks for stage in rank]
     ties = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
     for names in ties.values():
-        if sum(not set(names).isdisjoint(stage) for rank in of_ranks for stage in rank) > 1:
+        if sum(not stage.isdisjoint(names) for stage in stages) > 1:
             raise SettingError(
                 f"several stages have the parameter {' = '.join(names)}: delete it from all stages "
                 f"but one, and untie tied weights, or keep both modules in one stage"
@@ -287,7 +288,7 @@ def make_schedule(
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model to learn them.
-            The first output of each stage is compared with ``hidden``: a SettingError if it differs.
+            A stage whose first output is not like ``hidden`` raises SettingError.
         output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
@@ -299,12 +300,14 @@ def make_schedule(
 
     def check_output(part, _, output):
         """A forward hook, for the first output: gloo would abort when it arrives."""
-        found = output if isinstance(output, torch.Tensor) else None
-        if found is None or (found.shape, found.dtype) != (hidden.shape, hidden.dtype):
-            what = f"{tuple(found.shape)} {found.dtype}" if found is not None else type(output).__name__
+        found, expected = (
+            f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            for x in (output, hidden)
+        )
+        if found != expected:
             raise SettingError(
-                f"a stage returns {what}, and the next one expects one tensor, {tuple(hidden.shape)} "
-                f"{hidden.dtype}: pass such hidden states on, or give their shape and type"
+                f"a stage returns {found}, and the next one expects one tensor, {expected}: "
+                f"return that, or give make_schedule the shape and type of your hidden states"
             )
         handles.pop(part).remove()
 

@@ -194,13 +194,13 @@ def parallelize(model, mesh, plan, whole=None):
     """
     every = [name for name, _ in (whole or model).named_modules()]
     for pattern in plan:
-        if not fnmatch.filter(every, pattern):
+        if not matching(every, pattern):
             raise SettingError(f"the plan names {pattern}, but the model has no such module")
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
-    own = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
     for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
@@ -218,17 +218,26 @@ def parallelize(model, mesh, plan, whole=None):
                 f"are not to be split"
             )
 
+    n = mesh.size()
+
     def check_positions(module, inputs):
-        if inputs[0].shape[1] % mesh.size():  # (B, T); gloo would abort
+        T = inputs[0].shape[1]  # (B, T) or (B, T, D)
+        if T % n:  # gloo would abort
             raise SettingError(
-                f"{inputs[0].shape[1]} positions cannot be split over {mesh.size()} tensor-parallel "
-                f"ranks: use a multiple of {mesh.size()}, or no sequence parallelism"
+                f"{T} positions cannot be split over {n} tensor-parallel ranks: use a multiple of "
+                f"{n}, or no sequence parallelism"
             )
 
     for pattern, style in own.items():
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
-            for name in fnmatch.filter(names, pattern):
+            for name in matching(names, pattern):
                 model.get_submodule(name).register_forward_pre_hook(check_positions)
+
+
+def matching(names, pattern):
+    """The names of modules that a pattern of a plan matches: ``*`` matches no dot."""
+    found = fnmatch.filter(names, pattern)
+    return [name for name in found if name.count(".") == pattern.count(".")]
 
 
 def wait_for_output(*modules):

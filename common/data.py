@@ -242,11 +242,10 @@ def fingerprint(dataset):
     last = len(dataset) - 1
     for index in sorted({last * place // 15 for place in range(16)}):
         for value in tree_leaves(dataset[index]):
-            if isinstance(value, (torch.Tensor, np.ndarray)):
-                value = torch.as_tensor(value).contiguous().view(-1).view(torch.uint8)
-                digest.update(value.numpy().tobytes())
-            else:
-                digest.update(repr(value).encode())
+            if isinstance(value, torch.Tensor):  # NumPy has no bfloat16
+                value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            array = isinstance(value, np.ndarray)
+            digest.update(value.tobytes() if array else repr(value).encode())
     return {
         "the number of samples in --data": len(dataset),
         "the hash of some samples in --data": digest.hexdigest()[:16],

@@ -18,9 +18,8 @@ from common.weights import fingerprint, is_tied, read_config
 
 # When a run is resumed, these must stay the same, and those may change.
 MUST = "seed", "batch_size", "seq_len"
-MAY = (
-    "steps", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dtype",
-)
+# Checkpoints adds the settings of the optimizer, such as its betas.
+MAY = "steps", "lr", "min_lr", "warmup_steps", "grad_clip", "dtype"
 
 
 def at_least(minimum, kind=int, above=False, most=2**31 - 1):
