@@ -301,7 +301,7 @@ def make_schedule(
     def check_output(part, _, output):
         """A forward hook, for the first output: gloo would abort when it arrives."""
         found, expected = (
-            f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else f"a {type(x).__name__}"
             for x in (output, hidden)
         )
         if found != expected:

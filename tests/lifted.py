@@ -159,8 +159,9 @@ def use_services(model, inputs, targets, mesh):
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name).full_tensor())
 
-    def summed_loss(x, y):
-        return F.cross_entropy(other(x).flatten(0, 1), y.flatten(), reduction="sum"), y
+    def summed_loss(micro_batch):
+        x, y = micro_batch
+        return F.cross_entropy(other(x).flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
 
     assert validation.due(0)
     expected = mean_loss(other(inputs), targets).item()

@@ -1,0 +1,201 @@
+"""cp.py with packed documents: each token attends within its document only, by Ulysses.
+
+    torchrun --nproc_per_node=2 -m examples.cp_documents
+    bash run.sh examples/cp_documents.py --data FOLDER --separator 0
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from common.checkpoint import Checkpoints
+from common.data import BatchSampler, load_steps, open_datasets
+from common.errors import SettingError, refuse
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import at_least, option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.validation import Validation
+from common.weights import load_weights
+
+
+def main(argv=None):
+    parser = option_parser(__doc__)
+    parser.add_argument("--separator", type=at_least(0), default=ord("\n"), metavar="TOKEN",
+                        help="the token that ends a document")
+    args = parse_options(parser, argv)
+    _, n = rank_and_world_size()
+    check(args, n)
+    device = start_process_group(args)
+    mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
+    cp_rank, group = mesh.get_local_rank("cp"), mesh.get_group("cp")
+    # CP: the positions in each sequence that this rank computes, (T/cp,)
+    shards = shard_positions(args.seq_len, n, zigzag=False).to(device)
+    positions = shards[cp_rank]
+    mask = None  # of the micro-batch: which tokens attend to which
+
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
+    with torch.device("meta"):
+        model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
+
+    def attention(q, k, v):  # of whole sequences, for 1/cp of the heads
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    for layer in layers:  # CP: replaces attention(q, k, v) of each layer
+        layer.self_attn.attention = functools.partial(
+            ulysses_attention, attention=attention, group=group
+        )
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    materialise(model, device, args.seed)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    model.forward = autocast(model.forward)
+
+    # Optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
+    )
+
+    # Data
+    dataset, held_out = open_datasets(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
+
+    def loss_of_shard(micro_batch):  # CP: of the positions of this rank
+        nonlocal mask  # each rank has the tokens of the whole sequence, and so the whole mask
+        mask = document_mask(micro_batch[0], args.separator)
+        inputs, targets = (x[:, positions] for x in micro_batch)
+        return model(inputs, targets, positions), (targets != -100).sum()
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume(args.resume)
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
+
+    # Loop
+    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+        seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
+        count = count_targets(batch)
+        for micro_batch in batch:  # (B/accum, T)
+            micro_loss = loss_of_shard(micro_batch)[0] / count  # CP: a part of the mean
+            micro_loss.backward()
+            loss += micro_loss.detach()
+
+        for parameter in model.parameters():  # CP: each rank has the gradient of its part
+            if parameter.grad is not None:  # a frozen parameter has none
+                dist.all_reduce(parameter.grad, group=group)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        report.log(step, loss, grad_norm)
+        if validation.due(step):
+            report.log_validation(step, validation.loss(model, loss_of_shard))
+        if checkpoints.after_step(step, grad_norm):
+            break
+    checkpoints.finish()
+    return report.close()
+
+
+def shard_positions(T, n, zigzag=True):
+    """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
+
+    Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
+    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
+
+    Raises:
+        SettingError: T is no multiple of 2n, or without zig-zag of n.
+    """
+    chunks = 2 * n if zigzag and n > 1 else n
+    if T % chunks:
+        raise SettingError(f"{T} positions cannot be cut into {chunks} equal chunks")
+    if n == 1 or not zigzag:
+        return torch.arange(T).view(n, -1)
+    early, late = torch.arange(T).view(2 * n, -1).chunk(2)
+    return torch.cat((early, late.flip(0)), dim=1)
+
+
+def document_mask(tokens, separator):
+    """Which tokens attend to which: those before them in their document, and themselves. A document
+    ends with ``separator``. tokens (B, T) -> (B, 1, T, T)."""
+    ends = tokens == separator
+    documents = ends.cumsum(1) - ends.long()  # the number of the document that a token is in
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+@torch.compiler.disable
+def ulysses_attention(q, k, v, attention, group):
+    """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
+
+    ``attention(q, k, v)`` is any attention to whole sequences, with any mask; ``group`` a
+    ProcessGroup. The positions of a rank are contiguous: see ``shard_positions`` with
+    ``zigzag=False``.
+
+    Raises:
+        SettingError: the ranks cannot share the heads evenly.
+    """
+    n = group.size()
+    if q.shape[1] % n or k.shape[1] % n:
+        raise SettingError(
+            f"{q.shape[1]} query and {k.shape[1]} key/value heads cannot be shared evenly by {n} "
+            f"ranks: use a number of ranks that divides both"
+        )
+    # (B, H/cp, T, K) and (B, KV/cp, T, K)
+    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))
+    return AllToAll.apply(attention(q, k, v), 2, 1, group)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``. The
+    backward pass does the reverse."""
+
+    @staticmethod
+    def forward(ctx, x, split_dim, cat_dim, group):
+        ctx.split_dim, ctx.cat_dim, ctx.group = split_dim, cat_dim, group
+        parts = torch.stack(x.chunk(group.size(), split_dim))  # part i is for rank i
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)  # part i is from rank i
+        return torch.cat(tuple(received), cat_dim)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x = AllToAll.apply(grad_out, ctx.cat_dim, ctx.split_dim, ctx.group)
+        return grad_x, None, None, None
+
+
+def check(args, n):
+    """Refuse a sequence, or heads, that n ranks cannot share evenly.
+
+    Raises:
+        SettingError: the message says what they can share.
+    """
+    refuse([
+        (size % n, f"{name} {size} cannot be shared evenly by {n} ranks: use a multiple of {n}")
+        for name, size in (
+            ("--seq-len", args.seq_len),
+            ("--num-attention-heads", args.config.num_attention_heads),
+            ("--num-key-value-heads", args.config.num_key_value_heads),
+        )
+    ])
+
+
+if __name__ == "__main__":
+    launch(main)
