@@ -1,14 +1,23 @@
 """One's own model: what the scripts cannot know is handled, or refused in words."""
 
+import argparse
+import re
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import cp
 from common import checkpoint
+from common.data import BatchSampler, fingerprint, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
-from common.step import seed_step
+from common.step import count_targets, seed_step, set_learning_rate
+from common.validation import Validation
+from tests.processes import ROOT
 from tests.sample import sampled
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -143,3 +152,173 @@ def test_rotary_angles_stay_in_float32(run, corpus, command, world):
     assert result.output.count("types {(torch.bfloat16, torch.float32, torch.float32)}") == (
         world or 1
     )
+
+
+@pytest.mark.parametrize("claim", [
+    "fsdp_casts_images_once", "a_plan_reaches_all_of_the_model",
+    "positions_that_cannot_be_split_are_refused", "a_parameter_on_two_stages_is_refused",
+])
+def test_on_two_ranks(run, claim):
+    assert run(f"tests/own_model.py {claim}", 2, pass_out=False).lines == ["holds"] * 2
+
+
+@pytest.mark.parametrize("command", ["pp.py", "hybrid_3d.py --pp 2"])
+def test_stages_draw_their_own_dropout(run, corpus, command):
+    result = run(command, 2, f"{OPTIONS} --steps 1 --save-every 0 --data {corpus}",
+                 inject="before(Report, 'log', lambda *_: print('seed', torch.initial_seed()))")
+    seeds = [line for line in result.lines if line.startswith("seed ")]
+    assert len(seeds) == len(set(seeds)) == 2
+
+
+def test_tied_parameters_stay_tied_in_one_stage(once):
+    found = once("pp.py", 1, OPTIONS, inject="tied()")
+    expected = once("single.py", 0, OPTIONS, inject="tied()")
+    torch.testing.assert_close(found.curve(), expected.curve(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("script", ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp"])
+def test_the_comment_on_your_own_model_gives_it_the_type(script):
+    """--dtype float64 is what a run is compared in."""
+    made = re.search(r"MyModel\(\)\.to\(.*?\)", (ROOT / f"{script}.py").read_text())[0]
+    args = argparse.Namespace(param_dtype=torch.float64)
+    model = eval(made, {"MyModel": lambda: nn.Linear(2, 2), "args": args, "device": "cpu"})
+    assert model.weight.dtype == torch.float64
+
+
+def test_each_parameter_group_keeps_its_own_rate():
+    """Times the schedule; with --lr 0 there is no schedule."""
+    def rates(lr, own=(0.02, 3e-4), min_lr=0.0):
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, own)]
+        optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW(parameters[2:], lr)]
+        args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=3, steps=9)
+        for step in range(9):
+            set_learning_rate(optimizers, step, args)
+            yield [group["lr"] for each in optimizers for group in each.param_groups]
+
+    found, low, none = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4)), list(rates(0.0))
+    assert found[2] == [0.02, 3e-4, 1e-3] and found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
+    for one, two, three in found + low:
+        assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
+    assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
+    assert none == [[0.02, 3e-4, 0.0]] * 9
+
+
+def test_the_fingerprint_is_of_the_values():
+    """Of any structure; a dict is not its keys. Samples that are tuples of tokens have the hash that
+    older checkpoints hold."""
+    def hash_of(*samples):
+        return fingerprint(samples)["the hash of some samples in --data"]
+
+    tokens = torch.arange(12).view(2, 2, 3)
+    assert hash_of(*map(tuple, tokens)) == "700a4498438a801b"
+    values = [torch.ones(2, dtype=torch.bfloat16), np.ones((2, 2), np.uint16), 1.5, 2, "text", None,
+              [torch.tensor(True)], {"deep": torch.zeros((), requires_grad=True)}]
+    others = [torch.ones(2, dtype=torch.bfloat16) + 1, np.ones((2, 2), np.uint16) * 2, 2.5, 3,
+              "test", 0, [torch.tensor(False)], {"deep": torch.ones(())}]
+    hashes = {hash_of({"x": tokens, "y": value}) for value in [*values, *others]}
+    assert len(hashes) == 16 and hash_of({"x": tokens, "y": values[0]}) in hashes
+
+
+class Dicts:
+    """Images with labels, some of which do not count."""
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(24, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(-1, 3, (24,), generator=generator)
+        self.y[self.y == -1] = -100
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {"image": self.x[index], "label": self.y[index]}
+
+
+def test_a_dataset_of_dicts_is_evaluated_as_it_is_trained_on():
+    torch.manual_seed(0)
+    model, dataset, cpu = nn.Linear(5, 3).double(), Dicts(0), torch.device("cpu")
+
+    def compute_loss(micro_batch):
+        targets = micro_batch["label"]
+        loss = F.cross_entropy(model(micro_batch["image"]), targets, reduction="sum")
+        return loss, (targets != -100).sum()
+
+    sampler = BatchSampler(24, 24, 3, stop=1)
+    ((_, batch),) = load_steps(dataset, sampler, cpu, 0)
+    count = count_targets([(part, part["label"]) for part in batch])
+    trained = sum(compute_loss(part)[0] / count for part in batch)
+    found = Validation(dataset, sampler, cpu, 1, 1).loss(model, compute_loss)
+    assert 0 < count < 24 and found == pytest.approx(trained.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
+@pytest.mark.parametrize("mask", [{"attn_mask": torch.ones(4, 4).tril()}, {"is_causal": False}])
+def test_masks_are_refused_where_attention_is_causal(attention, mask):
+    with pytest.raises(SettingError, match="are causal only: .* use ulysses_attention"):
+        attention(*torch.zeros(3, 1, 2, 4, 8), None, **mask)
+
+
+# single.py with optimizers of one's own
+
+EDITS = [
+    ("""    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
+    )
+""", """    optimizer = [
+        torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], 0.05, 0.9, nesterov=True),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], args.lr),
+    ]
+"""),
+    ("""        optimizer.step()
+        optimizer.zero_grad()
+""", """        for each in optimizer:
+            each.step()
+            each.zero_grad()
+"""),
+]
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Write a copy of single.py, with edits; returns its path."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "common").symlink_to(ROOT / "common")
+
+    def write(name, *edits):
+        text = (ROOT / "single.py").read_text()
+        for before, after in edits:
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+        (tmp_path / "copy" / name).write_text(text)
+        return str(tmp_path / "copy" / name)
+
+    return write
+
+
+def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus):
+    """Bit for bit; and a setting of theirs that changes is printed."""
+    options = f"{OPTIONS} --data {corpus}"
+    two = edited("two.py", *EDITS)
+    whole = run(two, 0, options, out="whole")
+    run(two, 0, f"{options} --steps 3")
+    again = run(two, 0, options)
+    assert "resuming after step 3" in again.output and again.curve() == whole.curve()
+    found, expected = (
+        checkpoint.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    sizes = {name: tensor.nbytes for name, tensor in found.items() if name.startswith("optimizer.")}
+    assert {name.rpartition(".")[2] for name in sizes} == {
+        "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
+    }
+    assert whole.summary["held"]["optimizer states"] == sum(sizes.values())
+    assert whole.history[2]["lr"] == 0.05  # that of the first group, at the peak
+
+    changed = edited("changed.py", *EDITS, ("0.05, 0.9, nesterov=True", "0.05, 0.5"))
+    result = run(changed, 0, f"{options} --steps 8")
+    (line,) = [line for line in result.lines if "changed since" in line]
+    assert line.endswith(": --steps was 6, is 8; momentum was [0.9, None], is [0.5, None]; "
+                         "nesterov was [True, None], is [False, None]")

@@ -207,6 +207,27 @@ DIFFERENCES = [
 ]
 
 
+# Models that a strategy cannot take
+PARAMETER = ("after(common.model.Transformer, '__init__', lambda _, model, config: "
+             "model.model.register_parameter('gate', torch.nn.Parameter(torch.empty(3))))")
+HIDDEN = ("call = common.model.Transformer.forward; common.model.Transformer.forward = "
+          "lambda self, *args, **more: (lambda x: {} if x.ndim else x)(call(self, *args, **more))")
+MODELS = [
+    *[(command, world, "tied()", "several stages have the parameter model.embed_tokens.weight = "
+       "lm_head.weight: delete it from all stages but one, and untie tied weights")
+      for command, world in [("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
+    *[(command, 2, PARAMETER, "several stages have the parameter model.gate: delete")
+      for command in ("pp.py", "hybrid_3d.py --pp 2")],
+    *[(command, world, PARAMETER, "the plan does not reach model.gate: add its module, with Repl")
+      for command, world in [("tp.py", 2), ("hybrid_3d.py --tp 2 --pp 1", 2)]],
+    *[(f"{command} --seq-len 32", 2, HIDDEN.format(changed),
+       f"a stage returns {found}, and the next one expects one tensor, ({rows}, 32, 128) ")
+      for command, rows in [("pp.py", 4), ("hybrid_3d.py --pp 2", 8)] for changed, found in [
+        ("(x, x)", "a tuple"), ("x.double()", f"({rows}, 32, 128) torch.float64"),
+        ("x[..., :5]", f"({rows}, 32, 5) torch.float32")]],
+]
+
+
 @pytest.fixture(scope="module")
 def folder(server, tmp_path_factory):
     """A working folder with data of every bad kind, and with a finished run of two steps."""
@@ -288,6 +309,11 @@ def test_an_environment(refused, change, words):
 @pytest.mark.parametrize("command, code, words", DIFFERENCES)
 def test_ranks_that_differ(refused, command, code, words):
     refused(command, 2, words, inject=code)
+
+
+@pytest.mark.parametrize("command, world, code, words", MODELS)
+def test_a_model(refused, command, world, code, words):
+    refused(command, world, words, inject=code)
 
 
 @pytest.mark.parametrize("command, environment, words", [

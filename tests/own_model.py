@@ -1,0 +1,139 @@
+"""On two ranks, what the scripts' functions do with other models: own_model.py CLAIM."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import fsdp
+import pp
+import tp
+from common.errors import SettingError
+from common.launch import launch
+
+
+class Patches(nn.Module):
+    """Images (B, 1, 4, 4) and float angles; the angles go into the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(1, 8, 2, 2), Turn()
+        self.cls_token = nn.Parameter(torch.zeros(8))
+
+    def forward(self, images):
+        angles = torch.arange(4, dtype=torch.float32) + 256.5  # bfloat16 has no such numbers
+        return self.layer(self.first(images).flatten(2).mT + self.cls_token, angles)
+
+
+class Turn(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.types = set()
+
+    def forward(self, x, angles):
+        self.types.add((x.dtype, angles.dtype))
+        return super().forward(x) * angles.cos()[:, None].to(x.dtype)
+
+
+def fsdp_casts_images_once(mesh):
+    """The images of a user are float32. Angles that the model gives to its layer stay float32."""
+    torch.manual_seed(0)
+    model = Patches()
+    fsdp.shard(model, [[model.layer]], mesh, dtype=torch.bfloat16)
+    images = torch.randn(2, 1, 4, 4)
+    out = model(images)
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16 and images.dtype == torch.float32
+    assert model.layer.types == {(torch.bfloat16, torch.float32)}
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in "ab")
+
+    def forward(self, x):
+        x = self.embed(x)
+        for up, down in self.blocks:
+            x = x + down(up(x))
+        return x
+
+
+def a_plan_reaches_all_of_the_model(mesh):
+    good = {"embed": tp.Replicated(), "blocks.*.0": ColwiseParallel(),
+            "blocks.*.1": RowwiseParallel()}
+
+    def refused(match, plan, model=None, whole=None):
+        with pytest.raises(SettingError, match=match):
+            tp.parallelize(model or Net(), mesh, plan, whole)
+
+    tp.parallelize(Net(), mesh, good)
+    stage = Net()
+    del stage.blocks[0]
+    stage.embed = nn.Identity()  # as pp.keep_stage leaves a stage
+    tp.parallelize(stage, mesh, good, Net())
+    refused("the plan names block.1.0, but the model has no such", good | {"block.1.0": None})
+    refused(r"the plan names b\*0.1, but the model has", good | {"b*0.1": None})  # * is no dot
+    refused("the plan does not reach embed.weight: add its module", {
+        pattern: style for pattern, style in good.items() if pattern != "embed"
+    })
+    model = Net()
+    model.blocks[1].gate = nn.Parameter(torch.ones(4))
+    refused("the plan does not reach blocks.1.gate: add its module", good, model)
+
+
+def positions_that_cannot_be_split_are_refused(mesh):
+    for pattern, style in (
+        ("embed", RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
+        ("blocks.*.1", RowwiseParallel(output_layouts=Shard(1))),
+    ):
+        model = Net()
+        tp.parallelize(model, mesh, {
+            "embed": tp.Replicated(), "blocks.*.0": ColwiseParallel(),
+            "blocks.*.1": RowwiseParallel(), pattern: style,
+        })
+        module = model.embed if pattern == "embed" else model.blocks[1]
+        inputs = (lambda T: torch.zeros(2, T, dtype=torch.int64)) if pattern == "embed" else (
+            lambda T: torch.zeros(2, T, 4))
+        assert module(inputs(16)).shape[1] == 8
+        with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
+            module(inputs(15))
+
+
+def a_parameter_on_two_stages_is_refused(mesh):
+    whole = nn.ModuleDict({
+        "embed": nn.Embedding(8, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 8, bias=False),
+    })
+
+    def check(*stages):  # of all ranks, as names of modules
+        parts = [nn.ModuleDict({name: whole[name] for name in names}) for names in stages]
+        pp.check_stages(whole, parts[mesh.get_rank() :: 2], mesh.get_group())
+
+    def refused(name, *stages):
+        with pytest.raises(SettingError, match=f"several stages have the parameter {name}: delete"):
+            check(*stages)
+
+    check(["embed", "body"], ["head"])
+    refused("body.weight", ["embed", "body"], ["body", "head"])
+    refused("head.weight", ["embed"], ["body"], ["head"], ["head"])  # the last two on two ranks
+    whole["head"].weight = whole["embed"].weight
+    refused("embed.weight = head.weight", ["embed", "body"], ["head"])
+    refused("embed.weight = head.weight", ["embed"], ["body"], ["head"])  # two on one rank
+    check(["embed", "head"], ["body"])
+
+
+def main():
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](init_device_mesh("cpu", (dist.get_world_size(),)))
+    print("holds", flush=True)
+
+
+if __name__ == "__main__":
+    launch(main)
