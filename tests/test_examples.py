@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from common import checkpoint
+from common.data import BatchSampler, TokenDataset
+from common.materialise import materialise
+from common.model import Transformer
+from common.options import option_parser, parse_options
 from tests.processes import PATIENCE, ROOT, ProcessServer
 from tests.sample import sampled, thorough
 
@@ -19,6 +23,9 @@ HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
                 "transformers.models.llama.modeling_llama"]
 OPTIONS = "--batch-size 24 --steps 8 --log-every 1 --save-every 4 --dtype float64 --lr 0.01"
+
+DOCUMENTS = ("--seq-len 24 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
+             "--num-attention-heads 8 --num-key-value-heads 4")
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +46,11 @@ def example(tmp_path_factory, corpus):
     own = {
         "ddp_convnet": "", "fsdp_gpt2": f"--data {folder}/lines --seq-len 24",
         "tp_llama": f"--from-pretrained {folder} --data {corpus} --val-data {corpus} --seq-len 32",
+        "cp_documents": f"--data {folder}/lines --val-data {folder}/lines {DOCUMENTS}",
     }
     with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
         def run(name, world, options, out=None):
-            if name != "ddp_convnet" and not HAS_TRANSFORMERS:
+            if name in ("fsdp_gpt2", "tp_llama") and not HAS_TRANSFORMERS:
                 pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
                             "pip install -r examples/requirements.txt")
             return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
@@ -53,22 +61,24 @@ def example(tmp_path_factory, corpus):
 
 RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"),
         ("ddp_convnet", 2, ""), ("ddp_convnet", 3, ""), ("tp_llama", 2, ""),
-        ("tp_llama", 2, "--no-sequence-parallel")]
+        ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""), ("cp_documents", 4, ""),
+        ("cp_documents", 2, "--activation-checkpointing --compile")]
 
 
-@pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5]]))
+@pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5], RUNS[7]]))
 def test_follows_one_process(example, name, world, more):
     """One process that accumulates the same micro-batches: BatchNorm sees how a batch is cut."""
     options = "--dropout 0" if name == "fsdp_gpt2" else ""
-    expected = example(name, 1, f"{options} --grad-accum {2 if name == 'tp_llama' else 2 * world}")
+    cut = 2 if name in ("tp_llama", "cp_documents") else 2 * world
+    expected = example(name, 1, f"{options} --grad-accum {cut}")
     found = example(name, world, f"{options} --grad-accum 2 {more}")
     assert len(expected.curve()) == 8
-    for names in (["loss", "grad_norm"], ["val_loss"] * (name == "tp_llama")):
+    for names in (["loss", "grad_norm"], ["val_loss"] * (name in ("tp_llama", "cp_documents"))):
         one, other = (torch.tensor(result.curve(*names)) for result in (found, expected))
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-NAMES = ["fsdp_gpt2", "ddp_convnet", "tp_llama"]
+NAMES = ["fsdp_gpt2", "ddp_convnet", "tp_llama", "cp_documents"]
 
 
 @pytest.mark.parametrize("name", sampled(NAMES, NAMES[:1]))
@@ -86,6 +96,28 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
         equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
         assert all(equal) if world == 2 else not all(equal)
         assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < 0.5
+
+
+def test_packed_documents_do_not_see_each_other(example):
+    """The first loss is that of the documents one by one, each with plain causal attention."""
+    result = example("cp_documents", 2, "--steps 1")
+    args = parse_options(option_parser(""), DOCUMENTS.split())
+    with torch.device("meta"):
+        model = Transformer(args.config).double()
+    materialise(model, "cpu", 0)
+    (path,) = re.findall(r" tokens in (\S+)", result.output)
+    dataset = TokenDataset(path, 24)
+    (rows,) = BatchSampler(len(dataset), 24, stop=1)
+    losses, lengths = [], []
+    for inputs, targets in (dataset[row] for row in rows):
+        ends = (inputs == ord("\n")).nonzero().flatten().tolist()
+        for first, last in zip([0, *(end + 1 for end in ends)], [*(end + 1 for end in ends), 24]):
+            if first < last:
+                document = slice(first, last)
+                losses.append(model(inputs[None, document], targets[None, document]).item())
+                lengths.append(last - first)
+    assert sum(lengths) == 24 * 24 and len(lengths) > 3 * 24
+    assert abs(sum(losses) / 24**2 - result.curve()[0][0]) < 1e-10
 
 
 @thorough
@@ -158,7 +190,8 @@ def below_main(path):
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "check",
-                              "redistribute_gradients"}),
+                              "matching", "redistribute_gradients"}),
+    ("cp.py", "cp_documents.py", {"shard_positions", "ulysses_attention", "AllToAll"}),
     ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
     ("fsdp.py", "trainer_fsdp.py", {"shard"}),
 ])

@@ -205,8 +205,7 @@ def test_each_parameter_group_keeps_its_own_rate():
 
 
 def test_the_fingerprint_is_of_the_values():
-    """Of any structure; a dict is not its keys. Samples that are tuples of tokens have the hash that
-    older checkpoints hold."""
+    """Of any structure; a dict is not its keys. Tuples of tokens have the hash that they had."""
     def hash_of(*samples):
         return fingerprint(samples)["the hash of some samples in --data"]
 

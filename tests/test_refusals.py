@@ -215,7 +215,8 @@ HIDDEN = ("call = common.model.Transformer.forward; common.model.Transformer.for
 MODELS = [
     *[(command, world, "tied()", "several stages have the parameter model.embed_tokens.weight = "
        "lm_head.weight: delete it from all stages but one, and untie tied weights")
-      for command, world in [("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
+      for command, world in [
+        ("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
     *[(command, 2, PARAMETER, "several stages have the parameter model.gate: delete")
       for command in ("pp.py", "hybrid_3d.py --pp 2")],
     *[(command, world, PARAMETER, "the plan does not reach model.gate: add its module, with Repl")
