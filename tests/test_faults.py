@@ -28,6 +28,8 @@ COMMANDS = [
 LOST = "a collective of rank 0 failed, since another process has ended or was silent for --timeout"
 NOT_SAVED = "step 6 is not saved, since ... is not finite: training diverged; lower --lr"
 DIVERGED = "not finite ... training diverged; lower --lr"
+STAGES = ("call = common.model.Transformer.forward; common.model.Transformer.forward = "
+          "lambda self, *args, **more: (lambda x: {} if x.ndim else x)(call(self, *args, **more))")
 
 # A command, the number of processes and further options; what is injected; what the line says; the
 # steps of the checkpoints that are left.
@@ -43,6 +45,13 @@ FAULTS = [
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
        "step 1 is not saved, since ... is not finite: training diverged; lower --lr", [])
       for command, world in COMMANDS],
+    # A stage that returns something else than the next one expects
+    *[(command, 2, "", STAGES.format(changed),
+       f"a stage returns {found}, and the next one expects one tensor, ({rows}, 32, 48) torch.", [])
+      for command, rows, changed, found in (
+        ("hybrid_3d.py --pp 2", 4, "(x, x)", "a tuple"), ("pp.py", 2, "(x, x)", "a tuple"),
+        ("pp.py", 2, "x.double()", "(2, 32, 48) torch.float64"),
+        ("pp.py", 2, "x[..., :5]", "(2, 32, 5) torch.float32"))],
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, lambda: signal_self('SIGKILL'), on=1)", LOST, [3]),
     *[(command, 2, "--timeout 5", "stop_rank_1(5)", LOST, [3])
