@@ -62,7 +62,7 @@ def example(tmp_path_factory, corpus):
 RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"),
         ("ddp_convnet", 2, ""), ("ddp_convnet", 3, ""), ("tp_llama", 2, ""),
         ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""), ("cp_documents", 4, ""),
-        ("cp_documents", 2, "--activation-checkpointing --compile")]
+        ("cp_documents", 2, "--activation-checkpointing")]
 
 
 @pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5], RUNS[7]]))
@@ -116,7 +116,7 @@ def test_packed_documents_do_not_see_each_other(example):
                 document = slice(first, last)
                 losses.append(model(inputs[None, document], targets[None, document]).item())
                 lengths.append(last - first)
-    assert sum(lengths) == 24 * 24 and len(lengths) > 3 * 24
+    assert sum(lengths) == 24 * 24 and len(lengths) > 2 * 24
     assert abs(sum(losses) / 24**2 - result.curve()[0][0]) < 1e-10
 
 
