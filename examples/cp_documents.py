@@ -84,7 +84,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)
+    sampler.start = checkpoints.resume(args.resume)  # steps done
     if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
         load_weights(model, args.init_from)
 

@@ -51,7 +51,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset, {}), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)
+    sampler.start = checkpoints.resume(args.resume)  # steps done
     scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
