@@ -98,6 +98,13 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
         assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < 0.5
 
 
+def test_the_loss_in_bfloat16_has_more_than_3_digits(example):
+    """It is computed in float32, from logits in bfloat16."""
+    result = example("fsdp_gpt2", 2, "--dtype bfloat16 --steps 2")
+    losses = torch.tensor(result.curve("loss"), dtype=torch.float64)
+    assert len(losses) == 2 and (losses.bfloat16().double() != losses).all()
+
+
 def test_packed_documents_do_not_see_each_other(example):
     """The first loss is that of the documents one by one, each with plain causal attention."""
     result = example("cp_documents", 2, "--steps 1")
