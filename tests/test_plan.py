@@ -227,7 +227,8 @@ def counted(peak, after, turn=0):
 def test_where_there_is_no_line():
     def check(peaks, held, turns=(0, 0, 0), depths=(2, 3, 4)):
         found = [counted(*numbers) for numbers in zip(peaks, held, turns)]
-        return plan.is_line(*found, depths), plan.extend(*found[:2], depths, 32)
+        exact = plan.is_one_moment(*found[:2]) and plan.is_line(*found, depths)
+        return exact, plan.extend(*found[:2], depths, 32)
 
     assert check((16, 19, 22), (6, 9, 12)) == (True, counted(106, 96))
     assert check((34, 40, 46), (24, 30, 36), depths=(8, 10, 12)) == (True, counted(106, 96))

@@ -139,12 +139,16 @@ def evaluate(strategy, options, steps, args, submit, limit=math.inf):
         words += ["--grad-accum", str(few)] * (few > 1)
         return submit(str(ROOT / script), words, args.devices, rank, args.nproc_per_node)
 
-    def at(depth):
-        """Of each rank that may be the one that holds most."""
-        jobs = [[count(rank, depth, few) for few in ((1, 2) if steps > 2 else (steps,))]
-                for rank in ranks_to_count(strategy, depth, args)]
-        found = [[future.result() for future in futures] for futures in jobs]
-        return [more_steps(*each, steps) if steps > 2 else each[0] for each in found]
+    def at(depth, limit=math.inf):
+        """Of each rank that may be the one that holds most; none after one with too much."""
+        found = []
+        for rank in ranks_to_count(strategy, depth, args):
+            few = (1, 2) if steps > 2 else (steps,)
+            counts = [future.result() for future in [count(rank, depth, n) for n in few]]
+            found.append(more_steps(*counts, steps) if steps > 2 else counts[0])
+            if found[-1]["peak"]["in all"] > limit:
+                break
+        return found
 
     least = every * (1 if every == 1 else 3) + 1  # a last stage with few layers is an exception
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
@@ -155,9 +159,11 @@ def evaluate(strategy, options, steps, args, submit, limit=math.inf):
         lines = [extend(*of_rank, depths, layers) for of_rank in zip(first, second)]
         if dry_run.most(lines)["peak"]["in all"] > limit:
             return dry_run.most(lines)  # a peak never grows more slowly in a deeper model
-        if all(is_line(*of_rank, depths) for of_rank in zip(first, second, at(depths[2]))):
+        if all(map(is_one_moment, first, second)) and all(
+            is_line(*of_rank, depths) for of_rank in zip(first, second, at(depths[2]))
+        ):
             return dry_run.most(lines)
-    return dry_run.most(at(layers))
+    return dry_run.most(at(layers, limit))
 
 
 def ranks_to_count(strategy, depth, args):
@@ -193,16 +199,9 @@ def extend(first, second, places, place):
     return second
 
 
-def is_line(first, second, third, depths):
-    """Whether what a rank counts at three ``depths`` is on a straight line, and goes on along it
-    however deep the model is: the peak must not be at another place of a deeper one."""
-    try:
-        expected = numbers(extend(first, second, depths, depths[2]))
-        pairs = list(zip(expected, numbers(third), strict=True))
-    except (ValueError, KeyError):  # another number of collectives
-        return False
-    if not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
-        return False
+def is_one_moment(first, second):
+    """Whether the peak is at the same moment however deep the model is: it grows between two depths
+    as fast as what is held when backward passes begin and when the last has ended."""
     for i, kind in enumerate(("in all", "activations")):
         growth = [b - a for a, b in zip(*(
             [counted["peak"][kind], counted["held"][kind], *(turn[i] for turn in counted["turns"])]
@@ -211,6 +210,16 @@ def is_line(first, second, third, depths):
         if growth[0] < max(growth):
             return False
     return True
+
+
+def is_line(first, second, third, depths):
+    """Whether what a rank counts at three ``depths`` is on a straight line."""
+    try:
+        expected = numbers(extend(first, second, depths, depths[2]))
+        pairs = list(zip(expected, numbers(third), strict=True))
+    except (ValueError, KeyError):  # another number of collectives
+        return False
+    return all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs)
 
 
 def numbers(value):
