@@ -1,4 +1,4 @@
-"""Promise 6: the peaks of the runs in the table; the formulas and counted bytes of docs/bytes.md.
+"""Promise 6: the peaks of the runs in the table; the formulas of docs/bytes.md.
 What a run holds and sends is compared with the theory in test_same_run.py."""
 
 import argparse
@@ -29,8 +29,9 @@ def test_peaks(once, row):
     parameters, gradients = found["parameters"], found["gradients"]
     if row.script in WHOLE:
         assert parameters == P
-        # DDP's bucket, and the last gradient on its way into it
-        assert gradients == P + (EMBEDDING if row.script == "ddp.py" else 0)
+        # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
+        # an earlier micro-batch is freed at once.
+        assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
     elif row.script == "zero.py":
         # On top are two buckets in flight; a thread of gloo may still hold the one before.
         assert P + LAYER <= parameters <= P + 3 * LAST
@@ -45,8 +46,8 @@ def test_peaks(once, row):
         least = P / shards + (2 * LAYER if reshard else P)
         assert least <= parameters <= 1.01 * (P / shards + gathered)
         assert P / shards < gradients <= P / shards + 3 * LAST
-    if a > 1 and row.command.startswith(("zero.py --stage 2", "fsdp.py --grad")):
-        assert gradients <= P / n + 2 * LAST < 0.8 * P  # no whole gradients between micro-batches
+    if a > 1 and "--stage 1" not in row.command and row.script not in WHOLE and n > 1:
+        assert gradients < P  # no whole gradients between micro-batches
 
 
 BYTES = (ROOT / "docs" / "bytes.md").read_text()
@@ -79,36 +80,15 @@ def theory_of(command, n, **options):
     return getattr(theory, name)(args, *([] if name == "single" else [n]))
 
 
-@pytest.mark.parametrize("command", [
-    "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
-    "fsdp.py --no-reshard-after-forward", "fsdp.py --replicate 2",
-])
-def test_the_counted_bytes_are_the_theory(command):
-    """What was counted is the theory: on top are only step counts and the norm for clipping."""
-    cells = [int(cell.replace(",", "")) for cell in row("Counted: parameters", command)]
-    expected = {kind: value for kind, (_, value) in theory_of(command, 4).items()}
-    assert cells[0] == expected["parameters"] and cells[1] == expected["gradients"]
-    assert 0 <= cells[3] - expected["optimizer_states"] <= 4 * 39
-    assert 0 <= cells[4] - expected["sent"] <= 234
-
-
 @thorough
-@pytest.mark.parametrize("command", ["tp.py", "tp.py --no-sequence-parallel", "cp.py",
-                                     "cp.py --attention ulysses", "cp.py --attention allgather"])
-def test_the_counted_activations(run, corpus, command):
-    """They fall with the number of ranks."""
+@pytest.mark.parametrize("command, most", [("tp.py", 0.33), ("cp.py", 0.27)])
+def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
     options = f"--batch-size 2 --seq-len 512 --steps 3 --save-every 0 --data {corpus}"
-    cells = [int(cell.replace(",", "")) for cell in row("Counted: activations", command)]
-    for world, cell in zip((1, 2, 4), cells):
-        for attempt in range(4):  # a thread of gloo may hold what it has sent a moment too long
-            found = run(command, world, options, out=f"out-{world}-{attempt}").summary
-            if found["peak"]["activations"] == cell:
-                break
-        else:
-            raise AssertionError(f"{world} ranks: {found['peak']['activations']}, not {cell}")
-    # What tp.py gathers for a matrix is whole for a moment, without sequence parallelism for long.
-    most = {"tp.py": (0.55, 0.33), "cp.py": (0.51, 0.27)}.get(command.partition(" --a")[0], (1, 1))
-    assert cells[1] < most[0] * cells[0] and cells[2] < most[1] * cells[0]
+    one, four = (
+        run(command, world, options, out=f"out-{world}").summary["peak"]["activations"]
+        for world in (1, 4)
+    )
+    assert 0 < four < most * one
 
 
 def value(formula, **symbols):
