@@ -22,7 +22,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).parent.parent
 PORTS = itertools.count(os.getpid() * 101)  # see free_port
-PATIENCE = 300  # seconds after which what runs is taken to hang, however busy the machine is
+PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 
 class Result:
