@@ -162,8 +162,9 @@ def count(script, options, world_size, rank, nproc_per_node):
     counted = {}
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         kind.__init__ = note_bubble(kind.__init__, counted)
-    # States are allocated before the first step, but DDP rebuilds its buckets in it.
-    steps = 2 if hasattr(module, "DistributedDataParallel") else 1
+    # States are allocated before the first step. But in it DDP rebuilds its buckets, and a pipeline
+    # allocates buffers to receive into: then the second step is counted.
+    steps = 1 + any(hasattr(module, name) for name in ("DistributedDataParallel", "make_schedule"))
     for name, stand_in in stand_ins(counted, steps, world_size, rank, nproc_per_node).items():
         if hasattr(module, name):
             setattr(module, name, stand_in)
