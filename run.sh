@@ -3,8 +3,8 @@
 #
 #   bash run.sh ddp.py --steps 50     one process per GPU; on a machine without GPUs, 2 processes
 #   NPROC=4 bash run.sh ddp.py        4 processes on each machine
-#   bash run.sh test                  a sample of every kind of test, in 5 minutes on two cores
-#   bash run.sh test --all            every test, in 30 minutes; arguments go to pytest
+#   bash run.sh test                  a sample of every kind of test
+#   bash run.sh test --all            every test, in an hour on two cores; arguments go to pytest
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
 #   bash run.sh bench                 every script against a plain loop; half an hour on two cores
 #   bash run.sh plan --help           which script and grid fit a model and a cluster, without a GPU

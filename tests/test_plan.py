@@ -57,7 +57,7 @@ def test_its_order_is_that_of_real_runs(run_plan, run, corpus):
 @pytest.mark.parametrize("command, world, stages, steps, batch_size, exact", [
     ("fsdp.py", 4, 1, 2, 16, True),
     ("fsdp.py --replicate 2", 4, 1, 4, 16, True),  # two steps are counted of four
-    ("zero.py --stage 1", 4, 1, 4, 16, True),
+    ("zero.py --stage 1", 4, 1, 4, 16, False),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 4", 4, 2, 1, 16, True),
     # The peak of a shallow model is where the loss is computed, that of a deep one is not.
     ("fsdp.py --activation-checkpointing", 4, 1, 1, 16, False),

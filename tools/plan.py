@@ -20,7 +20,6 @@ Not everything is counted, where the rest follows exactly:
   when the last has ended (so that no other moment of a step can overtake it), the line is exact.
   Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
   layer's largest matrix, and where three depths would take as long as the whole one.
-- Two of many accumulation steps are counted: each further one is like the second.
 - Of a pipeline those ranks are counted of which one holds most.
 """
 
@@ -133,19 +132,16 @@ def evaluate(strategy, options, steps, args, submit, limit=math.inf):
     script, *own = strategy.command.split()
     layers, every = args.config.num_hidden_layers, strategy.stages
 
-    def count(rank, depth, few):
+    def count(rank, depth):
         words = [*own, *options, "--num-hidden-layers", str(depth)]
-        words += ["--batch-size", str(args.batch_size // steps * few)]
-        words += ["--grad-accum", str(few)] * (few > 1)
-        return submit(str(ROOT / script), words, args.devices, rank, args.nproc_per_node)
+        words += ["--batch-size", str(args.batch_size), *["--grad-accum", str(steps)] * (steps > 1)]
+        return submit(str(ROOT / script), words, args.devices, rank, args.nproc_per_node).result()
 
     def at(depth, limit=math.inf):
         """Of each rank that may be the one that holds most; none after one with too much."""
         found = []
         for rank in ranks_to_count(strategy, depth, args):
-            few = (1, 2) if steps > 2 else (steps,)
-            counts = [future.result() for future in [count(rank, depth, n) for n in few]]
-            found.append(more_steps(*counts, steps) if steps > 2 else counts[0])
+            found.append(count(rank, depth))
             if found[-1]["peak"]["in all"] > limit:
                 break
         return found
@@ -178,12 +174,6 @@ def ranks_to_count(strategy, depth, args):
     sizes = [sum(map(len, stages[part::n])) for part in range(n)]
     parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
     return [part * args.devices // n for part in parts]
-
-
-def more_steps(one, two, steps):
-    """What a rank counts in ``steps`` accumulation steps, by what it counts in one and in two."""
-    growing = "sent", "between_machines", "operations", "collectives"
-    return two | {name: extend(one[name], two[name], (1, 2), steps) for name in growing}
 
 
 def extend(first, second, places, place):
