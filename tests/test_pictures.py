@@ -52,8 +52,11 @@ def test_bytes_of_the_8b_model():
 def test_the_grid():
     shown = words("grid")
     assert set(map(str, range(16))) < set(shown)
-    for part in draw.read("grid")["collectives"]:
-        assert part["group"] == "pp" or not part["between_machines"]
+    page, parts = (ROOT / "docs" / "hybrid.md").read_text(), draw.read("grid")["collectives"]
+    for axis, group in ("tp", "tp"), ("cp", "cp"), ("dp", "dp_shard_cp"), ("pp", "pp"):
+        sent, crossing = (draw.gb(sum(part[kind] for part in parts if part["group"] == group))
+                          for kind in ("bytes", "between_machines"))
+        assert re.search(rf"\| {axis} \|.*\| {sent} \| {crossing} \|", page)
 
 
 def test_each_block_of_the_ring_is_computed_once():
