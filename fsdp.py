@@ -81,6 +81,7 @@ def main(argv=None):
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
+    # A mesh of two dimensions adds an all-reduce for each group, even if there is one replica.
     shard(
         model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,  # FSDP: instead of autocast
@@ -171,7 +172,7 @@ def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offlo
 def reshard(model):
     """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
     the next forward pass uses them again, even if the shards have changed."""
-    if hasattr(model, "reset_iter_state"):
+    if hasattr(model, "reset_iter_state"):  # it also forgets which groups the forward pass used
         return model.reset_iter_state()
     for module in model.modules():  # torch 2.11: the next backward pass gathers one group too many
         if isinstance(module, FSDPModule):
