@@ -9,9 +9,12 @@ data-parallel rank takes its share of them. So the step number is the only state
 ``len(dataset)`` and ``dataset[index]``.
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import pathlib
+import stat
 import sysconfig
 
 import numpy as np
@@ -152,18 +155,21 @@ class TokenDataset(Dataset):
         vocab_size: refuse token ids that are not below this.
         option: the name of ``data`` in error messages.
 
-    Files are memory-mapped; those whose names start with a dot are skipped. A sample is two int64
-    tensors (T,).
+    Only the tokens of a sample are read, when it is asked for. Links are followed; files and folders
+    whose names start with a dot are skipped. A sample is two int64 tensors (T,).
 
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
             a token, or is too short for one sample; when a sample is read: a token is not in the
-            vocabulary, or the file has become shorter.
+            vocabulary, or the file has changed.
     """
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
-        self.data, self.vocab_size = data, vocab_size
-        self.files = _find_files(data, option)
+        self.data, self.seq_len, self.vocab_size = data, seq_len, vocab_size
+        self.option = option
+        with _in_words(option):
+            self.files = _find_files(data, option)
+            self.stamps = [_read(path)[1] for path in self.files]
         binary = [path.suffix == ".bin" for path in self.files]
         if any(binary) and not all(binary):
             raise SettingError(
@@ -172,7 +178,7 @@ class TokenDataset(Dataset):
         if token_dtype == "auto":
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
-        sizes = np.array([_size(path, option) for path in self.files], np.int64)
+        sizes = np.array([size for _, size, _ in self.stamps], np.int64)
         for path, size in zip(self.files, sizes):
             if size % self.dtype.itemsize:
                 raise SettingError(
@@ -182,7 +188,6 @@ class TokenDataset(Dataset):
         # file i holds the tokens [ends[i-1], ends[i])
         self.ends = np.cumsum(sizes // self.dtype.itemsize)
         self.tokens = int(self.ends[-1]) if self.files else 0
-        self.seq_len = seq_len
         if len(self) < 1:
             raise SettingError(
                 f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} "
@@ -197,7 +202,7 @@ class TokenDataset(Dataset):
 
     def __getitem__(self, index):
         first = index * self.seq_len
-        tokens = torch.from_numpy(self._read(first, first + self.seq_len + 1).astype(np.int64))
+        tokens = torch.from_numpy(self.read(first, first + self.seq_len + 1).astype(np.int64))
         if self.vocab_size is not None and (largest := tokens.max().item()) >= self.vocab_size:
             # Said here in words; on a GPU the embedding would fail in an assertion of its kernel.
             raise SettingError(
@@ -206,21 +211,22 @@ class TokenDataset(Dataset):
             )
         return tokens[:-1], tokens[1:]
 
-    def _read(self, first, last):
+    def read(self, first, last):
+        """The tokens [first, last) of all files."""
         pieces = []
         file = int(np.searchsorted(self.ends, first, side="right"))
         while first < last:
-            start = int(self.ends[file - 1]) if file else 0
+            path, start = self.files[file], int(self.ends[file - 1]) if file else 0
             count = min(last, int(self.ends[file])) - first
-            if count:  # an empty file cannot be mapped
-                offset = (first - start) * self.dtype.itemsize
-                try:
-                    piece = np.memmap(self.files[file], self.dtype, "r", offset, (count,))
-                except (OSError, ValueError) as error:
-                    raise SettingError(
-                        f"{self.files[file]} cannot be read any more: {error}"
-                    ) from None
-                pieces.append(piece)
+            size = self.dtype.itemsize
+            with _in_words(self.option, path):
+                piece, stamp = _read(path, (first - start) * size, count * size)
+            if stamp != self.stamps[file]:
+                raise SettingError(
+                    f"{path} has changed since the run began: put the file back, or start anew "
+                    f"with --no-resume or another --out"
+                )
+            pieces.append(np.frombuffer(piece, self.dtype))
             first += count
             file += 1
         return np.concatenate(pieces)
@@ -235,7 +241,7 @@ def open_datasets(args):
     ]
 
 
-def fingerprint(dataset):
+def fingerprint(dataset, option="--data"):
     """What tells one dataset from another: its number of samples, and a hash of a few of them, as a
     dict. A sample is any structure of tensors, arrays, numbers and strings."""
     digest = hashlib.sha256()
@@ -247,8 +253,8 @@ def fingerprint(dataset):
             array = isinstance(value, np.ndarray)
             digest.update(value.tobytes() if array else repr(value).encode())
     return {
-        "the number of samples in --data": len(dataset),
-        "the hash of some samples in --data": digest.hexdigest()[:16],
+        f"the number of samples in {option}": len(dataset),
+        f"the hash of some samples in {option}": digest.hexdigest()[:16],
     }
 
 
@@ -280,18 +286,27 @@ def load_steps(dataset, sampler, device, workers=0):
         yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
 
 
-def _size(path, option):
-    """The bytes of a file that can be read."""
+def _read(path, offset=0, size=0):
+    """``size`` bytes of a regular file; and its inode, size and time, which another file in its
+    place does not have."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        file.seek(offset)
+        return file.read(size), (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def _in_words(option, path=None):
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        if path.is_file():
-            return path.stat().st_size
-        reason = "not a regular file"
+        yield
     except OSError as error:
-        reason = error.strerror
-    raise SettingError(
-        f"{option}: {path} cannot be read ({reason}): remove it, or see to its rights"
-    )
+        raise SettingError(
+            f"{option}: {error.filename or path} cannot be read ({error.strerror}): remove it, or "
+            f"see to its rights"
+        ) from None
 
 
 def _find_files(data, option):
@@ -304,16 +319,22 @@ def _find_files(data, option):
         )
     if not path.is_dir():
         return [path]
+    files = _files_below(path, SKIPPED_FOLDERS if standard else ())
+    return sorted(file for file in files if file.suffix == ".py" or not standard)
 
-    def refuse(error):
-        raise SettingError(f"{option}: {error.filename} cannot be read ({error.strerror})")
 
-    found = []
-    for folder, subfolders, files in os.walk(path, onerror=refuse):
-        skipped = SKIPPED_FOLDERS if standard else ()
-        subfolders[:] = [s for s in subfolders if s not in skipped and not s.startswith(".")]
-        found += [pathlib.Path(folder, file) for file in files if not file.startswith(".")]
-    return sorted(file for file in found if file.suffix == ".py" or not standard)
+def _files_below(folder, skipped, above=()):
+    """``above``: the folders that lead here. A link to one of them would lead here again."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise OSError(errno.ELOOP, "a link to a folder above it", str(folder))
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if not os.path.isdir(path):
+            yield path
+        elif path.name not in skipped:
+            yield from _files_below(path, skipped, (*above, real))
 
 
 def _count(number, noun):

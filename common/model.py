@@ -44,6 +44,10 @@ class ModelConfig:
         for name, value in vars(self).items():
             if isinstance(value, (int, float)) and not value > 0:
                 raise SettingError(f"{name} is {value}: it must be greater than 0")
+        if self.num_hidden_layers > MAX_LAYERS:  # built one by one, also on the meta device
+            raise SettingError(
+                f"num_hidden_layers is {self.num_hidden_layers}: it must be at most {MAX_LAYERS}"
+            )
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise SettingError(
@@ -87,6 +91,7 @@ def _llama3(hidden, intermediate, layers, heads, scaling=None):
 
 
 LLAMA_3_1 = {"rope_type": "llama3", **dict(zip(ROPE_SCALING, (8.0, 1.0, 4.0, 8192)))}
+MAX_LAYERS = 10_000
 MAX_LOGITS = 2**24  # above it the loss is computed in chunks
 PRESETS = {
     "tiny": ModelConfig(256, 128, 352, 4, 8, 4),  # 0.8 M parameters

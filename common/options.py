@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from common.data import STANDARD_LIBRARY
+from common.data import STANDARD_LIBRARY, open_datasets
 from common.data import fingerprint as fingerprint_of_data
 from common.errors import SettingError
 from common.launch import rank_and_world_size
@@ -128,9 +128,8 @@ def option_parser(doc, model=True, text=True):
         for field in dataclasses.fields(ModelConfig):
             if field.name != "rope_scaling":  # presets and a config.json have it
                 kind = float if field.type is float else int
-                most = 10**4 if field.name == "num_hidden_layers" else 2**31 - 1
                 group.add_argument(
-                    _flag(field.name), type=at_least(0, kind, above=True, most=most),
+                    _flag(field.name), type=at_least(0, kind, above=True),
                     default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
                     help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}",
                 )
@@ -232,6 +231,8 @@ def run_settings(args, dataset, config=None):
     must = {_flag(name): value for name, value in config.items()}
     must |= {_flag(name): getattr(args, name) for name in MUST if name in args}
     may = {_flag(name): getattr(args, name) for name in MAY if name in args}
+    if getattr(args, "val_data", None):
+        may |= fingerprint_of_data(open_datasets(args)[1], "--val-data")
     return must | fingerprint_of_data(dataset), may
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import os
 import tracemalloc
 
 import numpy as np
@@ -161,6 +162,34 @@ def test_a_folder_is_its_files_one_after_another(tmp_path):
     assert (bytes(t for i in range(len(dataset)) for t in dataset[i][0].tolist())
             == b"hello brave new worl")
     assert bytes(dataset[4][1].tolist()) == b"orld"
+
+
+def test_a_linked_folder_is_read_like_any_other(tmp_path):
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data" / "a" / "text").write_text("hello ")
+    (tmp_path / "elsewhere" / "text").write_text("world!")
+    for name in "bc":  # two links to the same folder are no loop
+        (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
+    assert bytes(TokenDataset(tmp_path / "data", 17)[0][0].tolist()) == b"hello world!world"
+
+
+@pytest.mark.parametrize("again", [
+    lambda path: path.write_bytes(bytes(1000)),  # the same inode and size
+    lambda path: os.truncate(path, 500),
+    lambda path: (path.with_name("new").write_bytes(bytes(1000)),
+                  os.utime(path.with_name("new"), ns=(0, path.stat().st_mtime_ns)),
+                  os.replace(path.with_name("new"), path)),
+])
+def test_a_file_that_changes_is_not_read_on(tmp_path, again):
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 1000)
+    os.utime(path, (0, 0))
+    dataset = TokenDataset(path, 16)
+    assert bytes(dataset[3][0].tolist()) == b"x" * 16
+    again(path)
+    with pytest.raises(SettingError, match="text has changed since the run began: "):
+        dataset[3]
 
 
 def test_the_default_is_real_text():

@@ -1,6 +1,7 @@
 """Bad options, files and environments end in one line from one rank, which names the value, what is
 allowed and what to change, with a status that is not 0; and nothing in the run folder is lost."""
 
+import json
 import os
 import shlex
 import socket
@@ -37,7 +38,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
       for name in NUMBERS for value in ("nan", "inf", "-1")],
     ("--lr ''", "--lr: invalid number value: ''"),
     ("--batch-size 1000000000000", "1000000000000 is not allowed: ... at most 16777216"),
-    ("--num-hidden-layers 100000", "--num-hidden-layers: 100000 is not allowed: ... at most 10000"),
+    ("--num-hidden-layers 100000", "num_hidden_layers is 100000: it must be at most 10000"),
     ("--beta2 1", "--beta2 ... must be"),
     ("--head-dim 7", "head_dim 7 is odd"),
     ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
@@ -51,6 +52,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
     ("--init-from ''", "--init-from: it is empty"),
     ("--init-from nowhere", "nowhere cannot be read"),
+    ("--init-from deep", "deep/config.json: num_hidden_layers is 1000000000: ... at most 10000"),
     ("--out ''", "--out: it is empty: name a "),
     ("--out file", "file ... File exists"), ("--out file/run", "file/run ... Not a directory"),
     ("--out /proc/nothing/run", "/proc/nothing"), ("--out loop/run", "loop/run"),
@@ -64,6 +66,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--data with-loop", "loop cannot be read (Too many levels of symbolic links)"),
     ("--data with-fifo", "fifo cannot be read (not a regular file)"),
     ("--data fifo", "fifo cannot be read (not a regular file)"),
+    ("--data circle", "--data: circle/below/again cannot be read (a link to a folder above it)"),
     ("--data empty", "--data empty holds 0 tokens: one sample of --seq-len 128 takes 129; give"),
     ("--data file --seq-len 2000000000", "one sample of --seq-len 2000000000 takes 2000000001"),
     ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
@@ -200,6 +203,8 @@ DIFFERENCES = [
       for command in ("ddp.py", "pp.py") for data, words in [
         ("letters", "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
         ("length", "the number of samples in --data is 78 on rank 0 and 79 on rank 1")]],
+    ("ddp.py --data ../file --val-data letters", "os.chdir(str(rank))",
+     "the hash of some samples in --val-data is ... on rank 0 and ... on rank 1: start all"),
     # A setting of a foreign model
     ("fsdp.py", "settings = common.options.run_settings; common.options.run_settings = "
      "lambda args, data: settings(args, data, {'n_layer': 2 + rank})",
@@ -237,11 +242,18 @@ def folder(server, tmp_path_factory):
         os.rename(folder / name, folder / f"with-{name}" / name)
         (folder / f"with-{name}" / "text").write_text("text")
         (folder / name).symlink_to(f"with-{name}/{name}")
+    (folder / "circle" / "below").mkdir(parents=True)
+    (folder / "circle" / "below" / "again").symlink_to("..")
     (folder / "mixed").mkdir()
     for name in ("a.bin", "b.txt"):
         (folder / "mixed" / name).write_bytes(bytes(500))
     (folder / "odd.bin").write_bytes(bytes(301))
     np.full(5000, 300, np.uint16).tofile(folder / "big.bin")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 10**9, "num_attention_heads": 4,
+    }))
     for rank in (0, 1):
         (folder / str(rank)).mkdir()
         (folder / str(rank) / "letters").write_text("ab"[rank] + "x" * 9999)

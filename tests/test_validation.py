@@ -46,6 +46,7 @@ def test_resume_also_with_other_held_out_data(run, corpus, held_out):
     assert lines == [(record["step"], record.get("loss"), record.get("val_loss"))
                      for record in again.history]
     other = run("single.py", 0, f"{options} --val-data {corpus} --resume-from 2 --val-every 3")
+    assert "the hash of some samples in --val-data was " in other.output
     found = other.curve("step", "val_loss")
     assert [step for step, _ in found] == [2, 3, 6] and found[0][1] == lines[2][2]
     assert found[-1][1] != lines[-1][2]
