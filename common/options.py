@@ -205,6 +205,9 @@ def _model_config(args):
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     given = {name: getattr(args, name) for name in names if name in args}
     if args.init_from:
+        there, out = os.path.realpath(args.init_from), os.path.realpath(args.out)
+        if pathlib.Path(there).is_relative_to(out):  # a run moves and removes files in its folder
+            _refuse(f"--init-from {args.init_from} lies in --out {args.out}: choose another --out")
         config = read_config(args.init_from)
         for name, value in (vars(PRESETS[preset]) | given if "model" in args else given).items():
             if (there := getattr(config, name)) != value:

@@ -299,6 +299,13 @@ def test_what_the_command_line_must_not_say(llama, text, message):
     assert vars(args.config) == json.loads(json.dumps(vars(read_config(llama[0]))))
 
 
+def test_the_weights_do_not_lie_in_the_run_folder(copied):
+    for out in (copied, copied.parent):
+        with pytest.raises(SettingError, match="copied lies in --out .*: choose another --out"):
+            parse(f"--init-from {copied} --out {out}")
+    parse(f"--init-from {copied} --out {copied}/run")
+
+
 @pytest.mark.parametrize("values, message", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu': only Llama is supported, which has 'silu'"),
     ({"attention_bias": True}, "attention_bias True"),
