@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import sys
 import threading
-import time
 
 import torch
 import torch.distributed as dist
@@ -96,38 +95,18 @@ def _whole(tensor):
 
 
 def rank_0_decides(folder, rank):
-    """Rank 1 sees another newest checkpoint than rank 0, as on a network file system, and both load
-    what rank 0 sees; what rank 1 does not see yet it waits for, also while saving."""
+    """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
+    what rank 0 sees."""
     weight = nn.Parameter(torch.zeros(2))
     first = checkpoints_of(folder, {"weight": weight}, keep=9)
     first.resume()
-    exists = pathlib.Path.exists
-    late = {}
-    if rank == 1:
-        pathlib.Path.exists = lambda path, **options: exists(path, **options) and (
-            ".tmp" not in path.name or late.setdefault(path, time.monotonic()) + 0.5
-            < time.monotonic()
-        )
     for step in (1, 2, 3):
         with torch.no_grad():
             weight.fill_(step)
         first.save(step)
-    pathlib.Path.exists = exists
-    assert len(late) == (3 if rank == 1 else 0)
     listed = checkpoint.list_checkpoints
     if rank == 1:
         checkpoint.list_checkpoints = lambda folder: listed(folder)[:-1]
-    assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
-
-    if rank == 0:
-        (folder / "step-00000003").rename(folder / "hidden")
-        checkpoint.list_checkpoints = lambda folder: [folder / "step-00000003"]
-        threading.Thread(target=lambda: (
-            time.sleep(1), (folder / "hidden").rename(folder / "step-00000003")
-        )).start()
-    dist.barrier()
-    with torch.no_grad():
-        weight.fill_(0)
     assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
 
 
@@ -144,7 +123,7 @@ def two_folders_are_noticed(folder, rank):
     try:
         checkpoints_of(own, {"weight": weight}).resume()
     except checkpoint.SettingError as error:
-        assert "the identity of " in str(error) and "on rank 1" in str(error), error
+        assert "is not one folder for all machines" in str(error), error
     else:
         raise AssertionError("the ranks mix two checkpoints")
 
@@ -161,7 +140,7 @@ def a_failure_reaches_all_ranks(folder, rank):
         try:
             checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
         except checkpoint.SettingError as error:
-            name = "weight" if value else "a gradient norm"
+            name = "model.weight" if value else "a gradient norm"
             assert f"step 2 is not saved, since {name} is not finite" in str(error), error
         else:
             raise AssertionError("the step was saved")

@@ -1,6 +1,9 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
+import errno
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -225,7 +228,8 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
 
 
 @pytest.mark.parametrize("value, norm, message", [
-    (torch.tensor([[1.0, float("nan")]]), 1.0, "since linear.weight is not finite: training diver"),
+    (torch.tensor([[1.0, float("nan")]]), 1.0,
+     "since optimizer.linear.weight.momentum_buffer is not finite: training diverged; lower --lr"),
     (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: training diverged"),
     (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
 ])
@@ -245,6 +249,29 @@ def test_what_must_not_be_saved(tmp_path, value, norm, message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "lock"}
+
+
+def test_the_lock_is_held_while_the_run_lasts(tmp_path):
+    checkpoints = checkpoints_of(tmp_path, Small())
+    checkpoints.resume()
+    take = "import fcntl; fcntl.lockf(open('lock', 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    def another_process():
+        return subprocess.run([sys.executable, "-c", take], cwd=tmp_path, capture_output=True)
+
+    assert b"BlockingIOError" in another_process().stderr
+    checkpoints.lock.close()
+    assert another_process().returncode == 0
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """One line, and the run goes on."""
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", refuse)
+    assert checkpoints_of(tmp_path, Small()).resume() == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
 
 
 def test_a_loop_that_breaks_loses_no_save(tmp_path):

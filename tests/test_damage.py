@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from common import checkpoint
-from common.checkpoint import write_hashes
+from common import checkpoint, options
+from common.checkpoint import Checkpoints, write_hash
 from common.errors import SettingError
 from tests.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
@@ -48,6 +48,16 @@ def refused(run, corpus, out):
         return line
 
     return refused
+
+
+def resume(out, which=True):
+    """Resume the run in this process."""
+    weights = checkpoint.read(out / "step-00000004")
+    tensors = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
+    run = json.loads((out / "step-00000004" / "run.json").read_text())
+    settings = run["must stay the same"], run["may change"]
+    optimizer = torch.optim.AdamW(tensors.values())
+    return Checkpoints(out, settings, tensors, optimizer, stop=9).resume(which)
 
 
 # Files that are not as they were written
@@ -132,20 +142,23 @@ def test_the_older_checkpoint_goes_on_to_the_same_end(run, corpus, saved, out):
     assert (out / "previous-1" / "step-00000006").is_dir()  # what was newer has moved aside
 
 
-def test_no_such_checkpoint_and_no_older_one(out, refused):
-    assert (f"--resume-from 5: {out} has no such checkpoint; it has 2, 4, 6"
-            in refused("ddp.py", 2, "--resume-from 5"))
+def test_no_such_checkpoint_and_no_older_one(out):
+    with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
+        resume(out, 5)
     flip_a_bit(out / "step-00000002" / DATA)
-    assert ("; there is no older checkpoint: start anew with --no-resume or another --out"
-            in refused(options="--resume-from 2"))
+    with pytest.raises(SettingError, match="; there is no older checkpoint: start anew with --no-"):
+        resume(out, 2)
 
 
 @pytest.mark.parametrize("option", ["--no-resume", "--resume-from 2"])
-def test_a_restart_by_torchrun_goes_on_from_the_newest(run, corpus, out, option):
+def test_a_restart_by_torchrun_goes_on_from_the_newest(monkeypatch, option):
     """Also if the first start was told to go back, or to start anew."""
-    result = run("single.py", 0, f"{STEPS} --data {corpus} {option} --steps 7 --save-every 0",
-                 env={"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert "resuming after step 6" in result.output
+    def which():
+        return options.parse_options(options.option_parser("a script"), option.split()).resume
+
+    assert which() is not True
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert which() is True
 
 
 @thorough
@@ -184,7 +197,7 @@ def write(name, content):
 
     def write_file(folder):
         (folder / name).write_bytes(content)
-        write_hashes(folder, [name])
+        write_hash(folder / name)
 
     return write_file
 
@@ -202,9 +215,9 @@ def save_an_object(folder):
     shutil.rmtree(folder)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"x": Run(os.system, "touch ran")}, checkpoint_id=folder, no_dist=True)
-    write_hashes(folder, [".metadata", DATA])
-    write("run.json", b'{"must stay the same": {}, "may change": {}, "identity": 1, "tensors": 1}')(
-        folder)
+    for name in (".metadata", DATA):
+        write_hash(folder / name)
+    write("run.json", b'{"must stay the same": {}, "may change": {}, "tensors": 1}')(folder)
 
 
 def without_states(index):
@@ -239,32 +252,40 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", sampled(
-    list(HOSTILE), ["code", "a value", "another folder", "no storage", "settings null"]
-))
-def test_a_hostile_checkpoint(out, refused, tmp_path, case):
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_checkpoint(out, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
     change, message = HOSTILE[case]
     change(out / "step-00000006")
     (out / "step-00000006" / "x").write_text("")
-    line = refused("ddp.py", 2)
-    assert f"error: {out}/step-00000006 " in line and message in line, line
+    with pytest.raises(SettingError) as error:
+        resume(out)
+    line = str(error.value)
+    assert line.startswith(f"{out}/step-00000006 ") and message in line, line
     if "of another model" not in message:
         assert line.endswith(f"use the older {out}/step-00000004: --resume-from 4"), line
         with pytest.raises(SettingError):
             checkpoint.read(out / "step-00000006")
-    assert not list(tmp_path.rglob("ran"))
+    assert not (tmp_path / "ran").exists()
 
 
-def test_control_characters_do_not_reach_the_terminal(run, corpus, out, refused):
-    run_json = json.loads((out / "step-00000006" / "run.json").read_text())
-    for key, name, value in (("must stay the same", "--seed", "\x1b[2Jevil\nline"),
-                             ("may change", "--lr", "\x1b[2J")):
-        edited = run_json | {key: run_json[key] | {name: value}}
-        write("run.json", json.dumps(edited).encode())(out / "step-00000006")
-        if name == "--seed":
-            assert r"--seed is \x1b[2Jevil\nline in" in refused()
-    result = run("single.py", 0, f"{STEPS} --data {corpus}")
-    assert r"--lr was \x1b[2J, is 0.002" in result.output and "\x1b" not in result.output
+def test_a_script_and_a_hostile_checkpoint(out, refused, tmp_path):
+    change, message = HOSTILE["code"]
+    change(out / "step-00000006")
+    assert message in refused("ddp.py", 2) and not list(tmp_path.rglob("ran"))
+
+
+def test_control_characters_do_not_reach_the_terminal(out, capsys):
+    text = (out / "step-00000006" / "run.json").read_text()
+    write("run.json", text.replace('"--lr": 0.002', r'"--lr": "\u001b[2J"').encode())(
+        out / "step-00000006")
+    assert resume(out) == 6
+    printed = capsys.readouterr().out
+    assert r"--lr was \x1b[2J, is 0.002" in printed and "\x1b" not in printed
+    write("run.json", text.replace('"--seed": 0', r'"--seed": "\u001b[2Jevil\nline"').encode())(
+        out / "step-00000006")
+    with pytest.raises(SettingError, match=r"--seed is .x1b.2Jevil.nline in"):
+        resume(out)
 
 
 def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
@@ -292,13 +313,14 @@ def test_what_may_change_is_worth_a_line(run, corpus, out):
     assert "changed" not in again.output
 
 
-@pytest.mark.parametrize("option, words", [
+@pytest.mark.parametrize("option, words", sampled([
     ("--hidden-size 64", "--hidden-size is 48 in {} and 64 in this run: resume with the same"),
     ("--batch-size 4", "--batch-size is 24 in {} and 4 in this run"),
     ("--seed 1", "--seed is 0 in {} and 1 in this run"),
     ("--seq-len 16", "--seq-len is 32 in {} and 16 in this run"),
     ("--data other", "the hash of some samples in --data is "),  # of the same length
-])
+], [("--seed 1", "--seed is 0 in {} and 1 in this run"),
+    ("--data other", "the hash of some samples in --data is ")]))
 def test_what_must_stay_the_same(out, refused, corpus, tmp_path, option, words):
     (tmp_path / "other").write_text(open(corpus).read().replace("quick", "quack"))
     assert words.format(out / "step-00000006") in refused("fsdp.py", 2, option)

@@ -60,7 +60,7 @@ FAULTS = [
      "failed, since another process has ended or was silent for --timeout", [3]),
     # A disk that is full, a file that cannot be written
     *[("ddp.py", 2, options, f"at(5, lambda: limit_files(20_000), on={rank})",
-       "the checkpoint of step 6 could not be written to ... make room", left)
+       "the checkpoint of step 6 could not be written to ... File too large ... make room", left)
       for rank in (0, 1) for options, left in (("", [3]), ("--async-save --save-every 6", []))],
     ("single.py", 0, "", "at(5, lambda: fill_disk_under('metrics.jsonl'))",
      "metrics.jsonl cannot be written ... No space left on device", [3]),

@@ -455,7 +455,7 @@ def break_settings(**values):
         run = json.loads((step / "run.json").read_text())
         run["must stay the same"] |= values
         (step / "run.json").write_text(json.dumps(run))
-        checkpoint.write_hashes(step, ["run.json"])
+        checkpoint.write_hash(step / "run.json")
     return edit
 
 

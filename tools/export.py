@@ -21,7 +21,7 @@ import shutil
 import torch
 from tqdm import tqdm
 
-from common.checkpoint import list_checkpoints, open_tensors
+from common.checkpoint import MUST, list_checkpoints, open_checkpoint
 from common.errors import SettingError
 from common.options import at_least
 from common.weights import check_shapes, config_from, shapes_of
@@ -136,13 +136,14 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
         SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
     """
     check_is_free(folder)
-    stored, read_one, settings = open_tensors(
-        checkpoint, around=lambda files: tqdm(files, "checking", unit=" files", leave=False)
-    )
+    reader, stored, saved = open_checkpoint(checkpoint)
+    settings = saved[MUST]
     config = config_of(settings, checkpoint)
     shapes = shapes_of(config)
-    check_shapes({name: shape for name, (shape, _) in stored.items()}, shapes, checkpoint)
-    dtype = dtype or stored[next(iter(shapes))][1]
+    found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
+             if name.startswith("model.")}
+    check_shapes(found, shapes, checkpoint)
+    dtype = dtype or stored[f"model.{next(iter(shapes))}"].properties.dtype
     if dtype not in NAMES:
         raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
@@ -157,7 +158,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
             with open(temporary / path, "wb") as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
                 for name in names:
-                    write_tensor(file, name, read_one(name), dtype)
+                    write_tensor(file, name, reader.read_tensor(f"model.{name}"), dtype)
                     bar.update(sizes[name])
                 file.flush()
                 os.fsync(file.fileno())
