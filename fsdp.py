@@ -81,7 +81,7 @@ def main(argv=None):
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    # A mesh of two dimensions adds an all-reduce for each group, even if there is one replica.
+    # FSDP: a mesh of two dimensions adds an all-reduce for each group, even over one replica
     shard(
         model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,  # FSDP: instead of autocast

@@ -68,7 +68,7 @@ def main(argv=None):
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
             last = micro_batch == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
-                # .float(), but for --dtype float64: in bfloat16 a loss has 3 digits.
+                # As .float(), but --dtype float64 stays: a loss in bfloat16 has 3 digits.
                 logits = replica(inputs).to(args.param_dtype)
                 micro_loss = F.cross_entropy(logits, targets, reduction="sum") / count
                 (micro_loss * n).backward()  # DDP: times n, since gradients are averaged over ranks
