@@ -155,8 +155,8 @@ class TokenDataset(Dataset):
         vocab_size: refuse token ids that are not below this.
         option: the name of ``data`` in error messages.
 
-    Only the tokens of a sample are read, when it is asked for. Links are followed; files and folders
-    whose names start with a dot are skipped. A sample is two int64 tensors (T,).
+    A sample is two int64 tensors (T,), read from the files when it is asked for. Links are
+    followed. Files and folders whose names start with a dot are skipped.
 
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half

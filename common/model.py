@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import SettingError
+from common.errors import refuse
 
 
 @dataclasses.dataclass
@@ -40,32 +40,22 @@ class ModelConfig:
     rope_scaling: dict | None = None  # Llama 3.1's, see rotary_table; None: nothing is scaled
 
     def __post_init__(self):
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not value > 0:
-                raise SettingError(f"{name} is {value}: it must be greater than 0")
-        if self.num_hidden_layers > MAX_LAYERS:  # built one by one, also on the meta device
-            raise SettingError(
-                f"num_hidden_layers is {self.num_hidden_layers}: it must be at most {MAX_LAYERS}"
-            )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise SettingError(
-                    f"num_attention_heads {self.num_attention_heads} does not divide hidden_size "
-                    f"{self.hidden_size}: change one of them, or give head_dim"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.head_dim % 2:
-            raise SettingError(
-                f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs, so choose "
-                f"hidden_size and num_attention_heads so that their quotient is even"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise SettingError(
-                f"num_key_value_heads {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}: each key/value head serves "
-                f"equally many query heads"
-            )
+        heads = self.num_attention_heads
+        self.num_key_value_heads = kv_heads = self.num_key_value_heads or heads
+        refuse([
+            (self.head_dim is None and self.hidden_size % heads,
+             f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}: change "
+             f"one of them, or give head_dim"),
+            (heads % kv_heads,
+             f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}: each "
+             f"key/value head serves equally many query heads"),
+            (self.num_hidden_layers > MAX_LAYERS,  # they are built one by one, also by a dry run
+             f"num_hidden_layers is {self.num_hidden_layers}: it must be at most {MAX_LAYERS}"),
+        ])
+        self.head_dim = self.head_dim or self.hidden_size // heads
+        refuse([(self.head_dim % 2,
+                 f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs, so choose "
+                 f"hidden_size and num_attention_heads so that their quotient is even")])
 
     def flops_per_token(self, seq_len):
         """Floating-point operations per token of a forward and a backward pass, as PaLM counts them

@@ -11,8 +11,9 @@ import torch
 
 from common.data import STANDARD_LIBRARY, open_datasets
 from common.data import fingerprint as fingerprint_of_data
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 from common.launch import rank_and_world_size
+from common.loggers import is_installed
 from common.model import PRESETS, ModelConfig
 from common.weights import fingerprint, is_tied, read_config
 
@@ -42,22 +43,18 @@ def at_least(minimum, kind=int, above=False, most=2**31 - 1):
 
 
 def _folder(text):
-    """An argparse type: a path, but not an empty one, which would be the working folder."""
     return pathlib.Path(_path(text))
 
 
 def _path(text):
-    """An argparse type: text that is not empty."""
+    """An argparse type: an empty path would be the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or a folder")
     return text
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints the docstring as it stands, and the default of every option that takes a value."""
-
-    def _get_help_string(self, action):
-        return action.help if action.nargs == 0 else super()._get_help_string(action)
+    """Prints the docstring as it stands, and the default of every option."""
 
 
 def option_parser(doc, model=True, text=True):
@@ -69,78 +66,73 @@ def option_parser(doc, model=True, text=True):
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
-    parser.error = _refuse
+    parser.error = lambda message: refuse([(True, message)])
     if rank_and_world_size()[0] != 0:
         parser.print_help = lambda: None  # rank 0 prints it
     whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=whole, default=200, metavar="N", help="optimizer steps in the whole run; "
-        "the cosine decay ends there")
-    add("--batch-size", type=at_least(1, most=2**24), default=16, metavar="B", help="sequences in "
-        "the global batch, over all ranks and micro-batches")
+    add("--steps", type=whole, default=200, metavar="N",
+        help="optimizer steps in the whole run; the cosine decay ends there")
+    add("--batch-size", type=at_least(1, most=2**24), default=16, metavar="B",
+        help="sequences in the global batch, over all ranks and micro-batches")
     add("--grad-accum", type=whole, default=1, metavar="N", help="gradient-accumulation steps: "
         "micro-batches into which each rank cuts its share of the batch")
     add("--lr", type=number, default=2e-3, metavar="LR", help="peak learning rate")
-    add("--min-lr", type=number, default=0.0, metavar="LR", help="learning rate at the end of the "
-        "cosine decay")
-    add("--warmup-steps", type=at_least(0), default=10, metavar="N", help="steps of linear warm-up "
-        "to --lr")
-    add("--weight-decay", type=number, default=0.1, metavar="X", help="weight decay of AdamW, for "
-        "matrices; norms have none")
-    for n, beta in enumerate((0.9, 0.95), 1):
-        add(f"--beta{n}", type=at_least(0, float, most=1 - 1e-9), default=beta, metavar="X",
+    add("--min-lr", type=number, default=0.0, metavar="LR",
+        help="learning rate at the end of the cosine decay")
+    add("--warmup-steps", type=at_least(0), default=10, metavar="N",
+        help="steps of linear warm-up to --lr")
+    add("--weight-decay", type=number, default=0.1, metavar="X",
+        help="weight decay of AdamW, for matrices; norms have none")
+    for name, beta in (("--beta1", 0.9), ("--beta2", 0.95)):
+        add(name, type=at_least(0, float, most=1 - 1e-9), default=beta, metavar="X",
             help="beta of AdamW")
     add("--grad-clip", type=number, default=1.0, metavar="NORM", help="gradients with a larger "
         "global norm are scaled down to this norm; 0: no clipping")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the initial weights and "
-        "of the order of the data")
+    add("--seed", type=at_least(0), default=0, metavar="N",
+        help="seed of the initial weights and of the order of the data")
 
     add = parser.add_argument_group("data").add_argument
     if text:
         add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
             "text file, or a folder of either; text is read as bytes; "
             f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
-        add("--val-data", type=_path, metavar="PATH", help="held-out data, of the "
-            "kinds that --data takes: evaluate the model on it; None: no validation")
-        add("--val-every", type=whole, default=100, metavar="N", help="with --val-data: steps "
-            "between evaluations; the last step has one too")
-        add("--val-batches", type=whole, default=10, metavar="N", help="with --val-data: batches "
-            "of --batch-size sequences in each evaluation, always the same ones; fewer if the data "
-            "has fewer")
+        add("--val-data", type=_path, metavar="PATH", help="held-out data, of the kinds that "
+            "--data takes: evaluate the model on it; None: no validation")
+        add("--val-every", type=whole, default=100, metavar="N",
+            help="steps between evaluations; the last step has one too")
+        add("--val-batches", type=whole, default=10, metavar="N", help="batches of --batch-size "
+            "sequences in each evaluation, always the same; fewer if the data has fewer")
         add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
             "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
         add("--seq-len", type=whole, default=128, metavar="T", help="tokens in a sequence")
-    add("--workers", type=at_least(0, most=1024), default=0, metavar="N", help="processes per rank "
-        "that read ahead; 0: the training process reads")
+    add("--workers", type=at_least(0, most=1024), default=0, metavar="N",
+        help="processes per rank that read ahead; 0: the training process reads")
 
     if model:
-        group = parser.add_argument_group(
-            "model", "A preset; every dimension can be changed, by its name in Hugging Face's "
-            "config."
-        )
-        group.add_argument("--model", default=argparse.SUPPRESS, metavar="PRESET",
-                           help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
-        group.add_argument("--init-from", type=_folder, metavar="FOLDER", help="start from the "
-                           "weights of a Llama of Hugging Face, in a folder with config.json, "
-                           "which gives the dimensions, and safetensors files; needs the package "
-                           "safetensors; None: start from weights drawn by --seed")
+        add = parser.add_argument_group("model", "A preset; every dimension can be changed, by its "
+                                        "name in Hugging Face's config.").add_argument
+        add("--model", default=argparse.SUPPRESS, metavar="PRESET",
+            help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
+        add("--init-from", type=_folder, metavar="FOLDER", help="start from the weights of a Llama "
+            "of Hugging Face, in a folder with config.json, which gives the dimensions, and "
+            "safetensors files; needs the package safetensors; None: start from weights drawn by "
+            "--seed")
         for field in dataclasses.fields(ModelConfig):
             if field.name != "rope_scaling":  # presets and a config.json have it
                 kind = float if field.type is float else int
-                group.add_argument(
-                    _flag(field.name), type=at_least(0, kind, above=True),
+                add(_flag(field.name), type=at_least(0, kind, above=True),
                     default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                    help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}",
-                )
+                    help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}")
 
     add = parser.add_argument_group("device and arithmetic").add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is "
-        "a GPU, otherwise the CPU")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: CUDA if there is a GPU, otherwise the CPU")
     add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="what carries "
         "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
-    add("--timeout", type=whole, default=600, metavar="SECONDS", help="fail if a rank does not "
-        "take part in a collective for this long")
+    add("--timeout", type=whole, default=600, metavar="SECONDS",
+        help="fail if a rank does not take part in a collective for this long")
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: "
         "matrix products in bfloat16 (in fsdp.py and hybrid_3d.py hidden states too), weights and "
         "optimizer states in float32; float64: to compare curves exactly")
@@ -152,10 +144,10 @@ def option_parser(doc, model=True, text=True):
     add("--out", type=_folder, default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem),
         metavar="FOLDER", help="run folder, for checkpoints and metrics.jsonl; with several "
         "machines, a folder that they share")
-    add("--save-every", type=at_least(0), default=100, metavar="N", help="steps between "
-        "checkpoints; the last step saves one too; 0: save none")
-    add("--keep", type=whole, default=2, metavar="N", help="how many of the newest checkpoints to "
-        "keep")
+    add("--save-every", type=at_least(0), default=100, metavar="N",
+        help="steps between checkpoints; the last step saves one too; 0: save none")
+    add("--keep", type=whole, default=2, metavar="N",
+        help="how many of the newest checkpoints to keep")
     add("--async-save", action="store_true", help="write checkpoints while training continues")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
         "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew")
@@ -164,10 +156,10 @@ def option_parser(doc, model=True, text=True):
         "metrics.jsonl; the first and the last step have a line too")
     add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases, offline if "
         "there is no API key; needs the package wandb")
-    add("--tensorboard", action="store_true", help="log for TensorBoard, in --out; needs the "
-        "package tensorboard")
-    add("--profile", action="store_true", help="write a Chrome trace of a few steps to --out, for "
-        "each rank")
+    add("--tensorboard", action="store_true",
+        help="log for TensorBoard, in --out; needs the package tensorboard")
+    add("--profile", action="store_true",
+        help="write a Chrome trace of a few steps to --out, for each rank")
     return parser
 
 
@@ -180,11 +172,15 @@ def parse_options(parser, argv=None):
         SettingError: an option is wrong.
     """
     args = parser.parse_args(argv)
+    missing = "--{0} needs the package {0}: python -m pip install {0}"
+    refuse([
+        (args.profile and args.steps < 4,
+         f"--profile with --steps {args.steps}: it traces from the fourth step, use at least 4"),
+        (args.wandb and not is_installed("wandb"), missing.format("wandb")),
+        (args.tensorboard and not is_installed("tensorboard"), missing.format("tensorboard")),
+    ])
     if "init_from" in args:
         args.config = _model_config(args)
-    if args.profile and args.steps < 4:
-        _refuse(f"--profile with --steps {args.steps}: it traces from the fourth step, use at "
-                f"least 4")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         args.resume = True  # torchrun has restarted this process: from the newest checkpoint
     else:
@@ -199,31 +195,32 @@ def parse_options(parser, argv=None):
 def _model_config(args):
     """The preset, with the dimensions that the command line changes; or the config of --init-from,
     which the command line may repeat and not change. Sets ``args.model``, a name for people."""
-    preset = getattr(args, "model", "tiny")
-    if preset not in PRESETS:
-        _refuse(f"--model {preset}: no such preset, choose from {', '.join(PRESETS)}")
-    names = [field.name for field in dataclasses.fields(ModelConfig)]
-    given = {name: getattr(args, name) for name in names if name in args}
+    chosen = getattr(args, "model", "tiny")
+    refuse([(chosen not in PRESETS,
+             f"--model {chosen}: no such preset, choose from {', '.join(PRESETS)}")])
+    fields = [field.name for field in dataclasses.fields(ModelConfig)]
+    given = {name: getattr(args, name) for name in fields if name in args}
+    preset = vars(PRESETS[chosen])
     if args.init_from:
         there, out = os.path.realpath(args.init_from), os.path.realpath(args.out)
         if pathlib.Path(there).is_relative_to(out):  # a run moves and removes files in its folder
             _refuse(f"--init-from {args.init_from} lies in --out {args.out}: choose another --out")
         config = read_config(args.init_from)
-        for name, value in (vars(PRESETS[preset]) | given if "model" in args else given).items():
-            if (there := getattr(config, name)) != value:
-                option = _flag(name) if name in given else f"--model {preset} with {name}"
-                _refuse(
+        for name, value in ((preset if "model" in args else {}) | given).items():
+            if value != getattr(config, name):
+                option = _flag(name) if name in given else f"--model {chosen} with {name}"
+                raise SettingError(
                     f"{option} {value} contradicts --init-from {args.init_from}, whose config.json "
-                    f"has {there}: leave out the option, or change the file"
+                    f"has {getattr(config, name)}: leave out the option, or change the file"
                 )
         tied = ", its head trained apart from its embedding" * is_tied(args.init_from)
         # With a hash of the weights: each machine may have a folder of its own.
         args.model = f"of {args.init_from} ({fingerprint(args.init_from)}){tied}"
         return config
-    args.model = preset
+    args.model = chosen
     if {"hidden_size", "num_attention_heads"} & given.keys():
         given.setdefault("head_dim", None)  # follows from the two
-    return ModelConfig(**vars(PRESETS[preset]) | given)
+    return ModelConfig(**preset | given)
 
 
 def run_settings(args, dataset, config=None):
@@ -241,7 +238,3 @@ def run_settings(args, dataset, config=None):
 
 def _flag(name):
     return f"--{name.replace('_', '-')}"
-
-
-def _refuse(message):
-    raise SettingError(message)

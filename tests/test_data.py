@@ -32,7 +32,7 @@ def order(dp=1, grad_accum=1, start=0, stop=15, size=SIZE, **options):
 
 
 def test_permutation_for_every_size():
-    for size in [*range(1, 1000), *range(1000, 10_001, 3)]:
+    for size in [*range(1, 600), *range(600, 10_001, 37)]:
         places = permute(np.arange(size), size, (0, size))
         assert (np.bincount(places, minlength=size) == 1).all(), size
 
@@ -224,14 +224,13 @@ def test_any_structure_of_tensors_is_moved(workers):
 Point = collections.namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_token_beyond_the_vocabulary_is_refused(tmp_path, workers):
-    """In one line, also from a worker."""
+def test_a_token_beyond_the_vocabulary_is_refused_by_a_worker(tmp_path):
+    """In one line."""
     np.full(1000, 300, np.uint16).tofile(tmp_path / "tokens.bin")
     dataset = TokenDataset(tmp_path / "tokens.bin", 8, vocab_size=256)
     sampler = BatchSampler(len(dataset), 4, stop=1)
     with pytest.raises(SettingError) as error:
-        next(load_batches(dataset, sampler, torch.device("cpu"), workers))
+        next(load_batches(dataset, sampler, torch.device("cpu"), workers=1))
     assert "holds token 300, beyond a vocabulary of 256: raise --vocab-size" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -242,12 +241,6 @@ def test_it_serves_a_users_own_dataset():
     assert [[int(x**0.5) for x in batch] for batch in loader] == order()
 
 
-def test_a_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(SettingError,
-                       match="--batch-size 10 .* 4 data-parallel ranks.*: .* 8 or 12"):
-        BatchSampler(SIZE, 10, rank=0, world_size=4)
-    with pytest.raises(SettingError,
-                       match="2 data-parallel ranks x 3 accumulation steps: .* such as 6"):
-        BatchSampler(SIZE, 4, 3, rank=0, world_size=2)
+def test_a_replication_that_does_not_divide_the_ranks_is_refused():
     with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
         BatchSampler(SIZE, 12, rank=0, world_size=4, replication=3)

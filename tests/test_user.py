@@ -7,7 +7,6 @@ import pytest
 
 from common.checkpoint import list_checkpoints, step_of
 from common.model import ModelConfig
-from tests.sample import sampled
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
@@ -91,14 +90,10 @@ atexit.register(print, "the handler has run")
 """
 
 
-@pytest.mark.parametrize("script, runs", sampled(
-    [("ddp.py", 3), ("ddp.py", 20), ("zero.py", 20), ("fsdp.py", 20)], [("ddp.py", 3)]
-))
-def test_good_runs_end_with_status_0(run, corpus, script, runs):
-    """gloo can abort or hang while the interpreter is taken down, so it is not: see ``launch``."""
-    for i in range(runs):
-        options = f"{SMALL} --steps 2 --num-hidden-layers 2 --data {corpus}"
-        result = run(script, 2, options, out=f"out-{i}", inject=LAST)
-        assert result.statuses == [0, 0] and "final loss" in result.output
-        assert result.output.count("the handler has run") == 2
-        assert "the interpreter is finalised" not in result.output
+def test_the_interpreter_is_not_finalised(run, corpus):
+    """gloo could abort or hang meanwhile: see ``launch``. Handlers run all the same."""
+    options = f"{SMALL} --steps 2 --num-hidden-layers 2 --data {corpus}"
+    result = run("ddp.py", 2, options, inject=LAST)
+    assert result.statuses == [0, 0] and "final loss" in result.output
+    assert result.output.count("the handler has run") == 2
+    assert "the interpreter is finalised" not in result.output
