@@ -58,9 +58,7 @@ def config_from(found, path):
     scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
     if kind == "default" and not scaling:
         found["rope_scaling"] = None
-    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING) and all(
-        isinstance(value, (int, float)) and value > 0 for value in scaling.values()
-    ):
+    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING):
         found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
     else:
         raise SettingError(
@@ -69,9 +67,7 @@ def config_from(found, path):
         )
     for name, plain in PLAIN.items():
         value = found.get(name)
-        if value is None and name != "model_type":
-            continue
-        if value != plain:
+        if value != plain and (value is not None or name == "model_type"):
             raise SettingError(
                 f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
@@ -80,17 +76,15 @@ def config_from(found, path):
         value = found.get(field.name)
         if value is None and field.name in NEEDED:
             raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
-        if value is not None:
-            kinds = (int, float) if field.type is float else int
-            if field.name != "rope_scaling" and (
-                isinstance(value, bool) or not isinstance(value, kinds)
-                or not 0 < value < (math.inf if field.type is float else 2**31)
-            ):
-                kind = "number" if field.type is float else "whole number"
-                raise SettingError(
-                    f"{path} has {field.name} {value!r:.80}: it must be a {kind} greater than 0"
-                )
-            values[field.name] = value
+        if value is None:
+            continue
+        kinds, most = ((int, float), math.inf) if field.type is float else ((int,), 2**31)
+        if field.name != "rope_scaling" and (type(value) not in kinds or not 0 < value < most):
+            raise SettingError(
+                f"{path} has {field.name} {value!r:.80}: it must be a "
+                f"{'number' if field.type is float else 'whole number'} greater than 0"
+            )
+        values[field.name] = value
     try:
         return ModelConfig(**values)
     except SettingError as error:
@@ -150,7 +144,7 @@ def load_weights(model, folder):
     for name, entry in stored.items():
         if len(entry.chunks) > 1:
             raise SettingError(f"{folder} has {name} in two files")
-        if entry.properties.dtype not in DTYPES:
+        if entry.properties.dtype not in DTYPES:  # integers are quantized weights
             raise SettingError(
                 f"{folder} has {name} in {entry.properties.dtype}: only "
                 f"{', '.join(map(str, DTYPES))} are supported"
@@ -216,20 +210,12 @@ def check_shapes(found, expected, where):
     Raises:
         SettingError: a tensor is missing, unexpected or of another shape; it names the first one.
     """
-    for name, shape in expected.items():
+    for name in expected | found:
         if name not in found:
-            raise SettingError(f"{where} lacks {_some([n for n in expected if n not in found])}")
-        if found[name] != shape:
+            raise SettingError(f"{where} lacks the tensor {name}")
+        if name not in expected:
+            raise SettingError(f"{where} has the tensor {name}, unlike a Llama of its config")
+        if found[name] != expected[name]:
             raise SettingError(
-                f"{where} has {name} of shape {found[name]}, and its config needs {shape}"
+                f"{where} has {name} of shape {found[name]}, and its config needs {expected[name]}"
             )
-    if unknown := [name for name in found if name not in expected]:
-        raise SettingError(
-            f"{where} has {_some(unknown)}, which a Llama of its config does not have"
-        )
-
-
-def _some(names):
-    """The first name, and how many more there are."""
-    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-    return f"the tensor {names[0]}{more}"

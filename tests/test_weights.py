@@ -187,14 +187,11 @@ def test_the_first_loss_is_that_of_transformers(expected, llama, corpus):
 
 
 RUNS = [
-    ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py --stage 2", 3), ("fsdp.py", 2),
-    ("fsdp.py", 3), ("fsdp.py --replicate 2", 4), ("tp.py", 2),
-    ("cp.py", 2), ("pp.py", 2),
-    ("pp.py --schedule zbv", 1), ("hybrid_3d.py --tp 2 --pp 2", 4),
-    ("hybrid_3d.py --tp 2 --cp 2 --microbatches 2", 4),
+    ("ddp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3), ("tp.py", 2), ("cp.py", 2),
+    ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]
 # What each rank holds of the weights, at most; all read it once
-SHARES = {("fsdp.py", 2): 1 / 2, ("fsdp.py", 3): 1 / 3, ("tp.py", 2): 1 / 2, ("pp.py", 2): 1 / 2,
+SHARES = {("fsdp.py", 3): 1 / 3, ("tp.py", 2): 1 / 2, ("pp.py", 2): 1 / 2,
           ("hybrid_3d.py --tp 2 --pp 2", 4): 1 / 4}
 READS = """
 import atexit, json, safetensors, common.step
@@ -237,15 +234,12 @@ def test_every_script_starts_from_the_weights(run, expected, llama, corpus, tmp_
         assert len(read) < 22 or "pp" not in command
 
 
-@pytest.mark.parametrize("command, world", sampled(
-    [("pp.py", 2), ("pp.py --schedule zbv", 2), ("hybrid_3d.py --tp 2 --pp 2", 4)], [("pp.py", 2)]
-))
-def test_a_tied_head_in_a_pipeline(run, corpus, tmp_path, command, world):
+def test_a_tied_head_in_a_pipeline(run, corpus, tmp_path):
     """The last stage alone reads the embedding a second time: reading waits for no other rank."""
     save(tmp_path / "tied", torch.bfloat16, "20KB", tie_word_embeddings=True)
     options = f"{TRAIN} --init-from {tmp_path / 'tied'} --data {corpus} --steps 2"
     expected = run("single.py", 0, options, out="single").curve()
-    for row, other in zip(run(command, world, options).curve(), expected, strict=True):
+    for row, other in zip(run("pp.py", 2, options).curve(), expected, strict=True):
         assert row == pytest.approx(other, abs=1e-10)
 
 
@@ -317,15 +311,14 @@ def test_the_weights_do_not_lie_in_the_run_folder(copied):
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
     ({"rope_scaling": {"factor": 2.0}}, "rope_type 'default'"),
     ({"rope_scaling": [8]}, r"rope_scaling is \[8\]: it must be a dict"),
-    ({"rope_scaling": SCALING | {"factor": "8"}}, "only 'llama3'"),
     ({"rope_scaling": SCALING | {"mscale": 1.0}}, "mscale; only 'llama3'"),
     ({"hidden_size": 32.5}, "hidden_size 32.5: it must be a whole number greater than 0"),
     ({"hidden_size": 10**400}, "hidden_size 1000.*: it must be a whole number"),
     ({"vocab_size": True}, "vocab_size True"), ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
     ({"head_dim": 7}, "head_dim 7 is odd"), ({"vocab_size": None}, "lacks vocab_size"),
     # What the files do not have:
-    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight and 8 more"),
-    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.* and 8 more tensors, which a Ll"),
+    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
+    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
     ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
     ({"tie_word_embeddings": True, "vocab_size": 255}, r"shape \(256, 32\), and .* \(255, 32\)"),
 ])
@@ -350,7 +343,7 @@ DAMAGE = {
     "a pointer of Git LFS": (1, lambda path: path.write_text("version https://git-lfs"),
                              "model-00001-of-00005.safetensors cannot be read"),
     "a FIFO": (1, become_a_fifo, "model-00001-of-00005.safetensors cannot be read .it is not a re"),
-    "not there": (3, pathlib.Path.unlink, "lacks the tensor model.layers.1.* more tensors"),
+    "not there": (3, pathlib.Path.unlink, "lacks the tensor model.layers.1"),
     "integers": (2, lambda path: resave(path, lambda tensors: {
         name: tensor.to(torch.int8) for name, tensor in tensors.items()
     }), "in torch.int8: only torch.float64, torch.float32, torch.float16, torch.bfloat16 are supp"),
@@ -377,18 +370,14 @@ def test_a_missing_package_is_one_line(llama, monkeypatch):
         ours(llama[0])
 
 
-@pytest.mark.parametrize("command, world", sampled(
-    [("single.py", 0), ("pp.py", 2)], [("pp.py", 2)]
-))
-def test_a_script_ends_with_one_line(run, copied, corpus, command, world):
+def test_a_script_ends_with_one_line(run, copied, corpus):
     """Also if only the other stage holds the tensor that is wrong."""
     change(copied, vocab_size=250)
-    result = run(command, world, f"{TRAIN} --init-from {copied} --data {corpus} --steps 1",
+    result = run("pp.py", 2, f"{TRAIN} --init-from {copied} --data {corpus} --steps 1",
                  expect_ok=False)
-    assert all(status == 1 for status in result.statuses)
+    assert result.statuses == [1, 1] and "Traceback" not in result.output
     (line,) = [line for line in result.lines if "error" in line]
-    assert line.startswith(f"{command}: error: {copied} has model.embed_tokens.weight of shape")
-    assert "Traceback" not in result.output
+    assert line.startswith(f"pp.py: error: {copied} has model.embed_tokens.weight of shape")
 
 
 # Writing

@@ -8,8 +8,7 @@ ranks. It writes config.json, and model.safetensors or shards with an index. Che
 tokenizer: copy one into the folder. One process is enough, without a GPU or further packages.
 
 It reads, converts and writes one tensor after the other. So it does not need memory for the model
-or for a shard, but at most for twice the largest tensor: for the tensor, and for the largest part
-of it that one rank saved.
+or for a shard, but at most for three times the largest tensor.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ from tools.command import make_parser, run
 NAMES = {  # safetensors' names of the types that we write
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
 }
-PIECE = 2**22  # numbers that are converted at a time
 
 
 def find_checkpoint(path):
@@ -111,19 +109,6 @@ def header(shapes, dtype):
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensor(file, name, tensor, dtype):
-    """Write the numbers of a tensor, converted a piece at a time.
-
-    Raises:
-        SettingError: one of them is too large for ``dtype``.
-    """
-    for piece in tensor.view(-1).split(PIECE):
-        piece = piece.to(dtype)
-        if not piece.isfinite().all():
-            raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
-        file.write(piece.view(torch.uint8).numpy())
-
-
 def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
     on disk. Returns the names of the safetensors files.
@@ -158,7 +143,12 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
             with open(temporary / path, "wb") as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
                 for name in names:
-                    write_tensor(file, name, reader.read_tensor(f"model.{name}"), dtype)
+                    tensor = reader.read_tensor(f"model.{name}").to(dtype)
+                    if not tensor.isfinite().all():
+                        raise SettingError(
+                            f"{name} has numbers too large for {dtype}: take --dtype bfloat16"
+                        )
+                    file.write(tensor.view(torch.uint8).numpy())
                     bar.update(sizes[name])
                 file.flush()
                 os.fsync(file.fileno())
