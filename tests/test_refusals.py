@@ -199,11 +199,11 @@ DIFFERENCES = [
     # Found by one rank, while others connect
     ("ddp.py", "common.launch.pick_device = lambda *_, **__: torch.device(['cpu', 'cuda'][rank])",
      "is cpu on rank 0 and cuda on rank 1"),
-    *[(f"{command} --data {data}", "os.chdir(str(rank))", words)
+    *[(f"{command} --out ../out --data {data}", "os.chdir(str(rank))", words)
       for command in ("ddp.py", "pp.py") for data, words in [
         ("letters", "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
         ("length", "the number of samples in --data is 78 on rank 0 and 79 on rank 1")]],
-    ("ddp.py --data ../file --val-data letters", "os.chdir(str(rank))",
+    ("ddp.py --out ../out --data ../file --val-data letters", "os.chdir(str(rank))",
      "the hash of some samples in --val-data is ... on rank 0 and ... on rank 1: start all"),
     # A setting of a foreign model
     ("fsdp.py", "settings = common.options.run_settings; common.options.run_settings = "
