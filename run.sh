@@ -43,7 +43,7 @@ fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
 # Does this Python have what requirements.txt names? Only the tests need pytest.
 has_requirements() {
-  [ "$("$1" - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
+  [ "$("$1" -P - "$here/requirements.txt" "$command" 2>/dev/null <<'PYTHON'
 import re, sys
 from importlib.metadata import version
 number = lambda version: [int(part) for part in re.findall("[0-9]+", version)[:2]]
@@ -67,8 +67,8 @@ find_python() {
   "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed; name one by PYTHON=..."
   echo "run.sh: installing requirements.txt into $environment" >&2
-  "${PYTHON:-python3}" -m venv "$environment"
-  "$python" -m pip install --disable-pip-version-check "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
+  "${PYTHON:-python3}" -P -m venv "$environment"
+  "$python" -P -m pip install --disable-pip-version-check "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
 }
 
 # Print a command, which may begin with variables, so that it can be typed again, and run it.
@@ -85,7 +85,7 @@ show_and_run() {
 # Start the processes of this machine by torchrun, which watches them.
 run_here() {
   local processes threads nodes=()
-  processes=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+  processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
   [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$processes': it must be a whole number, at least 1"
   # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
@@ -93,12 +93,14 @@ run_here() {
   # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
+  # Otherwise torch warns, with a stack, when a process that another waits for has ended.
+  [[ -v TORCH_CPP_LOG_LEVEL ]] || variables+=(TORCH_CPP_LOG_LEVEL=ERROR)
   # A script without a common/ of its own, such as those in examples/, imports the one beside this file.
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
     [ -n "${NODE_RANK:-}" ] || fail "NNODES is $NNODES but NODE_RANK is not set: which machine is this, counted from 0?"
     [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR is not set: give the address of machine 0"
-    "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
+    "$python" -P -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
     # c10d: when one machine restarts its processes, all machines do. c10d sorts the machines by
     # --local-addr (~ sorts last); the processes connect to the address of the first machine.
@@ -215,9 +217,10 @@ if [ "$command" = test ]; then
   cd "$here"
   exec "$python" -m pytest "$@"
 fi
+# -P: a json.py in the working folder is not Python's.
 if [[ " bench plan dry_run export prepare plot " = *" $command "* ]]; then
   find_python
-  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "tools.$command" "$@"
+  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "tools.$command" "$@"
 fi
 script=$command
 [ -f "$script" ] || script=$here/$command

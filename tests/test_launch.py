@@ -168,6 +168,16 @@ def test_a_copied_script_uses_the_common_beside_it(tmp_path, launcher):
     assert "its own\n" in finish(process) and process.returncode == 0
 
 
+def test_nothing_imports_from_the_working_folder(tmp_path):
+    for name in ("json", "re", "socket", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
+    (tmp_path / "show.py").write_text("print('started')\n")
+    output = finish(start([*RUN, "plot", "--help"], tmp_path))
+    assert output.startswith("usage: python -m tools.plot "), output
+    output = finish(start([*RUN, "show.py"], tmp_path, NNODES="1"))
+    assert output.endswith("started\n"), output
+
+
 @thorough
 def test_on_one_machine_nothing_listens_beyond_loopback(tmp_path, corpus):
     process = start([*RUN, "ddp.py", *ENDLESS.split(), "--data", corpus], tmp_path, NPROC="2")
