@@ -16,6 +16,7 @@ import os
 import pathlib
 import stat
 import sysconfig
+import tempfile
 
 import numpy as np
 import torch
@@ -262,6 +263,11 @@ def load_batches(dataset, sampler, device, workers=0):
     """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated into
     any structure of tensors, such as a tuple or a dict. ``workers`` processes read ahead; 0: this
     process reads."""
+    if workers and len(folder := tempfile.gettempdir()) > 70:
+        raise SettingError(
+            f"TMPDIR is {folder}: too long for the Unix sockets of --workers; name a folder of at "
+            f"most 70 characters"
+        )
     loader = DataLoader(
         dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise it would advance the random state of training

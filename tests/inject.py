@@ -16,6 +16,7 @@ import resource
 import runpy
 import signal
 import sys
+import tempfile
 import time  # noqa: F401
 
 import torch
@@ -138,12 +139,29 @@ def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def stop_rank_1(number):
-    """Rank 1 stops before step ``number``. When rank 0 ends it kills rank 1, which would stay."""
+def stop(number, stopped):
+    """Of two ranks one stops before step ``number``. When the other ends it kills the first, which
+    would stay."""
     note = pathlib.Path("stopped")
     end = lambda: os.kill(int(note.read_text()), signal.SIGKILL)  # noqa: E731
-    at(number, lambda: (note.write_text(str(os.getpid())), signal_self("SIGSTOP")), on=1)
-    at(number, lambda: atexit.register(end), on=0)
+    at(number, lambda: (note.write_text(str(os.getpid())), signal_self("SIGSTOP")), on=stopped)
+    at(number, lambda: atexit.register(end), on=1 - stopped)
+
+
+def fail(words):
+    raise RuntimeError(words)
+
+
+def end_reader():
+    """Of what this process prints to stdout."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+
+
+def long_tmpdir():
+    tempfile.tempdir = os.path.abspath("long" * 30)
+    os.mkdir(tempfile.tempdir)
 
 
 def limit_files(size):

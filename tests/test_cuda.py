@@ -123,7 +123,7 @@ def test_counted_bytes_are_what_is_allocated(on_gpus, command):
 @pytest.mark.skipif(N < 2, reason="needs two GPUs")
 def test_a_rank_that_stops_leaves_records(on_gpus):
     """NCCL's watchdog ends the other ranks, and writes down their last collectives."""
-    result = on_gpus("ddp.py", 2, "--timeout 20", inject="stop_rank_1(3)", expect_ok=False,
+    result = on_gpus("ddp.py", 2, "--timeout 20", inject="stop(3, 1)", expect_ok=False,
                      timeout=120)
     assert all(result.statuses) and "Watchdog" in result.output
     assert (result.out / "flight-record-rank0").stat().st_size > 0

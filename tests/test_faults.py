@@ -54,8 +54,11 @@ FAULTS = [
         ("pp.py", 2, "x[..., :5]", "(2, 32, 5) torch.float32"))],
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, lambda: signal_self('SIGKILL'), on=1)", LOST, [3]),
-    *[(command, 2, "--timeout 5", "stop_rank_1(5)", LOST, [3])
+    *[(command, 2, "--timeout 5", "stop(5, 1)", LOST, [3])
       for command in ("ddp.py", *(f"hybrid_3d.py --{axis} 2" for axis in ("tp", "pp", "cp")))],
+    ("ddp.py", 2, "--timeout 5", "stop(5, 0)", LOST.replace("rank 0", "rank 1"), [3]),
+    ("ddp.py", 2, "", "at(5, lambda: fail('pair.cc: Application timeout caused pair closure'))",
+     "failed, since another process has ended or was silent for --timeout", [3]),
     ("fsdp.py", 2, "--timeout 5", "at(5, lambda: time.sleep(10), on=1)",
      "failed, since another process has ended or was silent for --timeout", [3]),
     # A disk that is full, a file that cannot be written
@@ -66,6 +69,10 @@ FAULTS = [
      "metrics.jsonl cannot be written ... No space left on device", [3]),
     ("single.py", 0, "", "at(8, lambda: pathlib.Path('out/summary.json').mkdir())",
      "summary.json cannot be written ... Is a directory", [3, 6, 8]),
+    # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
+    ("ddp.py", 2, "", "end_reader()", "nobody reads what this process prints", []),
+    ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
+    ("single.py", 0, "--workers 2", "at(5, kill_a_worker)", "DataLoader worker (pid", [3]),
     # Data that is replaced or cut while it is read, by this process or by a worker
     ("single.py", 0, "--data copy",
      "at(5, lambda: (open('new', 'wb').write(b'news ' * 20_000), os.replace('new', 'copy')))",
@@ -122,14 +129,20 @@ def assert_equal(result, other):
     ("ddp.py", 2, "before(common.model.Transformer, 'forward', lambda *_: rank / 0)",
      "ZeroDivisionError"),
     ("single.py", 0, "at(2, lambda: os.stat('nothing'))", "FileNotFoundError"),
-    ("single.py", 0, "at(5, kill_a_worker)", "RuntimeError: DataLoader worker"),
 ])
 def test_an_error_that_is_no_setting(run, corpus, command, world, inject, words):
-    result = run(command, world, f"{OPTIONS} --data {corpus} --workers 2 --save-every 0",
-                 inject=inject, expect_ok=False)
+    result = run(command, world, f"{OPTIONS} --data {corpus} --save-every 0", inject=inject,
+                 expect_ok=False)
     causes = result.output.count("above exception")
     assert result.output.count("Traceback (most") - causes == 1 and words in result.output
     assert all(result.statuses)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_an_output_that_is_closed(run, corpus, stream):
+    """`>&-`: the run goes on without it."""
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=f"sys.{stream} = None")
+    assert steps(result.out) == [3, 6, 8] and "Traceback" not in result.output
 
 
 # A script that somebody has edited

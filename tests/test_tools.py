@@ -227,6 +227,9 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
 
     assert line(tmp_path / "none").endswith(f"No such file or directory: '{tmp_path}/none'")
     assert line(tmp_path).endswith(f"Is a directory: '{tmp_path}'")
+    os.mkfifo(tmp_path / "fifo")
+    assert line(tmp_path / "fifo") == f"{tmp_path}/fifo is a named pipe: give a file"
+    assert line(good, tokenizer=tmp_path / "fifo") == f"{tmp_path}/fifo is a named pipe: give a file"
     assert "half.txt, near document 0: no UTF-8" in line(tmp_path / "half.txt")
     assert "argument --val: invalid float value: 'many'" in line(good, "--val", "many")
     assert line(good, eod="<eos>").startswith("--eod <eos>: the tokenizer has no such token")

@@ -9,6 +9,7 @@ line. A hash of its text decides whether it goes to val.bin. Memory does not gro
 import itertools
 import json
 import os
+import pathlib
 import zlib
 
 import numpy as np
@@ -38,6 +39,9 @@ def main(argv=None):
     parser.add_argument("--val", type=float, default=0.01, help="share of val.bin (default: 0.01)")
     parser.add_argument("--out", required=True, help="the folder for train.bin and val.bin")
     args = parser.parse_args(argv)
+    for path in (args.tokenizer, *args.files):
+        if pathlib.Path(path).is_fifo():  # reading it might never end
+            refuse(f"{path} is a named pipe: give a file")
     tokenizers = need("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(args.tokenizer)
