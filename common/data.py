@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.errors import SettingError
+from common.errors import SettingError, refuse
 
 STANDARD_LIBRARY = "stdlib"
 # Not part of the library proper, or not installed everywhere.
@@ -172,28 +172,23 @@ class TokenDataset(Dataset):
             self.files = _find_files(data, option)
             self.stamps = [_read(path)[1] for path in self.files]
         binary = [path.suffix == ".bin" for path in self.files]
-        if any(binary) and not all(binary):
-            raise SettingError(
-                f"{option} {data} mixes .bin files (token ids) with others (text): keep one kind"
-            )
         if token_dtype == "auto":
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
         sizes = np.array([size for _, size, _ in self.stamps], np.int64)
-        for path, size in zip(self.files, sizes):
-            if size % self.dtype.itemsize:
-                raise SettingError(
-                    f"{path} has {size} bytes: not a whole number of {self.dtype} tokens; "
-                    f"see --token-dtype"
-                )
-        # file i holds the tokens [ends[i-1], ends[i])
-        self.ends = np.cumsum(sizes // self.dtype.itemsize)
-        self.tokens = int(self.ends[-1]) if self.files else 0
-        if len(self) < 1:
-            raise SettingError(
-                f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} "
-                f"takes {seq_len + 1}; give more data or a smaller --seq-len"
-            )
+        # file i holds the tokens [bounds[i], bounds[i+1])
+        self.bounds = np.concatenate([[0], np.cumsum(sizes // self.dtype.itemsize)])
+        self.tokens = int(self.bounds[-1])
+        refuse([
+            (any(binary) and not all(binary),
+             f"{option} {data} mixes .bin files (token ids) with others (text): keep one kind"),
+            *[(size % self.dtype.itemsize,
+               f"{path} has {size} bytes: not a whole number of {self.dtype} tokens; see "
+               f"--token-dtype") for path, size in zip(self.files, sizes)],
+            (len(self) < 1,
+             f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} takes "
+             f"{seq_len + 1}; give more data or a smaller --seq-len"),
+        ])
 
     def __str__(self):
         return f"{_count(len(self), 'sample')} of {_count(self.seq_len, 'token')} in {self.data}"
@@ -214,22 +209,17 @@ class TokenDataset(Dataset):
 
     def read(self, first, last):
         """The tokens [first, last) of all files."""
-        pieces = []
-        file = int(np.searchsorted(self.ends, first, side="right"))
-        while first < last:
-            path, start = self.files[file], int(self.ends[file - 1]) if file else 0
-            count = min(last, int(self.ends[file])) - first
-            size = self.dtype.itemsize
+        bounds, size, pieces = self.bounds, self.dtype.itemsize, []
+        for i in range(np.searchsorted(bounds, first, "right") - 1, np.searchsorted(bounds, last)):
+            path, start, stop = self.files[i], max(first, bounds[i]), min(last, bounds[i + 1])
             with _in_words(self.option, path):
-                piece, stamp = _read(path, (first - start) * size, count * size)
-            if stamp != self.stamps[file]:
+                piece, stamp = _read(path, (start - bounds[i]) * size, (stop - start) * size)
+            if stamp != self.stamps[i]:
                 raise SettingError(
                     f"{path} has changed since the run began: put the file back, or start anew "
                     f"with --no-resume or another --out"
                 )
             pieces.append(np.frombuffer(piece, self.dtype))
-            first += count
-            file += 1
         return np.concatenate(pieces)
 
 
