@@ -50,7 +50,9 @@ def main(argv=None):
     torch._dynamo.config.optimize_ddp = False  # DDP: otherwise it cuts layers' graphs at 25 MB
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
+        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+    )
     model.forward = autocast(model.forward)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 

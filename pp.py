@@ -119,7 +119,9 @@ def main(argv=None):
     own = stages_of(rank, n, v, args.schedule)
     parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
     check_stages(whole, parts, group)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
+        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+    )
     for part in parts:
         wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
         materialise(part, device, args.seed)
@@ -129,7 +131,7 @@ def main(argv=None):
         tokens = torch.empty(
             args.batch_size // (args.grad_accum * M), args.seq_len, dtype=torch.int64
         )
-        hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.param_dtype)
+        hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
     schedule = make_schedule(
         args.schedule, parts, own, len(stage_layers), M, tokens, hidden, output,

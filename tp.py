@@ -10,22 +10,21 @@ sequence parallelism, arXiv:2205.05198)
     torchrun --nproc_per_node=4 tp.py --no-sequence-parallel --grad-accum 2
     torchrun --nproc_per_node=8 tp.py --model llama3-1b --dtype bfloat16 --activation-checkpointing
 
-Sent in a step by each of n ranks. L: number of layers. X: bytes of the hidden states (B, T, D) in
-the residual stream. x: the same in the type of the matrix products (X/2 under bfloat16). t: bytes
-of one number per token. N: bytes of the norms' weights.
+Sent in a step by each of n ranks. L: number of layers. X: bytes of the hidden states (B, T, D), in
+the type of the matrix products; e: the same in the type of the weights, as the embedding returns
+them. t: bytes of one number per token. N: bytes of the norms' weights.
 
-    each layer       2 all-gathers of X forward, 2 of x backward;
-                     2 reduce-scatters of x forward, 2 of X backward             4(X+x)(n-1)/n
-      or, without sequence parallelism,
-                     2 all-reduces of x forward, 2 of X backward                 4(X+x)(n-1)/n
-    embedding, head  1 all-gather and 1 reduce-scatter of X in each,
-                     or 1 all-reduce of X in each                                4X(n-1)/n
+    each layer       2 all-gathers and 2 reduce-scatters of X forward, 2 and 2 backward,
+                     or, without sequence parallelism, 2 all-reduces forward, 2 backward
+                                                                                 8X(n-1)/n
+    embedding, head  1 all-gather and 1 reduce-scatter in each,
+                     or 1 all-reduce in each                                (2e+2X)(n-1)/n
     loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
     norms            with sequence parallelism, 1 all-reduce of all gradients    2N(n-1)/n
 
 A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
-sends (2X+x)(n-1)/n more, or 2x(n-1)/n more without sequence parallelism.
+sends 3X(n-1)/n more, or 2X(n-1)/n more without sequence parallelism.
 
 Overlap: none. Each matrix product needs the result of the collective before it, so all of this time
 is exposed. That is why the ranks should share the fast links of one machine.
@@ -80,7 +79,9 @@ def main(argv=None):
     if args.compile:
         wait_for_output(model.model.embed_tokens)
     materialise(model, device, args.seed)  # only the rows and columns of this rank
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
+        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+    )
     model.forward = autocast(model.forward)
 
     # Optimizer

@@ -64,7 +64,9 @@ def main(argv=None):
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
+        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+    )
     model.forward = autocast(model.forward)
     # ZeRO: what is reduced and gathered together; before the optimizer, which updates the shards
     groups = [

@@ -163,12 +163,21 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computes its statistics in float32, and returns the type of its input: under autocast torch
+    2.13 would return float32 on GPUs. A weight of another type would leave the fused kernel."""
+
+    def forward(self, x):
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
 class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin):
@@ -218,7 +227,7 @@ class Transformer(nn.Module):
             "layers": nn.ModuleDict({
                 str(i): Layer(config) for i in range(config.num_hidden_layers)
             }),
-            "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            "norm": RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         })
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
 
@@ -228,6 +237,8 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.model.embed_tokens(tokens)  # (B, T, D)
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream, and what is sent of it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         # The angles need float32 at least: bfloat16 cannot tell position 256 from 257.
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rotary_table(

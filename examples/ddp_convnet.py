@@ -33,7 +33,9 @@ def main(argv=None):
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4)
     ).to(device, args.param_dtype)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
+        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+    )
     model.forward = autocast(model.forward)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 
