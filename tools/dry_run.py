@@ -142,7 +142,7 @@ def _crossing(group, nproc_per_node, to_all):
     return sum(a != b for a, b in edges) / len(machines)
 
 
-def count(script, options, world_size, rank, nproc_per_node):
+def count(script, options, world_size, rank, nproc_per_node, device=torch.device("cpu")):
     """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict: see
     ``stand_ins``.
 
@@ -165,7 +165,9 @@ def count(script, options, world_size, rank, nproc_per_node):
     # States are allocated before the first step. But in it DDP rebuilds its buckets, and a pipeline
     # allocates buffers to receive into: then the second step is counted.
     steps = 1 + any(hasattr(module, name) for name in ("DistributedDataParallel", "make_schedule"))
-    for name, stand_in in stand_ins(counted, steps, world_size, rank, nproc_per_node).items():
+    for name, stand_in in stand_ins(
+        counted, steps, world_size, rank, nproc_per_node, device
+    ).items():
         if hasattr(module, name):
             setattr(module, name, stand_in)
     try:
@@ -210,13 +212,13 @@ def load(script):
     return module
 
 
-def stand_ins(counted, steps, world_size, rank, nproc_per_node):
+def stand_ins(counted, steps, world_size, rank, nproc_per_node, device):
     """Replacements for names that a script has imported, a dict. ``Report`` counts the last of
     ``steps`` and fills ``counted``."""
 
     def start(args):
         pretend.enter(world_size, rank)
-        return torch.device("cpu")
+        return device
 
     def start_one(args):
         if world_size > 1:
@@ -241,7 +243,7 @@ def stand_ins(counted, steps, world_size, rank, nproc_per_node):
         sample = pretend.outside(dataset.__getitem__)(0)
         like = pretend.outside(default_collate)([sample] * rows)
         for step in range(steps):
-            yield step, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), like)
+            yield step, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
                          for _ in range(sampler.grad_accum)]
 
     def allocate(model, device, seed):

@@ -1,0 +1,178 @@
+"""Dry runs with every tensor on ``cuda:0``, on a machine without a GPU and a torch without CUDA:
+
+    python tests/pretend_cuda/run.py guard.so < rows.json
+
+``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank, device]; for each row a
+line of JSON comes back, with what the dry run counted and, of the steps:
+
+- ``attention``: the attention kernels that were called;
+- ``copies``: where a tensor was copied between the GPU and the CPU, which waits for the GPU;
+- ``on_cpu``: where a tensor on the CPU of more than one element was used;
+- or ``error``: why the run ended. A dry run ends where the value of a tensor is read (``.item()``).
+"""
+
+import ctypes
+import sys
+
+ctypes.CDLL(sys.argv[1])  # before torch
+
+import contextlib
+import json
+import os
+import pathlib
+import traceback
+import types
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+from common import checkpoint, report
+from tools import dry_run, pretend
+
+aten = torch.ops.aten
+GPU = torch.device("cuda", 0)
+plain_attention = F.scaled_dot_product_attention
+
+
+class Stream:
+    """A stream or an event on which everything is done at once."""
+
+    device, device_index, device_type, stream_id = GPU, 0, 1, 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):  # wait_stream, record and so on
+        return lambda *_, **__: self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def replace_cuda():
+    """Let torch.cuda say that there is an H100, which does nothing."""
+    stream = Stream()
+    nothing = contextlib.nullcontext()
+    for name, value in {
+        "Stream": Stream, "Event": Stream, "current_stream": stream, "default_stream": stream,
+        "stream": nothing, "StreamContext": nothing, "current_device": 0, "is_available": True,
+        "device_count": 1, "_lazy_init": None, "set_device": None, "synchronize": None,
+        "get_device_name": "NVIDIA H100", "get_device_capability": (9, 0), "is_initialized": True,
+        "memory_stats": {}, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "is_bf16_supported": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None, "manual_seed": None, "manual_seed_all": None,
+    }.items():
+        is_class = isinstance(value, type)
+        setattr(torch.cuda, name, value if is_class else lambda *_, value=value, **__: value)
+    torch.Stream = torch.Event = Stream
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.is_pinned = lambda self, *_: True
+    F.scaled_dot_product_attention = attention
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False):
+    """Chooses the kernel as CUDA does: a torch without CUDA would take the one that keeps all
+    scores. Other cases must not come up."""
+    if q.device.type == "cpu":
+        return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+    assert attn_mask is None and q.device == k.device == v.device == GPU
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    assert q.dtype == torch.float32 and q.shape[1] == k.shape[1]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, torch.is_grad_enabled(), dropout_p, is_causal
+    )[0]
+
+
+class Watch(TorchDispatchMode):
+    """Notes attention kernels, copies between devices, and tensors on the CPU, in steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_step = False
+        self.seen = {"attention": set(), "copies": set(), "on_cpu": set()}
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if self.in_step and not any(is_traceable_wrapper_subclass(x) for x in tensors):
+            name = function._overloadpacket.__name__
+            if "attention" in name:
+                self.seen["attention"].add(name)
+            if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):
+                self.seen["copies"].add(f"{name} {where()}")
+            if any(x.device.type == "cpu" and x.numel() > 1 for x in tensors):
+                self.seen["on_cpu"].add(f"{name} {where()}")
+        return out
+
+
+def where():
+    """The innermost line of the repository, or of a copied script, that is no tool's or test's."""
+    for frame in reversed(traceback.extract_stack()):
+        path = pathlib.Path(frame.filename)
+        if path.parent.name not in ("pretend_cuda", "tools") and "torch" not in path.parts:
+            return f"{path.name}: {frame.line}"
+
+
+def count(command, world_size, rank, device):
+    """Count a dry run on ``device``, and watch it."""
+    watch, enter, stand_ins = Watch(), pretend.enter, dry_run.stand_ins
+
+    def enter_and_watch(*args):
+        enter(*args)
+        watch.__enter__()
+
+    def watched(*args):
+        names = stand_ins(*args)
+        load_steps = names["load_steps"]
+
+        def load_and_watch(*args):
+            for step in load_steps(*args):
+                watch.in_step = True
+                yield step
+
+        # What the real ones do in a step that is neither logged nor saved.
+        quiet = types.SimpleNamespace(norms=0.0, asking=None, asked=0, saving=None, every=0, group=None)
+        names["Checkpoints"].after_step = (
+            lambda self, *args: checkpoint.Checkpoints.after_step(quiet, *args)
+        )
+
+        def log(self, step, loss, grad_norm):
+            self.start, self.args.log_every = -1, 10**9
+            report.Report.log(self, step, loss, grad_norm)
+
+        names["Report"].log = log
+        return names | {"load_steps": load_and_watch}
+
+    pretend.enter, dry_run.stand_ins = enter_and_watch, watched
+    script, *options = command.split()
+    counted = dry_run.count(script, options, world_size, rank, 8, torch.device(device))
+    return counted | {name: sorted(seen) for name, seen in watch.seen.items()}
+
+
+def main():
+    replace_cuda()
+    for row in json.load(sys.stdin):
+        reader, writer = os.pipe()
+        if not os.fork():  # each row in a process of its own, but torch is imported once
+            try:
+                result = count(*row)
+            except BaseException as error:
+                result = {"error": f"{type(error).__name__}: {error}"}
+            os.write(writer, json.dumps(result).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as file:
+            print(file.read(), flush=True)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()
