@@ -109,6 +109,18 @@ def header(shapes, dtype):
     return len(text).to_bytes(8, "little") + text
 
 
+def write_tensor(file, name, tensor, dtype):
+    """Write the numbers of a tensor.
+
+    Raises:
+        SettingError: one of them is too large for ``dtype``.
+    """
+    tensor = tensor.to(dtype)
+    if not torch.stack(tensor.aminmax()).isfinite().all():  # it makes no copy
+        raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
+    file.write(tensor.view(torch.uint8).numpy())
+
+
 def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
     on disk. Returns the names of the safetensors files.
@@ -143,12 +155,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
             with open(temporary / path, "wb") as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
                 for name in names:
-                    tensor = reader.read_tensor(f"model.{name}").to(dtype)
-                    if not tensor.isfinite().all():
-                        raise SettingError(
-                            f"{name} has numbers too large for {dtype}: take --dtype bfloat16"
-                        )
-                    file.write(tensor.view(torch.uint8).numpy())
+                    write_tensor(file, name, reader.read_tensor(f"model.{name}"), dtype)
                     bar.update(sizes[name])
                 file.flush()
                 os.fsync(file.fileno())
