@@ -136,7 +136,7 @@ def curves():
         if i:
             apart = [(x(step), low_y(abs(a - b)))
                      for step, (a, b) in enumerate(zip(losses, first), 1)]
-            dots = points(apart).replace(" ", "h0M") + "h0"
+            dots = points(apart).replace(" ", "h0M") + "h0"  # lines of length 0, with round ends
             yield path(dots, f"{colour}-line", 'stroke-width="2.4" stroke-linecap="round"')
 
 
