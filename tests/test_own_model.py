@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -89,12 +90,12 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
 @pytest.mark.parametrize("command, world", sampled(
     [("single.py", 0), *SCRIPTS], [("tp.py --no-sequence-parallel", 2)]
 ))
-def test_dropout_repeats_itself_after_a_resume(run, once, corpus, command, world):
+def test_dropout_repeats_itself_after_a_resume(run, once, corpus, tmp_path, command, world):
     """Bit for bit, at the same number of ranks; and it is not what they do without dropout."""
     options = f"{OPTIONS} --activation-checkpointing --grad-accum 2"
     whole = once(command, world, options, inject="dropout()")
-    run(command, world, f"{options} --data {corpus} --steps 3", inject="dropout()")
-    again = run(command, world, f"{options} --data {corpus}", inject="dropout()")
+    shutil.copytree(whole.out, tmp_path / "out")
+    again = run(command, world, f"{options} --data {corpus} --resume-from 3", inject="dropout()")
     assert "resuming after step 3" in again.output and again.curve() == whole.curve()
     assert abs(again.curve()[-1][0] - once("single.py", 0, OPTIONS).curve()[-1][0]) > 1e-3
     found, expected = (
@@ -296,13 +297,13 @@ def edited(tmp_path):
     return write
 
 
-def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus):
+def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus, tmp_path):
     """Bit for bit; and a setting of theirs that changes is printed."""
     options = f"{OPTIONS} --data {corpus}"
     two = edited("two.py", *EDITS)
     whole = run(two, 0, options, out="whole")
-    run(two, 0, f"{options} --steps 3")
-    again = run(two, 0, options)
+    shutil.copytree(whole.out, tmp_path / "out")
+    again = run(two, 0, f"{options} --resume-from 3")
     assert "resuming after step 3" in again.output and again.curve() == whole.curve()
     found, expected = (
         checkpoint.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)

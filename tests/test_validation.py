@@ -18,7 +18,7 @@ from tests.test_same_run import furthest
 
 
 @thorough
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("fsdp.py", 2), ("pp.py", 2)])
+@pytest.mark.parametrize("script, world", [("single.py", 0), ("pp.py", 2)])
 def test_without_dropout(once, script, world):
     """Weights stay as they are drawn: so each evaluation gives what it gives without dropout. And
     the dropout of training is what it is without evaluations."""
