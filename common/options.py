@@ -134,8 +134,8 @@ def option_parser(doc, model=True, text=True):
     add("--timeout", type=whole, default=600, metavar="SECONDS",
         help="fail if a rank does not take part in a collective for this long")
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: "
-        "matrix products in bfloat16 (in fsdp.py and hybrid_3d.py hidden states too), weights and "
-        "optimizer states in float32; float64: to compare curves exactly")
+        "matrix products and hidden states in bfloat16, weights and optimizer states in float32; "
+        "float64: to compare curves exactly")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--activation-checkpointing", action="store_true", help="keep only the input of each "
         "layer, and compute the layer again in the backward pass")
