@@ -20,7 +20,7 @@ import tempfile
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map  # torch has no public ones
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.errors import SettingError, refuse

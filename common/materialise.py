@@ -6,6 +6,7 @@ import hashlib
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+# Nothing public says which part of a DTensor a rank holds.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.errors import SettingError
