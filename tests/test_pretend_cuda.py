@@ -1,0 +1,121 @@
+"""The CUDA path of every script, with every tensor on a GPU that is pretended.
+
+It shows what runs on the device, which kernels of attention are called, and that a step waits for
+nothing. It does not show what kernels compute, NCCL, or time: tests/test_cuda.py does, on a GPU.
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.processes import ROOT
+from tests.sample import thorough
+
+FOLDER = ROOT / "tests" / "pretend_cuda"
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16"
+ROWS = {  # of each script: options, number of ranks, rank
+    "single.py": [("--grad-accum 2", 1, 0)],
+    "ddp.py": [("--grad-accum 2", 2, 1)],
+    "zero.py": [("--stage 1 --grad-accum 2", 4, 3), ("--activation-checkpointing", 4, 0)],
+    "fsdp.py": [("--grad-accum 2", 4, 3), ("--replicate 2 --activation-checkpointing", 4, 1),
+                ("--cpu-offload", 2, 0)],
+    "tp.py": [("", 2, 1), ("--no-sequence-parallel --activation-checkpointing", 4, 2)],
+    "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing", 4, 0),
+              ("--attention ulysses", 2, 1)],
+    "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 0)],
+    "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3)],
+}
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.version.cuda is not None or torch.version.hip is not None,
+        reason="this torch has CUDA hooks of its own: a GPU can be pretended on its CPU build only",
+    ),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="no g++, to compile tests/pretend_cuda/guard.cpp"
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def pretended(shared):
+    """A function: dry runs of rows (command, number of ranks, rank, device) -> what each counted."""
+    library, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
+    with open(shared / "guard.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # while another process compiles it
+        if not library.exists():
+            subprocess.run(
+                ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
+                 f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
+                 f"-Wl,-rpath,{installed}/lib", "-o", library], check=True,
+            )
+
+    def run(rows):
+        output = subprocess.run(
+            [sys.executable, FOLDER / "run.py", library], cwd=ROOT, input=json.dumps(rows),
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
+        ).stdout
+        return [json.loads(line) for line in output.splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("script", [
+    script if script in ("fsdp.py", "cp.py") else pytest.param(script, marks=thorough)
+    for script in ROWS
+])
+def test_a_step_stays_on_the_gpu(pretended, script):
+    cases = [
+        (f"{script} {options} {SMALL} --dtype {dtype}", n, rank)
+        for options, n, rank in ROWS[script] for dtype in ("bfloat16", "float32")
+    ]
+    on_gpu = pretended([(*case, "cuda:0") for case in cases])
+    on_cpu = pretended([(*case, "cpu") for case in cases if "offload" not in case[0]])
+    for (command, _, _), gpu in zip(cases, on_gpu):
+        assert "error" not in gpu, f"{command}: {gpu['error']}"
+        kernel = FLASH if "bfloat16" in command else EFFICIENT
+        assert gpu["attention"] == [kernel, f"{kernel}_backward"], command
+        if "offload" in command:  # parameters go to the GPU and gradients come from it
+            assert gpu["copies"] and gpu["on_cpu"], command
+            continue
+        assert gpu["copies"] == gpu["on_cpu"] == [], command
+        cpu = on_cpu.pop(0)
+        assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
+        if script == "cp.py" and "ulysses" not in command and "bfloat16" in command:
+            assert gpu["peak"] == cpu["peak"], command  # the script calls the same kernels
+
+
+@thorough
+def test_faults_are_seen(pretended, tmp_path):
+    """A value that is read in the loop, a tensor on the CPU, attention without a fused kernel."""
+    faults = {
+        "reads.py": ("single.py", "loss += micro_loss.detach()", "loss += micro_loss.item()"),
+        "stays.py": ("cp.py", "positions = shards[cp_rank]", "positions = shards[cp_rank].cpu()"),
+        "scores.py": (
+            "single.py", "    wrap_layers(",
+            "    for layer in layers:\n"
+            "        layer.self_attn.attention = lambda q, k, v: q @ k.mT.repeat(1, 2, 1, 1) @ "
+            "v.repeat(1, 2, 1, 1)\n"
+            "    wrap_layers(",
+        ),
+    }
+    for name, (script, line, fault) in faults.items():
+        source = (ROOT / script).read_text()
+        assert line in source
+        (tmp_path / name).write_text(source.replace(line, fault, 1))
+    reads, stays, scores = pretended([
+        (f"{tmp_path / name} {SMALL}", 2 if name == "stays.py" else 1, 0, "cuda:0")
+        for name in faults
+    ])
+    assert "reads the value of a tensor" in reads["error"]
+    assert stays["on_cpu"] or stays["copies"]
+    assert scores["attention"] == []
