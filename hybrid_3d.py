@@ -24,6 +24,9 @@ between stages the hidden states forward and their gradients backward.
 Overlap: as in fsdp.py; what tp and cp send is exposed. With --pp the gradients are reduced after
 the last micro-batch: nothing hides this.
 
+Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp ranks in bfloat16,
+2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
+
 This script composes functions of tp.py, cp.py, fsdp.py and pp.py, which explain them. To copy it,
 take these four files, it and common/. The order of composition: tensor parallel first, because it
 changes what a layer computes; then the attention of context parallel; then FSDP, which shards what

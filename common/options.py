@@ -12,7 +12,7 @@ import torch
 from common.data import STANDARD_LIBRARY, open_datasets
 from common.data import fingerprint as fingerprint_of_data
 from common.errors import SettingError, refuse
-from common.launch import rank_and_world_size
+from common.launch import pick_device, rank_and_world_size
 from common.loggers import is_installed
 from common.model import PRESETS, ModelConfig
 from common.weights import fingerprint, is_tied, read_config
@@ -133,9 +133,10 @@ def option_parser(doc, model=True, text=True):
         "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
     add("--timeout", type=whole, default=600, metavar="SECONDS",
         help="fail if a rank does not take part in a collective for this long")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: "
-        "matrix products and hidden states in bfloat16, weights and optimizer states in float32; "
-        "float64: to compare curves exactly")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
+        "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
+        "products in bfloat16, and what is sent of them; weights, optimizer states, sums of "
+        "gradients and the loss in float32; float64: to compare curves exactly")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--activation-checkpointing", action="store_true", help="keep only the input of each "
         "layer, and compute the layer again in the backward pass")
@@ -152,6 +153,8 @@ def option_parser(doc, model=True, text=True):
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
         "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew")
     add("--resume-from", type=whole, metavar="STEP", help="resume from the checkpoint of this step")
+    add("--count", action=argparse.BooleanOptionalAction, default=True, help="count the bytes that "
+        "one step holds and sends")
     add("--log-every", type=whole, default=10, metavar="N", help="steps between lines of "
         "metrics.jsonl; the first and the last step have a line too")
     add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases, offline if "
@@ -187,9 +190,17 @@ def parse_options(parser, argv=None):
         args.resume = args.resume and (args.resume_from or True)
     args.grad_clip = args.grad_clip or math.inf
     args.betas = args.beta1, args.beta2
+    if args.dtype == "auto":
+        args.dtype = default_dtype(pick_device(args.device, share=True))
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
     args.compute_dtype = getattr(torch, args.dtype)
     return args
+
+
+def default_dtype(device):
+    """--dtype auto: bfloat16, if the hardware of ``device`` has it."""
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_it else "float32"
 
 
 def _model_config(args):

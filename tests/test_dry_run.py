@@ -54,7 +54,7 @@ def dry_run(server, tmp_path):
         path = tmp_path / "dry.json"
         result = server.run(
             "tools/dry_run.py", 0,
-            [*options, "--json", path, world_size, ROOT / script, *more],
+            [*options, "--json", path, world_size, ROOT / script, "--dtype", "float32", *more],
             folder=tmp_path, pass_out=False, **kwargs,
         )
         return result, json.loads(path.read_text()) if path.exists() else None

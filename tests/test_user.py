@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from common.checkpoint import list_checkpoints, step_of
 from common.model import ModelConfig
+from common.options import default_dtype
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
@@ -56,6 +58,31 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     assert [step_of(path) for path in list_checkpoints(result.out)] == [5, 7]
     # Of no CPU the peak is known.
     assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
+
+
+def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
+    options = f"{SMALL} --steps 3 --data {corpus}"
+    counted = run("single.py", 0, options, out="counted")
+    result = run("single.py", 0, f"{options} --no-count", out="uncounted")
+    assert "sent in a step" in counted.output and "sent in a step" not in result.output
+    assert "held" in counted.summary and "held" not in result.summary
+    fails = run("single.py", 0, options, out="fails", inject="""
+from common import counting
+counting.StepCounter.watch = counting._harmless(lambda *_: 1 / 0)
+""")
+    assert "bytes were not counted: ZeroDivisionError: division by zero" in fails.output
+    for other in (result, fails):
+        assert other.curve("loss") == counted.curve("loss")
+        assert other.summary["loss"] == counted.summary["loss"]
+
+
+def test_bfloat16_is_the_default_where_hardware_has_it(monkeypatch):
+    gpu, asked = torch.device("cuda", 0), []
+    for has_it in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation: asked.append(including_emulation) or has_it)
+        assert default_dtype(gpu) == ("bfloat16" if has_it else "float32")
+    assert asked == [False, False] and default_dtype(torch.device("cpu")) == "float32"
 
 
 def test_profile_writes_a_trace_per_rank(run, corpus):

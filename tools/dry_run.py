@@ -42,6 +42,7 @@ from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 from common import counting, materialise, report
+from common import options as common_options
 from common.counting import StepCounter, bytes_table, group_of
 from common.errors import SettingError, printable
 from common.model import wrap_layers
@@ -158,6 +159,7 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     torch.set_num_threads(1)
     sys.argv = [script, *options]
+    common_options.default_dtype = lambda device: "bfloat16"  # as on GPUs
     module = load(script)
     counted = {}
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
