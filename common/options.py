@@ -215,7 +215,9 @@ def _model_config(args):
     if args.init_from:
         there, out = os.path.realpath(args.init_from), os.path.realpath(args.out)
         if pathlib.Path(there).is_relative_to(out):  # a run moves and removes files in its folder
-            _refuse(f"--init-from {args.init_from} lies in --out {args.out}: choose another --out")
+            raise SettingError(
+                f"--init-from {args.init_from} lies in --out {args.out}: choose another --out"
+            )
         config = read_config(args.init_from)
         for name, value in ((preset if "model" in args else {}) | given).items():
             if value != getattr(config, name):
