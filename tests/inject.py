@@ -7,13 +7,13 @@ script, in each rank. What is no run of the process server gets it in the variab
 """
 
 import atexit
-import itertools
 import json
 import multiprocessing
 import os
 import pathlib
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -224,36 +224,47 @@ def counts_of_ranks():
 
 
 def note_place():
-    """In hybrid_3d.py: write the rows that this rank reads in a step, and the positions and tokens
-    that its model gets, to rank-N.json in the run folder."""
+    """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
+    tokens that its model gets, to rank-N.json in the run folder."""
     found, load_steps = {}, common.data.load_steps
 
     def load_and_note(*args):
         for step, batch in load_steps(*args):
-            found["inputs"] = batch[0][0].tolist()
+            found.setdefault("inputs", batch[0][0].tolist())
             yield step, batch
 
     common.data.load_steps = load_and_note
-    before(common.model.Transformer, "forward", lambda self, tokens, *args, **options: found.update(
-        given=tokens.tolist(), positions=options["positions"].tolist()
+    before(common.model.Transformer, "forward", lambda self, tokens, *args, **options: (
+        found.setdefault("given", tokens.tolist()),
+        found.setdefault("positions", options["positions"].tolist()),
     ))
     before(Report, "close", lambda self, *_: (
         (self.args.out / f"rank-{rank}.json").write_text(json.dumps(found))
     ))
 
 
-def each():
-    """``SCRIPT OPTIONS --each OPTIONS --each OPTIONS``: several runs in one launch."""
+def resumed(folders, train=True):
+    """Resume what each of the run folders ``folders`` has saved after step 4, one after the other in
+    the same processes, in again-0, again-1 and so on below --out. With ``train`` the script first
+    does what its command says, and resumes that too, as again-0: save as it was, but evaluate only
+    at the end."""
     launch = common.launch.launch
 
-    def launch_each(main):
-        first, *several = [
-            list(words) for mark, words in itertools.groupby(sys.argv[1:], "--each".__eq__)
-            if not mark
-        ]
-        launch(lambda: [main(first + more) for more in several])
+    def launch_all(main):
+        launch(lambda: main_and_again(main))
 
-    common.launch.launch = launch_each
+    def main_and_again(main):
+        out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+        if train:
+            main()
+        for number, folder in enumerate([str(out)] * train + folders):
+            again, name = out / f"again-{number}", "step-00000004"
+            if rank == 0:
+                shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
+            save = [] if folder == str(out) else ["--save-every", "0"]
+            main([*sys.argv[1:], "--out", str(again), "--val-every", "9", *save])
+
+    common.launch.launch = launch_all
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The examples: scripts brought to other models train as one process does, and resume."""
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -30,7 +31,7 @@ DOCUMENTS = ("--seq-len 24 --hidden-size 32 --intermediate-size 48 --num-hidden-
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory, corpus):
-    """Run an example: ``example(name, world, options)``."""
+    """Run an example, each once: ``example(name, world, options)``."""
     folder = tmp_path_factory.mktemp("data")
     words = open(corpus).read().split()
     lines = "".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words))
@@ -56,7 +57,7 @@ def example(tmp_path_factory, corpus):
             return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
                               folder=out or tmp_path_factory.mktemp(name))
 
-        yield run
+        yield functools.cache(run)
 
 
 RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"),
@@ -67,9 +68,10 @@ RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicat
 
 @pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5], RUNS[7]]))
 def test_follows_one_process(example, name, world, more):
-    """One process that accumulates the same micro-batches: BatchNorm sees how a batch is cut."""
+    """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
+    the batch is cut."""
     options = "--dropout 0" if name == "fsdp_gpt2" else ""
-    cut = 2 if name in ("tp_llama", "cp_documents") else 2 * world
+    cut = 2 * world if name == "ddp_convnet" else 2
     expected = example(name, 1, f"{options} --grad-accum {cut}")
     found = example(name, world, f"{options} --grad-accum 2 {more}")
     assert len(expected.curve()) == 8

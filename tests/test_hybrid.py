@@ -2,18 +2,16 @@
 
 import json
 
-import pytest
-
 from common.data import BatchSampler, TokenDataset
 from tests.sample import thorough
-from tests.table import OPTIONS, TRAINING, Row
+from tests.table import OPTIONS, PLACES
 from tests.test_same_run import furthest
 
 
-def test_every_rank_has_its_place(run, corpus):
+@thorough
+def test_every_rank_has_its_place(once, corpus):
     """The rows read and the positions held are those that the mesh says, on every rank."""
-    options = f"{TRAINING} --steps 1 --data {corpus} --dp 2 --cp 2 --tp 2"
-    result = run("hybrid_3d.py", 8, options, inject="note_place()")
+    result = PLACES.run(once)
     dataset = TokenDataset(corpus, 24)
     (rows,) = BatchSampler(len(dataset), 24, stop=1)
     batch = [dataset[i][0].tolist() for i in rows]
@@ -26,29 +24,20 @@ def test_every_rank_has_its_place(run, corpus):
         assert found["given"] == [[row[p] for p in found["positions"]] for row in found["inputs"]]
 
 
-def test_without_a_pipeline_it_is_zero_3(once):
-    """The peaks of fsdp.py: under PipelineStage parameters and gradients would stay whole."""
-    peaks, other = (once(script, 2, f"{OPTIONS} --steps 3 --grad-accum 2").summary["peak"]
-                    for script in ("hybrid_3d.py", "fsdp.py"))
-    for kind in ("parameters", "gradients"):
-        assert peaks[kind] == pytest.approx(other[kind], rel=0.02), peaks
-
-
 @thorough
-def test_all_four_on_16_ranks(run, once, corpus, held_out):
+def test_all_four_on_16_ranks(once):
     """The grid from the environment, with hybrid sharding; and the lines that show it."""
     grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
-    options = OPTIONS.replace("{val}", held_out)
-    result = run("hybrid_3d.py", 16, f"{options} --dtype float64 --data {corpus} --replicate 2",
-                 env=grid, inject="ignored()")
+    options = f"{OPTIONS} --dtype float64 --steps 3 --save-every 0"
+    result = once("hybrid_3d.py", 16, f"{options} --replicate 2", env=grid, inject="ignored()")
     assert "rank grid pp 2 x dp_replicate 2 x dp_shard 1 x cp 2 x tp 2" in result.output
     assert [line for line in result.lines if line.startswith("pp ")] == [
-        "pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-3",
-        "pp 0 dp 1 | cp 0: 4 5   cp 1: 6 7 | layers 0-3",
-        "pp 1 dp 0 | cp 0: 8 9   cp 1: 10 11 | layers 4-6",
-        "pp 1 dp 1 | cp 0: 12 13   cp 1: 14 15 | layers 4-6",
+        "pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-2",
+        "pp 0 dp 1 | cp 0: 4 5   cp 1: 6 7 | layers 0-2",
+        "pp 1 dp 0 | cp 0: 8 9   cp 1: 10 11 | layers 3-4",
+        "pp 1 dp 1 | cp 0: 12 13   cp 1: 14 15 | layers 3-4",
     ]
     assert "warn" not in result.output.lower() and "W1" not in result.output
-    expected = Row("single.py", 0).run(once)
+    expected = once("single.py", 0, options, inject="ignored()")
     assert furthest(result.curve(), expected.curve()) < 1e-10
     assert furthest(result.curve("val_loss"), expected.curve("val_loss")) < 1e-10
