@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
+
 from common.data import BatchSampler, TokenDataset
 from tests.sample import thorough
-from tests.table import OPTIONS, PLACES
+from tests.table import OPTIONS, PLACES, Row
 from tests.test_same_run import furthest
 
 
@@ -22,6 +24,16 @@ def test_every_rank_has_its_place(once, corpus):
         assert found["inputs"] == batch[dp * 12 : dp * 12 + 12]
         assert found["positions"] == (middle if cp else early + late)
         assert found["given"] == [[row[p] for p in found["positions"]] for row in found["inputs"]]
+
+
+@thorough
+def test_without_a_pipeline_it_is_zero_3(once):
+    """The peaks of fsdp.py: under PipelineStage parameters and gradients would stay whole."""
+    peaks = Row("hybrid_3d.py --grad-accum 2", 2).run(once).summary["peak"]
+    options = f"{OPTIONS} --dtype float64 --steps 3 --save-every 0 --grad-accum 2"
+    other = once("fsdp.py", 2, options, inject="ignored()").summary["peak"]
+    for kind in ("parameters", "gradients"):
+        assert peaks[kind] == pytest.approx(other[kind], rel=0.02), peaks
 
 
 @thorough

@@ -151,7 +151,7 @@ def expected_collectives(row):
         X = BATCH * T * HIDDEN
         calls = a * (4 * LAYERS + 2)
         loss, N = 2 * 3 * BATCH * T * gradient, gradient * HIDDEN * (2 * LAYERS + 1)
-        layers = 2 * LAYERS * (size + gradient) * X + 2 * gradient * X
+        layers = 4 * LAYERS * size * X + (size + gradient) * X
         if "--no-sequence-parallel" in row.command:
             calls, layers = calls + a * LAYERS * again, layers + again * LAYERS * size * X
             return {"all-reduce": (calls + 3 * a + 1, (2 * layers + loss + norms) * ring(n))}
@@ -178,7 +178,7 @@ def expected_collectives(row):
         borders = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(
             schedule, 2 * row.option("--stages-per-rank", 2) - 1
         )  # of rank 0 to stages on other ranks
-        sent = borders * BATCH * T * HIDDEN * gradient
+        sent = borders * BATCH * T * HIDDEN * size
         return {"send": (borders * a * row.option("--microbatches", 2 * n), sent),
                 "all-reduce": (1, 2 * gradient * ring(n))}
     if row.script == "ddp.py":
