@@ -76,7 +76,8 @@ def table(request):
     yield rows
     heads = ("", "tokens/s", "MFU", "GB allocated", "GB in a dry run", "from the CPU's curve")
     lines = [heads, ["---"] * len(heads)]
-    lines += [[command, *(row.get(head, "") for head in heads[1:])] for command, row in rows.items()]
+    for command, row in rows.items():
+        lines.append([command, *(row.get(head, "") for head in heads[1:])])
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print("\n")

@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def pretended(shared):
-    """A function: dry runs of rows (command, number of ranks, rank, device) -> what each counted."""
+    """A function: rows (command, number of ranks, rank, device) -> what their dry runs count."""
     library, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
     with open(shared / "guard.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # while another process compiles it

@@ -245,7 +245,7 @@ def stand_ins(counted, steps, world_size, rank, nproc_per_node, device):
         sample = pretend.outside(dataset.__getitem__)(0)
         like = pretend.outside(default_collate)([sample] * rows)
         for step in range(steps):
-            yield step, [tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
+            yield step, [tree_map(lambda x: torch.empty_like(x, device=device), like)
                          for _ in range(sampler.grad_accum)]
 
     def allocate(model, device, seed):
