@@ -1,37 +1,28 @@
 #!/usr/bin/env bash
-# Start a script, the tests or the benchmark:
+# Start a script, a tool or the tests:
 #
 #   bash run.sh ddp.py --steps 50     one process per GPU; on a machine without GPUs, 2 processes
 #   NPROC=4 bash run.sh ddp.py        4 processes on each machine
-#   bash run.sh test                  a sample of every kind of test
-#   bash run.sh test --all            every test, in an hour on two cores; arguments go to pytest
+#   bash run.sh test                  a sample of every kind of test; arguments go to pytest
+#   bash run.sh test --all            every test
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
-#   bash run.sh bench                 every script against a plain loop; half an hour on two cores
-#   bash run.sh plan --help           which script and grid fit a model and a cluster, without a GPU
-#   bash run.sh dry_run 64 fsdp.py    what one rank of 64 holds and sends, counted without the others
-#   bash run.sh export | prepare | plot   weights for Hugging Face; text to tokens; loss curves
+#   bash run.sh plan --help           a tool: bench, dry_run, export, plan, plot or prepare
 #
-# On several machines, in one of three ways:
+# On several machines, in one of three ways; each machine needs this folder and the working folder at
+# the same path, and --out on a file system that all share:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     on each machine, with its own
-#                                     NODE_RANK; MASTER_ADDR is the address of machine 0; with
-#                                     NNODES=1:2 MAX_RESTARTS=9 the run continues if machine 1 dies
-#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one machine; all stop
-#                                     if one fails or you stop this command; SSH="ssh -p 2222"
+#                                     NODE_RANK; MASTER_ADDR is the address of machine 0
+#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one machine
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A second
-# one ends it at once.
+# one ends it at once. MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died:
+# they resume from the newest checkpoint. All variables and ports: docs/launching.md.
 #
-# Every machine needs this folder and the working folder at the same path, and --out on a file system
-# that all share. Ports: MASTER_PORT (29500; under Slurm one per job), and ports that are free.
-#
-# MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died. They resume from the
-# newest checkpoint. The default is 0, since a wrong setting would fail again.
-#
-# run.sh uses the active Python if requirements.txt is installed in it. Otherwise it creates a virtual
-# environment, .venv beside this file, and installs requirements.txt there, once, with the torch that
-# was measured. PYTHON names another Python.
+# run.sh uses the active Python, or the one that PYTHON names, if requirements.txt is installed in it.
+# Otherwise it makes a virtual environment, .venv beside this file, and installs requirements.txt there,
+# once, with the torch that was measured.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -73,37 +64,33 @@ find_python() {
 
 # Print a command, which may begin with variables, so that it can be typed again, and run it.
 show_and_run() {
-  local word line="+"
-  for word in "$@"; do
-    [[ $word =~ ^[[:alnum:]./:=,@%+~_-]+$ ]] || word=$(printf %q "$word")
-    line+=" $word"
-  done
-  echo "$line" >&2
+  printf '+%s\n' "$(printf ' %q' "$@")" >&2
   exec env "$@"
 }
 
 # Start the processes of this machine by torchrun, which watches them.
 run_here() {
-  local processes threads nodes=()
+  local processes threads nodes=() variables=()
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
   [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$processes': it must be a whole number, at least 1"
   # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
-  local variables=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
+  variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
+  # Otherwise torch warns, with a stack, when a process that another waits for has ended.
+  variables+=("TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
   # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
-  # Otherwise torch warns, with a stack, when a process that another waits for has ended.
-  [[ -v TORCH_CPP_LOG_LEVEL ]] || variables+=(TORCH_CPP_LOG_LEVEL=ERROR)
   # A script without a common/ of its own, such as those in examples/, imports the one beside this file.
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
-    [ -n "${NODE_RANK:-}" ] || fail "NNODES is $NNODES but NODE_RANK is not set: which machine is this, counted from 0?"
-    [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR is not set: give the address of machine 0"
+    [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
+      fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR, the address of machine 0"
     "$python" -P -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
-    # c10d: when one machine restarts its processes, all machines do. c10d sorts the machines by
-    # --local-addr (~ sorts last); the processes connect to the address of the first machine.
+    # c10d: when one machine restarts its processes, all machines do. It numbers the machines in the
+    # alphabetical order of --local-addr, and all processes connect to the first one's. So machine 0
+    # gives its address, and the others a name that nothing resolves and that sorts behind it: ~00001.
     nodes=(
       "--nnodes=$NNODES" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
@@ -136,70 +123,43 @@ read_slurm_step() {
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}  # jobs that share a machine do not collide
 }
 
-# The commands for host number $1, for a bash there. When they are read, a line comes every second. If
-# none comes, run.sh has ended, or the network: the run there saves if it can, and ends.
-remote_commands() {
-  local name settings=("NNODES=${#hosts[@]}" "NODE_RANK=$1" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
+# Over ssh: start this file on each of HOSTS, and stop all when one fails.
+run_on_hosts() {
+  local host name failed='' hosts sessions=() settings
+  read -ra hosts <<<"${HOSTS//$'\n'/ }"
+  [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
+  settings=("NNODES=${#hosts[@]}" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
   [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
   for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" \
     "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
     [[ ! -v $name ]] || settings+=("$name=${!name}")
   done
-  shift
-  cat <<REMOTE
-{
-  set -m  # the run is a process group of its own
-  cd $(printf %q "$PWD") || exit
-  env -u HOSTS $(printf '%q ' "${settings[@]}") bash $(printf '%q ' "$here/run.sh" "$script" "$@") </dev/null &
-  run=\$!
-  while kill -0 \$run && read -r -t 60; do :; done 2>/dev/null
-  kill -- -\$run 2>/dev/null
-  for ((second = 0; second < 60; second++)); do kill -0 \$run && sleep 1 || break; done 2>/dev/null
-  kill -- -\$run 2>/dev/null  # a second signal: at once
-  wait \$run
-  exit
-}
-REMOTE
-}
-
-# Let all hosts stop, and wait for them.
-stop_hosts() {
-  # shellcheck disable=SC2046  # one word for each of the processes that send lines
-  kill $(jobs -p) 2>/dev/null || true
-  wait
-}
-
-# Over ssh: start this file on each of HOSTS, and stop all when one fails.
-run_on_hosts() {
-  local host status hosts sessions=() failed=()
-  set +o pipefail  # below, the status of ssh counts
-  read -ra hosts <<<"${HOSTS//$'\n'/ }"
-  [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
-  trap stop_hosts EXIT
+  # The stdin of each ssh says nothing, and ends when this process ends, even by SIGKILL, or the trap
+  # kills tail. Then each host sends its run SIGTERM: it saves and ends.
+  exec < <(exec tail --pid=$$ -f /dev/null)
+  stdin=$!
+  trap 'kill $stdin 2>/dev/null || true; wait' EXIT
   trap 'exit 129' HUP
   trap 'exit 130' INT
   trap 'exit 138' USR1
   trap 'exit 143' TERM
   for host in "${!hosts[@]}"; do
     # shellcheck disable=SC2086  # SSH may be several words
-    { remote_commands "$host" "$@"; while [ -e /proc/$$/exe ] && echo; do sleep 1; done; } 2>/dev/null |
-      ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" bash -s &
+    ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" "
+      cd $(printf %q "$PWD") || exit
+      exec 3<&0 </dev/null
+      ({ cat <&3; kill \$\$; } >/dev/null 2>&1 &)  # no child of torchrun, which it would signal
+      exec env -u HOSTS NODE_RANK=$host$(printf ' %q' "${settings[@]}" bash "$here/run.sh" "$script" "$@") 3<&-" <&0 &
     sessions[host]=$!
   done
   while [ ${#sessions[@]} -gt 0 ]; do
     sleep 1
     for host in "${!sessions[@]}"; do
       ! kill -0 "${sessions[host]}" 2>/dev/null || continue
-      status=0
-      wait "${sessions[host]}" || status=$?
+      wait "${sessions[host]}" || failed+="${hosts[host]} ended with status $?; "
       unset "sessions[host]"
-      [ "$status" -eq 0 ] || failed+=("${hosts[host]} ended with status $status")
-      [ "$status" -ne 255 ] || failed[-1]="${hosts[host]} cannot be reached by ssh, or was lost"
     done
-    if [ ${#failed[@]} -gt 0 ]; then
-      stop_hosts
-      fail "$(printf '%s; ' "${failed[@]}")all are stopped"
-    fi
+    [ -z "$failed" ] || fail "${failed}all are stopped"
   done
 }
 
