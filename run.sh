@@ -134,10 +134,11 @@ run_on_hosts() {
     "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
     [[ ! -v $name ]] || settings+=("$name=${!name}")
   done
-  # The stdin of each ssh says nothing, and ends when this process ends, even by SIGKILL, or the trap
-  # kills tail. Then each host sends its run SIGTERM: it saves and ends.
-  exec < <(exec tail --pid=$$ -f /dev/null)
-  stdin=$!
+  # Each ssh reads from this cat, which ends when this process ends, even by SIGKILL, or when the trap
+  # kills it. Then each host sends its run SIGTERM: it saves and ends.
+  coproc cat
+  stdin=$COPROC_PID
+  exec <&"${COPROC[0]}"
   trap 'kill $stdin 2>/dev/null || true; wait' EXIT
   trap 'exit 129' HUP
   trap 'exit 130' INT
@@ -146,9 +147,9 @@ run_on_hosts() {
   for host in "${!hosts[@]}"; do
     # shellcheck disable=SC2086  # SSH may be several words
     ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" "
-      cd $(printf %q "$PWD") || exit
       exec 3<&0 </dev/null
       ({ cat <&3; kill \$\$; } >/dev/null 2>&1 &)  # no child of torchrun, which it would signal
+      cd $(printf %q "$PWD") || exit
       exec env -u HOSTS NODE_RANK=$host$(printf ' %q' "${settings[@]}" bash "$here/run.sh" "$script" "$@") 3<&-" <&0 &
     sessions[host]=$!
   done
