@@ -46,6 +46,8 @@ def test_peaks(once, row):
         shards = n // row.option("--replicate")
         reshard = "--no-reshard" not in row.command
         gathered = (LAST if reshard else P) + LAST  # two groups, one ahead of its use, or all
+        if a > 1 and torch.__version__ < "2.15":  # frees a group later in the second micro-batch
+            gathered += LAYER
         least = P / shards + (2 * LAYER if reshard else P)
         assert least <= parameters <= 1.01 * (P / shards + gathered)
         assert P / shards < gradients <= P / shards + 3 * LAST
