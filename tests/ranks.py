@@ -1,4 +1,4 @@
-"""On several ranks, claims about checkpoints and initial weights: ranks.py CLAIM --out FOLDER."""
+"""On several ranks, claims about checkpoints and initial weights: ranks.py CLAIMS --out FOLDER."""
 
 import itertools
 import pathlib
@@ -192,9 +192,11 @@ def initial_weights_are_parts_of_the_same(folder, rank):
 
 def main():
     dist.init_process_group("gloo")
-    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-    globals()[sys.argv[1]](folder, dist.get_rank())
-    print("holds" if dist.get_rank() == 0 else "", flush=True)
+    *claims, _, folder = sys.argv[1:]
+    for claim in claims:
+        globals()[claim](pathlib.Path(folder, claim), dist.get_rank())
+        if dist.get_rank() == 0:
+            print(f"{claim} holds", flush=True)
 
 
 launch(main)
