@@ -10,7 +10,7 @@ The price is the bubble: ranks wait while the pipeline fills and drains.
     torchrun --nproc_per_node=2 pp.py --schedule zerobubble --stages-per-rank 3 --model small
 
 Sent in a step, over each border between stages on two ranks, whatever M is: X bytes of hidden
-states forward and X bytes of gradients backward. X: B T D numbers in the type of the matrix products
+states forward and X bytes of gradients backward. X: B T D numbers in the type of matrix products
 (B: sequences in the global batch, T: tokens in a sequence, D: hidden size). All ranks also
 all-reduce the gradient norm, and in logged steps the loss.
 
