@@ -8,7 +8,8 @@ import torch.distributed._functional_collectives as functional
 
 from tools import pretend
 
-pretend.enter(2, 0)
+world = pretend.world(2, 0)
+world.__enter__()
 x = torch.empty(4, 4, requires_grad=True)
 for reduced in (functional.all_reduce(x * 1, "sum", dist.group.WORLD),
                 functional.all_gather_tensor(x * 1, 0, dist.group.WORLD),

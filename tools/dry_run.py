@@ -19,10 +19,12 @@ and all other values are unknown: code that reads a value cannot run.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import json
 import multiprocessing
+import operator
 import os
 import pathlib
 import sys
@@ -35,7 +37,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException, DynamicOutputShapeException
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
@@ -55,10 +57,11 @@ NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 
 class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
-    and attention, and ``crossing``, the part of ``sent`` that goes to another machine. ``turns``
-    has pairs (bytes in all, bytes of activations) where a forward pass turns into a backward pass:
-    at the end of the last module, when autocast still keeps weights, and when the first gradient
-    arrives.
+    and attention, and ``crossing``, the part of ``sent`` that goes to another machine.
+
+    ``parts`` are those of the step. Each ends when the first gradient of a backward pass arrives,
+    the last one when the optimizer's step begins. Of each, ``peak`` has the most bytes that were
+    alive at once, by kind, and ``begin`` and ``end`` what was alive at its begin and its end.
 
     Half of a causal attention is counted: its kernels skip the rest. In the backward pass they
     compute the scores again. A collective is a ring over the ranks in their order, with
@@ -69,9 +72,9 @@ class OperationCounter(StepCounter):
     def __init__(self, nproc_per_node, *args):
         super().__init__(*args)
         self.nproc_per_node = nproc_per_node
-        self.operations, self.crossing, self.turns = 0, collections.Counter(), []
+        self.operations, self.crossing, self.parts = 0, collections.Counter(), []
         self.first = None  # the parameter whose gradient arrives first
-        self.forward_end = []
+        self.begin = self.now.copy()
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = super().__torch_dispatch__(function, kinds, args, kwargs)
@@ -79,23 +82,20 @@ class OperationCounter(StepCounter):
             self.operations += operations(function._overloadpacket, args, kwargs or {}, out)
         return out
 
-    def __enter__(self):
-        for module in {part: None for module in self.modules for part in module.modules()}:
-            if not list(module.children()) and list(module.parameters()):
-                self.handles.append(module.register_forward_hook(self.note_forward))
-        return super().__enter__()
-
-    def bytes_now(self):
-        return [self.now["in all"], self.now["activations"]]
-
-    def note_forward(self, *_):
-        self.forward_end = self.bytes_now()
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.end_part(self.held)
+        self.peak = functools.reduce(operator.or_, (part["peak"] for part in self.parts))
 
     def watch_gradient(self, parameter):
         super().watch_gradient(parameter)
         self.first = self.first or id(parameter)
         if id(parameter) == self.first:
-            self.turns += [self.forward_end, self.bytes_now()]
+            self.end_part(self.now.copy())
+
+    def end_part(self, end):
+        self.parts.append({"peak": self.peak, "begin": self.begin, "end": end})
+        self.peak, self.begin = end.copy(), end
 
     def collective(self, name, args, out):
         before = self.sent.copy()
@@ -147,7 +147,7 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict: see
     ``stand_ins``.
 
-    Call it once in a process: it replaces parts of torch.
+    It replaces parts of torch: call it in a process that does nothing else.
 
     Raises:
         SettingError: the script refuses its options, cannot be used, or reads a tensor's value.
@@ -162,16 +162,28 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     common_options.default_dtype = lambda device: "bfloat16"  # as on GPUs
     module = load(script)
     counted = {}
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        kind.__init__ = note_bubble(kind.__init__, counted)
-    # States are allocated before the first step. But in it DDP rebuilds its buckets, and a pipeline
-    # allocates buffers to receive into: then the second step is counted.
-    steps = 1 + any(hasattr(module, name) for name in ("DistributedDataParallel", "make_schedule"))
-    for name, stand_in in stand_ins(
-        counted, steps, world_size, rank, nproc_per_node, device
-    ).items():
-        if hasattr(module, name):
-            setattr(module, name, stand_in)
+    # States are allocated before the first step. But in it DDP rebuilds its buckets.
+    steps = 2 if hasattr(module, "DistributedDataParallel") else 1
+    with contextlib.ExitStack() as stack:
+        def start(args):
+            stack.enter_context(pretend.world(world_size, rank))
+            return device
+
+        for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            noted = note_bubble(kind.__init__, counted)
+            stack.enter_context(mock.patch.object(kind, "__init__", noted))
+        for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+            uncounted = as_if_before(getattr(PipelineStage, name))
+            stack.enter_context(mock.patch.object(PipelineStage, name, uncounted))
+        replaced = stand_ins(counted, steps, start, world_size, rank, nproc_per_node)
+        for name, stand_in in replaced.items():
+            if hasattr(module, name):
+                setattr(module, name, stand_in)
+        run_main(module, options, counted)
+    return counted
+
+
+def run_main(module, options, counted):
     try:
         module.main(options)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -184,7 +196,6 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
                 f"{own.filename}:{own.lineno} reads the value of a tensor, and in a dry run no "
                 f"tensor has values: {own.line}"
             ) from None
-    return counted
 
 
 def load(script):
@@ -214,13 +225,9 @@ def load(script):
     return module
 
 
-def stand_ins(counted, steps, world_size, rank, nproc_per_node, device):
+def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
     """Replacements for names that a script has imported, a dict. ``Report`` counts the last of
     ``steps`` and fills ``counted``."""
-
-    def start(args):
-        pretend.enter(world_size, rank)
-        return device
 
     def start_one(args):
         if world_size > 1:
@@ -245,8 +252,10 @@ def stand_ins(counted, steps, world_size, rank, nproc_per_node, device):
         sample = pretend.outside(dataset.__getitem__)(0)
         like = pretend.outside(default_collate)([sample] * rows)
         for step in range(steps):
-            yield step, [tree_map(lambda x: torch.empty_like(x, device=device), like)
-                         for _ in range(sampler.grad_accum)]
+            yield step, [
+                tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
+                for _ in range(sampler.grad_accum)
+            ]
 
     def allocate(model, device, seed):
         with mock.patch.multiple(
@@ -314,7 +323,7 @@ def stand_ins(counted, steps, world_size, rank, nproc_per_node, device):
                 held=dict(counter.held), peak=dict(counter.peak),
                 sent=round(sum(counter.sent.values())),
                 between_machines=round(sum(counter.crossing.values())),
-                operations=counter.operations, turns=counter.turns,
+                operations=counter.operations, parts=counter.parts,
                 collectives=[
                     part | {"between_machines": counter.crossing[part["collective"], part["group"]]}
                     for part in counter.collectives()
@@ -353,15 +362,21 @@ def bubble(schedule):
     return (n - 1) / (parts * len(stages) * schedule._n_microbatches + n - 1)
 
 
+def as_if_before(prepare):
+    """A stage of a pipeline allocates its buffers in the first step. Returns the method that does
+    it such that it is not counted, as if an earlier step had called it."""
+
+    def uncounted(*args, **kwargs):
+        with mock.patch.object(OperationCounter, "operation", lambda *_: None):
+            return prepare(*args, **kwargs)
+
+    return uncounted
+
+
 def process_pool():
-    """Runs each call of a function in a process of its own, at most one on each core."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([  # a script imports these too
-        "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-        "torch.distributed.pipelining",
-    ])
+    """Processes that count, one on each core. They have imported what this one has."""
     return concurrent.futures.ProcessPoolExecutor(
-        os.cpu_count(), mp_context=context, max_tasks_per_child=1
+        len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
     )
 
 

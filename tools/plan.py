@@ -6,7 +6,8 @@
 
 Every script is tried, and hybrid_3d.py with every grid. Of each the table has the fewest
 accumulation steps that fit into memory, without and with activation checkpointing; only the first
-if that fits in one step. A row is what ``tools.dry_run`` counts for the rank that holds most.
+if that fits in one step. A row is what ``tools.dry_run`` counts for the rank that holds most. What
+does not fit is counted no further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
@@ -15,28 +16,26 @@ take. A real step takes longer than either.
 
 Not everything is counted, where the rest follows exactly:
 
-- Layers are equal, so a deep model is counted at three smaller depths: if a straight line goes
-  through them, and the peak of memory grows as fast as what is held when backward passes begin and
-  when the last has ended (so that no other moment of a step can overtake it), the line is exact.
-  Otherwise the whole depth is counted; so it is where DDP's buckets of 25 MB do not end with a
-  layer's largest matrix, and where three depths would take as long as the whole one.
+- Layers are equal, so a deep model is counted at three smaller depths, and a straight line is
+  extended from them, if it goes through all three and no other moment of a step can overtake its
+  peak: see ``peaks_stay``. Otherwise the whole depth is counted; so it is where DDP's buckets of
+  25 MB do not end with a layer's largest matrix, and where three depths would take as long.
 - Of a pipeline those ranks are counted of which one holds most.
 """
 
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
 import pathlib
 import shlex
 import sys
-import tempfile
 
 import torch
 from tqdm import tqdm
@@ -59,7 +58,7 @@ SPLIT = [  # all ranks read the same samples
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
-LEAST_POSITIONS = 1024  # on a context-parallel rank: with fewer, attention is too little work
+LEAST_POSITIONS = 2048  # on a context-parallel rank: with fewer, attention is too little work
 
 
 @dataclasses.dataclass
@@ -111,102 +110,117 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
 
 
 def variants(strategy, batch_size):
-    """(options of the pipeline, accumulation steps), the fewest steps first."""
+    """Options that share the batch: the fewest accumulation steps first."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
     pieces, options = 1, []
     if strategy.stages > 1:
         pieces = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
         options = ["--microbatches", str(pieces)]
-    return [(options, n) for n in (2**i for i in range(20)) if share // pieces % n == 0]
+    return [options + ["--grad-accum", str(n)] * (n > 1)
+            for n in (2**i for i in range(20)) if share // pieces % n == 0]
 
 
-def evaluate(strategy, options, steps, args, submit, limit=math.inf):
-    """What the rank that holds most counts in ``steps`` accumulation steps, a dict as of
-    ``dry_run.count``. If that is more than ``limit`` bytes, it may be a lower bound.
-
-    ``submit`` starts ``cached`` in another process and returns a future.
+def evaluate(strategy, options, args):
+    """What the rank that holds most counts, as ``dry_run.count``; if that is more than the memory
+    of a device, what one rank holds at least.
 
     Raises:
         SettingError: the script refuses these options.
     """
+    found = []
+    for rank in ranks_to_count(strategy, args):
+        found.append(count_rank(strategy, options, rank, args))
+        if not fits(found[-1], args):
+            break
+    return dry_run.most(found)
+
+
+def fits(counted, args):
+    return counted["peak"]["in all"] <= args.device_memory * 1e9
+
+
+def count_rank(strategy, options, rank, args):
+    """What one rank counts, on a line through small depths where that is exact."""
     script, *own = strategy.command.split()
     layers, every = args.config.num_hidden_layers, strategy.stages
 
-    def count(rank, depth):
+    def at(depth):
         words = [*own, *options, "--num-hidden-layers", str(depth)]
-        words += ["--batch-size", str(args.batch_size), *["--grad-accum", str(steps)] * (steps > 1)]
-        return submit(str(ROOT / script), words, args.devices, rank, args.nproc_per_node).result()
+        words += ["--batch-size", str(args.batch_size)]
+        return cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node)
 
-    def at(depth, limit=math.inf):
-        """Of each rank that may be the one that holds most; none after one with too much."""
-        found = []
-        for rank in ranks_to_count(strategy, depth, args):
-            found.append(count(rank, depth))
-            if found[-1]["peak"]["in all"] > limit:
-                break
-        return found
-
-    least = every * (1 if every == 1 else 3) + 1  # a last stage with few layers is an exception
+    # In two layers less is gathered at once; a last stage with few layers is an exception.
+    least = 3 if every == 1 else 3 * every + 1
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
     matrix = 4 * args.config.hidden_size * args.config.intermediate_size
     uneven = script == "ddp.py" and matrix < 25 * 2**20
     if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
         first, second = at(depths[0]), at(depths[1])
-        lines = [extend(*of_rank, depths, layers) for of_rank in zip(first, second)]
-        if dry_run.most(lines)["peak"]["in all"] > limit:
-            return dry_run.most(lines)  # a peak never grows more slowly in a deeper model
-        if all(map(is_one_moment, first, second)) and all(
-            is_line(*of_rank, depths) for of_rank in zip(first, second, at(depths[2]))
-        ):
-            return dry_run.most(lines)
-    return dry_run.most(at(layers, limit))
+        line = extend(first, second, depths, layers)
+        if not fits(line, args):
+            return line  # a peak never grows more slowly in a deeper model
+        times = (layers - depths[1]) / every
+        if peaks_stay(first, second, line, times) and is_line(first, second, at(depths[2]), depths):
+            return line
+    return at(layers)
 
 
-def ranks_to_count(strategy, depth, args):
+def ranks_to_count(strategy, args):
     """The ranks of which one holds most: in a pipeline the first rank of some of its parts. The
     first part keeps the most activations, and the last has the head; another one can hold more only
     if it has more layers than all before it."""
     if strategy.pp == 1:
         return [0]
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(args.config, num_hidden_layers=depth))
-    stages, n = split_layers(depth, strategy.stages, cost_of_head(model)), strategy.pp
+        head = cost_of_head(Transformer(dataclasses.replace(args.config, num_hidden_layers=1)))
+    n = strategy.pp
+    stages = split_layers(args.config.num_hidden_layers, strategy.stages, head)
     sizes = [sum(map(len, stages[part::n])) for part in range(n)]
     parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
     return [part * args.devices // n for part in parts]
 
 
 def extend(first, second, places, place):
-    """The numbers of two equal structures of dicts and lists, at two ``places``, on a straight
-    line extended to another ``place``."""
-    if isinstance(first, dict):
-        return {name: extend(first[name], second[name], places, place) for name in second}
-    if isinstance(first, list):
-        return [extend(*pair, places, place) for pair in zip(first, second, strict=True)]
-    if isinstance(first, (int, float)):
+    """What is counted at two depths (``places``), extended on a straight line to a third. The peak
+    of the step is that of one of its parts."""
+    found = on_line(first, second, places, place)
+    peaks = [part["peak"] for part in found["parts"]]
+    return found | {"peak": {kind: max(peak[kind] for peak in peaks) for kind in peaks[-1]}}
+
+
+def on_line(first, second, places, place):
+    """``extend``, of the numbers in two equal structures of dicts and lists."""
+    if isinstance(second, dict):
+        return {name: on_line(first[name], second[name], places, place) for name in second}
+    if isinstance(second, list):
+        return [on_line(*pair, places, place) for pair in zip(first, second, strict=True)]
+    if isinstance(second, (int, float)):
         slope = (second - first) / (places[1] - places[0])
         return type(second)(first + slope * (place - places[0]))
     return second
 
 
-def is_one_moment(first, second):
-    """Whether the peak is at the same moment however deep the model is: it grows between two depths
-    as fast as what is held when backward passes begin and when the last has ended."""
-    for i, kind in enumerate(("in all", "activations")):
-        growth = [b - a for a, b in zip(*(
-            [counted["peak"][kind], counted["held"][kind], *(turn[i] for turn in counted["turns"])]
-            for counted in (first, second)
-        ))]
-        if growth[0] < max(growth):
-            return False
+def peaks_stay(first, second, line, times):
+    """Whether the peaks of ``line``, the extension of two depths by ``times`` their difference, are
+    exact. In a part of a step, what is held grows or shrinks from one layer to the next. So the
+    part's peak grows with the depth as what is held at its begin or its end. If one of these grows
+    faster than the peak between the two depths, it must stay below the peak of the whole step."""
+    for before, after in zip(first["parts"], second["parts"]):
+        for kind, peak in after["peak"].items():
+            fastest = max(after[end].get(kind, 0) - before[end].get(kind, 0)
+                          for end in ("begin", "end"))
+            overtakes = fastest > peak - before["peak"][kind]
+            if overtakes and peak + fastest * times > line["peak"][kind]:
+                return False
     return True
 
 
 def is_line(first, second, third, depths):
     """Whether what a rank counts at three ``depths`` is on a straight line."""
     try:
-        expected = numbers(extend(first, second, depths, depths[2]))
-        pairs = list(zip(expected, numbers(third), strict=True))
+        expected = extend(first, second, depths, depths[2])
+        pairs = list(zip(*(numbers(found | {"parts": []}) for found in (expected, third)),
+                         strict=True))
     except (ValueError, KeyError):  # another number of collectives
         return False
     return all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs)
@@ -220,36 +234,20 @@ def numbers(value):
     return [value] if isinstance(value, (int, float)) else []
 
 
-def kept_at(*job):
-    """The file in ~/.cache of a call of ``cached``; another torch, or a changed script, has another
-    one."""
-    key = json.dumps([sources(), torch.__version__, *job])
-    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return folder / "parallel-by-example" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def kept(*job):
-    """What an earlier call of ``cached`` has found, or None."""
-    try:
-        return json.loads(kept_at(*job).read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def cached(script, options, world_size, rank, nproc_per_node):
-    """``dry_run.count``, without what only describes; it is kept in a file. If this cannot be
-    written, "not kept" says why."""
+    """``dry_run.count``, without what only describes. It is kept in a file in ~/.cache, if this can
+    be written; another torch, or a changed script, has another file."""
     job = script, options, world_size, rank, nproc_per_node
+    key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    path = folder / "parallel-by-example" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
+        return json.loads(path.read_text())
     counted = {name: value for name, value in dry_run.count(*job).items()
                if name not in ("description", "theory")}
-    path = kept_at(*job)
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as part:
-            pathlib.Path(part, "counted").write_text(json.dumps(counted))
-            pathlib.Path(part, "counted").replace(path)
-    except OSError as error:
-        counted["not kept"] = f"{path.parent} cannot be written ({error.strerror})"
+        path.write_text(json.dumps(counted))
     return counted
 
 
@@ -261,42 +259,34 @@ def sources():
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
-def search(strategy, options, args, submit):
-    """The rows of a strategy: (command, counted) of the variants that fit into memory, or of the
-    one that holds least."""
-    memory = args.device_memory * 1e9
+def search(strategy, options, args):
+    """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
+    does, of the last that was tried."""
 
-    def count(variant, again, limit=math.inf):
-        own, steps = variant[0] + ["--activation-checkpointing"] * again, variant[1]
-        counted = evaluate(strategy, [*own, *options], steps, args, submit, limit)
-        own[len(variant[0]):0] = ["--grad-accum", str(steps)] * (steps > 1)
-        return " ".join([strategy.command, *own]), counted
-
-    def fits(found):
-        return found[1]["peak"]["in all"] <= memory
+    def count(variant, again):
+        own = [*variant, *["--activation-checkpointing"] * again]
+        return " ".join([strategy.command, *own]), evaluate(strategy, [*own, *options], args)
 
     def first_that_fits(several, again):
         """If none does, the last."""
         for variant in several:
-            found = count(variant, again, memory)
-            if fits(found):
-                return found
-        return count(variant, again)
+            found = count(variant, again)
+            if fits(found[1], args):
+                break
+        return found
 
     several = variants(strategy, args.batch_size)
-    fastest = count(several[0], False, memory)
-    if fits(fastest):
+    fastest = count(several[0], False)
+    always = sum(fastest[1]["held"].get(kind, 0) for kind in KEPT)
+    if fits(fastest[1], args) or always > args.device_memory * 1e9:
         return [fastest]
-    slower = several[1:] or several
-    if sum(fastest[1]["held"].get(kind, 0) for kind in KEPT) > memory:
-        several = slower = several[-1:]  # smaller activations will not help
     if "zerobubble" in strategy.command:  # it cannot compute layers again
-        return [first_that_fits(slower, False)]
-    again = first_that_fits(several, True)
-    if not fits(again):
+        return [first_that_fits(several[1:] or several, False)]
+    again = first_that_fits(several[1:] or several, True)
+    if not fits(again[1], args) or len(several) == 1:
         return [again]
-    plain = first_that_fits(slower, False)
-    return [plain, again] if fits(plain) else [again]
+    plain = first_that_fits(several[1:], False)
+    return [plain, again] if fits(plain[1], args) else [again]
 
 
 def bounds(counted, args):
@@ -315,8 +305,7 @@ def order(row, args):
     """What sorts a row: what fits first, then by the bounds. Without them by operations, those that
     the bubble costs among them, to 5 %; then by what is sent between machines, and in all."""
     _, counted = row
-    fits = counted["peak"]["in all"] <= args.device_memory * 1e9
-    if not fits:
+    if not fits(counted, args):
         return 1, counted["peak"]["in all"]
     known = [bound for bound in bounds(counted, args) if bound is not None]
     work = counted["operations"] / (1 - counted.get("bubble", 0))
@@ -338,7 +327,7 @@ def table(rows, args):
             by_axis[part["group"]] += part["bytes"]
         sent = " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items()
                           if size >= sum(by_axis.values()) / 1000)
-        cells = ["yes" if peak["in all"] <= args.device_memory * 1e9 else "no", gb(peak["in all"])]
+        cells = ["yes" if fits(counted, args) else "no", gb(peak["in all"])]
         cells += [gb(held.get(kind, 0)) for kind in KEPT]
         cells += [gb(peak["activations"]), sent or "0"]
         cells += [gb(counted["between_machines"])] * several
@@ -353,16 +342,12 @@ def gb(size):
     return f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}"
 
 
-def lay_out(rows, markdown):
+def lay_out(rows):
     """The lines of a table."""
     rows = list(rows)
-    if markdown:
-        rows = [[*row[:-1], f"`{row[-1]}`" if i else row[-1]] for i, row in enumerate(rows)]
-        rows.insert(1, ["---"] * len(rows[0]))
-        return [f"| {' | '.join(row)} |" for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1]))
-            + f"  {row[-1]}" for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)][:-1]
+    return ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[-1]])
+            for row in rows]
 
 
 def launch_command(command, options, args):
@@ -393,27 +378,20 @@ def model_options(name):
     return [word for pair in options for word in pair], config
 
 
-def smallest_change(rows, options, args, submit):
-    """If nothing fits: how much memory the smallest of ``rows`` takes, and how many devices more
-    would do."""
-    command, counted = min(rows, key=lambda row: row[1]["peak"]["in all"])
-    needed = counted["peak"]["in all"] / 1e9
-    change = (f"nothing fits into {args.device_memory:g} GB: the least is {needed:,.2f} GB, of "
-              f"{command}; give --device-memory {-(-needed // 0.01) / 100:.2f} or more")
+def more_devices(options, args):
+    """If nothing fits: what would, on more devices; "" if that needs more than 64 times as many."""
     for factor in (2, 4, 8, 16, 32, 64):
         devices = args.devices * factor
         batch_size = max(args.batch_size, devices)
-        larger = vars(args) | {"devices": devices, "batch_size": batch_size}
+        larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
         try:
-            rows = search(
-                Strategy("fsdp.py", devices), options, argparse.Namespace(**larger), submit
-            )
+            rows = search(Strategy("fsdp.py", devices), options, larger)
         except SettingError:
             continue
-        if rows[0][1]["peak"]["in all"] <= args.device_memory * 1e9:
+        if fits(rows[0][1], args):
             more = f" and --batch-size {batch_size}" if batch_size > args.batch_size else ""
-            return f"{change}, or --devices {devices}{more}: {rows[-1][0]} fits then"
-    return change
+            return f"; with --devices {devices}{more} fits {rows[-1][0]}"
+    return ""
 
 
 def parse(argv):
@@ -438,7 +416,6 @@ def parse(argv):
         help="a device's share of what its machine can send to others")
     add("--only", nargs="+", metavar="SCRIPT",
         help="these alone: fsdp.py, or with its grid 'hybrid_3d.py --tp 8'")
-    add("--markdown", action="store_true", help="print the table in Markdown")
     add("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
@@ -460,24 +437,8 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
-    with dry_run.process_pool() as pool, concurrent.futures.ThreadPoolExecutor(8) as threads, \
-            tqdm(total=len(tried), desc="strategies", leave=False) as bar:
-        counts = itertools.count(1)
-
-        def submit(*job):
-            if found := kept(*job):  # without a process
-                future = concurrent.futures.Future()
-                future.set_result(found)
-                return future
-            future = pool.submit(cached, *job)
-            shown = f"{os.path.basename(job[0])} {' '.join(w for w in job[1] if w not in options)}"
-            future.add_done_callback(
-                lambda _: bar.set_postfix_str(f"dry run {next(counts)}: {shown}")
-            )
-            return future
-
-        searches = {threads.submit(search, each, options, args, submit): each.command
-                    for each in tried}
+    with dry_run.process_pool() as pool, tqdm(total=len(tried), leave=False) as bar:
+        searches = {pool.submit(search, each, options, args): each.command for each in tried}
         for each in concurrent.futures.as_completed(searches):
             try:
                 rows += each.result()
@@ -489,30 +450,25 @@ def main(argv=None):
         if not rows:
             reasons = "; ".join(left_out)
             raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-        args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
-                              for _, counted in rows)
-        not_kept = {counted.pop("not kept", None) for _, counted in rows} - {None}
-        rows.sort(key=lambda row: order(row, args))
-        memory = args.device_memory * 1e9
-        fitting = [row for row in rows if row[1]["peak"]["in all"] <= memory]
-        change = "" if fitting else smallest_change(rows, options, args, submit)
-    for line in lay_out(table(rows, args), args.markdown):
+        fitting = [counted for _, counted in rows if fits(counted, args)]
+        change = "" if fitting else pool.submit(more_devices, options, args).result()
+    args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
+                          for _, counted in rows)
+    rows.sort(key=lambda row: order(row, args))
+    for line in lay_out(table(rows, args)):
         print(line)
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
-    for reason in list(not_kept)[:1]:
-        print(printable(f"what was counted is not kept for a repeat: {reason}"))
-    if fitting:
-        sized = [*options, "--batch-size", str(args.batch_size)]
-        print(f"the first row: {launch_command(rows[0][0], sized, args)}")
     if args.json:
         args.json.write_text(json.dumps({
-            "rows": [{"command": command, "fits": counted["peak"]["in all"] <= memory,
+            "rows": [{"command": command, "fits": fits(counted, args),
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
         }, indent=1) + "\n")
-    if change:
-        sys.exit(f"plan.py: {change}")
+    if not fitting:
+        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
+    sized = [*options, "--batch-size", str(args.batch_size)]
+    print(f"the first row: {launch_command(rows[0][0], sized, args)}")
 
 
 if __name__ == "__main__":

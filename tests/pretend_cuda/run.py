@@ -123,11 +123,12 @@ def where():
 
 def count(command, world_size, rank, device):
     """Count a dry run on ``device``, and watch it."""
-    watch, enter, stand_ins = Watch(), pretend.enter, dry_run.stand_ins
+    watch, world, stand_ins = Watch(), pretend.world, dry_run.stand_ins
 
-    def enter_and_watch(*args):
-        enter(*args)
-        watch.__enter__()
+    @contextlib.contextmanager
+    def world_and_watch(*args):
+        with world(*args), watch:
+            yield
 
     def watched(*args):
         names = stand_ins(*args)
@@ -153,7 +154,7 @@ def count(command, world_size, rank, device):
         names["Report"].log = log
         return names | {"load_steps": load_and_watch}
 
-    pretend.enter, dry_run.stand_ins = enter_and_watch, watched
+    pretend.world, dry_run.stand_ins = world_and_watch, watched
     script, *options = command.split()
     counted = dry_run.count(script, options, world_size, rank, 8, torch.device(device))
     return counted | {name: sorted(seen) for name, seen in watch.seen.items()}
