@@ -14,36 +14,31 @@ from tools import dry_run as tool
 # Script and options, its world size, and the ranks to play.
 RUNS = [
     ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
-    ("ddp.py", 2, [1]),
-    ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 4, [2]),
+    ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
     ("zero.py --stage 1 --grad-accum 2", 2, [0]),
-    ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16", 4, [3]),
+    ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16", 2, [1]),
     ("zero.py --batch-size 12", 3, [2]),
     ("fsdp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
-    ("fsdp.py --no-reshard-after-forward --grad-accum 2", 4, [0]),
+    ("fsdp.py --no-reshard-after-forward --grad-accum 2", 2, [0]),
     ("fsdp.py --replicate 2", 4, [3]),
-    ("tp.py", 2, [0]),
     ("tp.py --activation-checkpointing", 2, [0]),
     ("tp.py --no-sequence-parallel --dtype bfloat16 --grad-accum 2", 2, [1]),
     ("tp.py --vocab-size 8192 --batch-size 32", 2, [0]),  # the loss in chunks
-    ("cp.py", 4, [1]),
+    ("cp.py", 2, [1]),
     ("cp.py --attention ulysses --num-key-value-heads 4", 4, [3]),
     ("cp.py --attention allgather --grad-accum 2 --dtype bfloat16", 2, [0]),
     ("pp.py", 4, [0, 2]),
     ("pp.py --schedule gpipe --grad-accum 2 --activation-checkpointing", 2, [0]),
     ("pp.py --schedule interleaved1f1b", 2, [0]),
-    ("pp.py --schedule loopedbfs --dtype bfloat16", 2, [1]),
     ("pp.py --schedule zerobubble", 2, [0]),
-    ("pp.py --schedule zbv", 2, [0]),
     ("pp.py --schedule dualpipev", 2, [1]),
     ("hybrid_3d.py --tp 2 --cp 2 --pp 2", 8, [0, 6]),
-    ("hybrid_3d.py --pp 2 --tp 2 --no-sequence-parallel --microbatches 4", 4, [3]),
     ("hybrid_3d.py --tp 2 --dtype bfloat16 --grad-accum 2", 4, [3]),
     ("hybrid_3d.py --cp 2 --replicate 2 --activation-checkpointing", 4, [0]),
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
 ]
-SAMPLE = [RUNS[17]]
+SAMPLE = [run for run in RUNS if "gpipe" in run[0]]
 
 
 @pytest.fixture
@@ -156,10 +151,9 @@ def test_floating_point_operations(dry_run):
 
 
 @thorough
-@pytest.mark.parametrize("each, share", [(8, 0), (4, 2 / 8), (1, 1)])
-def test_a_ring_crosses_machines_at_some_edges(dry_run, each, share):
-    _, found = dry_run("ddp.py", 8, "--rank", 0, "--nproc-per-node", each)
-    assert found["between_machines"] == pytest.approx(found["sent"] * share, abs=1)
+def test_a_ring_crosses_machines_at_some_edges(dry_run):
+    _, found = dry_run("ddp.py", 8, "--rank", 0, "--nproc-per-node", 4)
+    assert found["between_machines"] == pytest.approx(found["sent"] * 2 / 8, abs=1)
 
 
 @thorough

@@ -232,6 +232,8 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
     assert line(good, tokenizer=tmp_path / "fifo") == f"{tmp_path}/fifo is a named pipe: give a file"
     assert "half.txt, near document 0: no UTF-8" in line(tmp_path / "half.txt")
     assert "argument --val: invalid float value: 'many'" in line(good, "--val", "many")
+    for share in ("5", "nan", "-1", "1"):  # one of the files would be empty
+        assert line(good, "--val", share).startswith(f"--val {float(share)}: this is a share")
     assert line(good, eod="<eos>").startswith("--eod <eos>: the tokenizer has no such token")
     for tokenizer in (good, tmp_path, tmp_path / "none"):
         assert line(good, tokenizer=tokenizer).startswith(f"--tokenizer {tokenizer}: no tokenizer")

@@ -58,7 +58,7 @@ SPLIT = [  # all ranks read the same samples
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
-LEAST_POSITIONS = 2048  # on a context-parallel rank: with fewer, attention is too little work
+LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
 
 @dataclasses.dataclass
@@ -98,6 +98,8 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
                     left_out[f"--cp that leaves a rank less than {LEAST_POSITIONS} positions"] += 1
                 elif pp > max(1, layers // 2):
                     left_out["--pp that leaves a stage less than two layers"] += 1
+                elif devices in (tp, pp):
+                    continue  # tp.py, pp.py
                 elif batch_size % dp or batch_size // dp < pp:
                     left_out[
                         f"grids that cannot share the {batch_size} sequences of --batch-size"
@@ -282,7 +284,7 @@ def search(strategy, options, args):
         return [fastest]
     if "zerobubble" in strategy.command:  # it cannot compute layers again
         return [first_that_fits(several[1:] or several, False)]
-    again = first_that_fits(several[1:] or several, True)
+    again = first_that_fits(several, True)
     if not fits(again[1], args) or len(several) == 1:
         return [again]
     plain = first_that_fits(several[1:], False)

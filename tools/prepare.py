@@ -42,6 +42,8 @@ def main(argv=None):
     for path in (args.tokenizer, *args.files):
         if pathlib.Path(path).is_fifo():  # reading it might never end
             refuse(f"{path} is a named pipe: give a file")
+    if not 0 <= args.val < 1:  # nan too
+        refuse(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
     tokenizers = need("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(args.tokenizer)
