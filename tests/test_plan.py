@@ -59,7 +59,6 @@ DEEP = [
     ("fsdp.py --grad-accum 2", 4, 1, True),
     ("fsdp.py --replicate 2 --grad-accum 4", 4, 1, True),
     ("fsdp.py --activation-checkpointing", 4, 1, True),
-    ("zero.py --stage 1 --grad-accum 4", 4, 1, True),
     ("zero.py --stage 2 --dtype bfloat16 --activation-checkpointing", 4, 1, True),
     ("tp.py --activation-checkpointing", 2, 1, True),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 4", 4, 2, True),
