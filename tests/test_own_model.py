@@ -19,7 +19,8 @@ from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.step import count_targets, seed_step, set_learning_rate
 from common.validation import Validation
 from tests.processes import ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
+from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
            "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 6 --log-every 1 "
@@ -256,13 +257,14 @@ def test_masks_are_refused_where_attention_is_causal(attention, mask):
         attention(*torch.zeros(3, 1, 2, 4, 8), None, **mask)
 
 
-# single.py with optimizers of one's own
+# Copies of scripts with optimizers of one's own
 
-EDITS = [
-    ("""    optimizer = torch.optim.AdamW(
+ADAMW = """    optimizer = torch.optim.AdamW(
         decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
-""", """    optimizer = [
+"""
+EDITS = [
+    (ADAMW, """    optimizer = [
         torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], 0.05, 0.9, nesterov=True),
         torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], args.lr),
     ]
@@ -278,12 +280,12 @@ EDITS = [
 
 @pytest.fixture
 def edited(tmp_path):
-    """Write a copy of single.py, with edits; returns its path."""
+    """Write a copy of a script, with edits; returns its path."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "common").symlink_to(ROOT / "common")
 
-    def write(name, *edits):
-        text = (ROOT / "single.py").read_text()
+    def write(name, *edits, script="single.py"):
+        text = (ROOT / script).read_text()
         for before, after in edits:
             assert text.count(before) == 1
             text = text.replace(before, after)
@@ -318,3 +320,17 @@ def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus, tmp_p
     (line,) = [line for line in result.lines if "changed since" in line]
     assert line.endswith(": --steps was 6, is 8; momentum was [0.9, None], is [0.5, None]; "
                          "nesterov was [True, None], is [False, None]")
+
+
+@thorough
+@pytest.mark.parametrize("edits", [
+    [(ADAMW, "    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=False)\n")],
+    [(ADAMW, "    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)\n")],
+    EDITS,
+], ids=["unfused", "SGD", "two"])
+def test_any_optimizer_trains_as_on_one_process(run, edited, corpus, edits):
+    options = f"{OPTIONS} --data {corpus}"
+    expected = run(edited("one.py", *edits), 0, options, out="one").curve()
+    for script in ("ddp.py", "fsdp.py"):
+        curve = run(edited(script, *edits, script=script), 2, options, out=script).curve()
+        assert furthest(curve, expected) < 1e-10
