@@ -8,21 +8,21 @@
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
 #   bash run.sh plan --help           a tool: bench, dry_run, export, plan, plot or prepare
 #
-# On several machines, in one of three ways; each machine needs this folder and the working folder at
-# the same path, and --out on a file system that all share:
+# On several machines, in one of three ways; each machine needs this folder and the working folder
+# at the same path, and --out on a file system that all share:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     on each machine, with its own
 #                                     NODE_RANK; MASTER_ADDR is the address of machine 0
 #   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one machine
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
 #
-# SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A second
-# one ends it at once. MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has died:
-# they resume from the newest checkpoint. All variables and ports: docs/launching.md.
+# SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A
+# second one ends it at once. MAX_RESTARTS=3 starts all processes again, up to 3 times, when one has
+# died: they resume from the newest checkpoint. All variables and ports: docs/launching.md.
 #
-# run.sh uses the active Python, or the one that PYTHON names, if requirements.txt is installed in it.
-# Otherwise it makes a virtual environment, .venv beside this file, and installs requirements.txt there,
-# once, with the torch that was measured.
+# run.sh uses the active Python, or the one that PYTHON names, if requirements.txt is installed in
+# it. Otherwise it makes a virtual environment, .venv beside this file, and installs requirements.txt
+# there, once, with the torch that was measured.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -51,7 +51,8 @@ PYTHON
 find_python() {
   local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
   python=${PYTHON:-python3}
-  [[ ! -v PYTHON || $("$PYTHON" -c 'print("yes")' 2>/dev/null) = yes ]] || fail "PYTHON is '$PYTHON': that is no Python"
+  [[ ! -v PYTHON || $("$PYTHON" -c 'print("yes")' 2>/dev/null) = yes ]] ||
+    fail "PYTHON is '$PYTHON': that is no Python"
   [ -n "$torch" ] || ! has_requirements "$python" || return 0
   python=$environment/bin/python
   ! has_requirements "$python" || return 0
@@ -72,7 +73,8 @@ show_and_run() {
 run_here() {
   local processes threads nodes=() variables=()
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
-  [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$processes': it must be a whole number, at least 1"
+  [[ $processes =~ ^[1-9][0-9]*$ ]] ||
+    fail "NPROC is '$processes': it must be a whole number, at least 1"
   # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
   variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
@@ -81,7 +83,7 @@ run_here() {
   # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
-  # A script without a common/ of its own, such as those in examples/, imports the one beside this file.
+  # A script without a common/ of its own, such as those in examples/, imports this folder's.
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
@@ -90,13 +92,13 @@ run_here() {
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
     # c10d: when one machine restarts its processes, all machines do. It numbers the machines in the
     # alphabetical order of --local-addr, and all processes connect to the first one's. So machine 0
-    # gives its address, and the others a name that nothing resolves and that sorts behind it: ~00001.
+    # gives its address, and the others a name that sorts behind it, such as ~00001.
     nodes=(
       "--nnodes=$NNODES" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
       "--local-addr=$([ "$NODE_RANK" = 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
     )
-    # Each start gets its own store. The rendezvous' store still has the addresses of dead processes.
+    # Each start gets its own store: that of the rendezvous has the addresses of dead processes.
     variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
   show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${nodes[@]}" \
@@ -120,7 +122,8 @@ read_slurm_step() {
   local names
   names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line
   MASTER_ADDR=${MASTER_ADDR:-${names%%$'\n'*}}
-  MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}  # jobs that share a machine do not collide
+  # Jobs that share a machine do not share a port.
+  MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 }
 
 # Over ssh: start this file on each of HOSTS, and stop all when one fails.
@@ -134,8 +137,8 @@ run_on_hosts() {
     "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
     [[ ! -v $name ]] || settings+=("$name=${!name}")
   done
-  # Each ssh reads from this cat, which ends when this process ends, even by SIGKILL, or when the trap
-  # kills it. Then each host sends its run SIGTERM: it saves and ends.
+  # Each ssh reads from this cat, which ends when this process ends, even by SIGKILL, or when the
+  # trap kills it. Then each host sends its run SIGTERM: it saves and ends.
   coproc cat
   stdin=$COPROC_PID
   exec <&"${COPROC[0]}"
@@ -171,7 +174,8 @@ if [ "$command" = test ]; then
   torch=
   if [ "${1:-}" = --torch ]; then
     torch=${2:-}
-    [[ $torch =~ ^2\.1[1-5]\.[0-9]+$ ]] || fail "--torch '$torch': give a version from 2.11.0 to 2.15, in full"
+    [[ $torch =~ ^2\.1[1-5]\.[0-9]+$ ]] ||
+      fail "--torch '$torch': give a version from 2.11.0 to 2.15, in full"
     shift 2
   fi
   find_python "$torch"
@@ -196,7 +200,8 @@ if [ "$(basename "$script")" = single.py ]; then
 elif [[ -v HOSTS ]]; then
   run_on_hosts "$@"
 elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
-  [[ -v NNODES || ! -v NODE_RANK ]] || fail "NODE_RANK is $NODE_RANK but NNODES is not set: how many machines are there?"
+  [[ -v NNODES || ! -v NODE_RANK ]] ||
+    fail "NODE_RANK is $NODE_RANK but NNODES is not set: how many machines are there?"
   run_here "$@"
 elif [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
   # In the shell of sbatch or salloc SLURM_STEP_ID is not set, or above 4294967000.
