@@ -13,8 +13,9 @@ from tests.table import MODEL
 
 
 def test_the_picture(run, corpus):
-    result = run("pp.py", 4, f"{MODEL} --seq-len 16 --batch-size 12 --steps 1 --data {corpus} "
-                             "--schedule zbv --microbatches 6 --save-every 0")
+    result = run("pp.py", 4, f"{MODEL} --num-hidden-layers 7 --seq-len 16 --batch-size 12 "
+                             f"--steps 1 --data {corpus} --schedule zbv --microbatches 6 "
+                             "--save-every 0")
     assert result.lines[0] == "pp.py: 4 processes on cpu (gloo), rank grid pp 4 x dp 1"
     assert result.lines[1] == "model tiny: 70,624 parameters, float32"  # of all stages
     assert result.lines[4:9] == [
