@@ -244,10 +244,9 @@ def note_place():
 
 
 def resumed(folders, train=True):
-    """Resume what each of the run folders ``folders`` has saved after step 4, one after the other in
-    the same processes, in again-0, again-1 and so on below --out. With ``train`` the script first
-    does what its command says, and resumes that too, as again-0: save as it was, but evaluate only
-    at the end."""
+    """Resume what each of the run folders ``folders`` has saved after step 4, one after the other
+    in the same processes, in again-0, again-1 and so on below --out. With ``train`` the script first
+    does what its command says, and resumes its own run too, as again-0."""
     launch = common.launch.launch
 
     def launch_all(main):

@@ -1,8 +1,8 @@
 """The table of runs: each is started once, and all tests that claim something of it share it.
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
-sample some targets are ignored. Held-out data is evaluated, and a checkpoint saved, after step 4 and
-at the end. Then each of ``EXACT`` goes on in the same processes: it resumes its own checkpoint of
+sample some targets are ignored. Held-out data is evaluated, and a checkpoint saved, after step 4
+and at the end. Then each of ``EXACT`` goes on in the same processes: it resumes its own checkpoint of
 step 4, and that of single.py.
 """
 
