@@ -245,8 +245,8 @@ def note_place():
 
 def resumed(folders, train=True):
     """Resume what each of the run folders ``folders`` has saved after step 4, one after the other
-    in the same processes, in again-0, again-1 and so on below --out. With ``train`` the script first
-    does what its command says, and resumes its own run too, as again-0."""
+    in the same processes, in again-0, again-1 and so on below --out. With ``train`` the script
+    first does what its command says, and resumes its own run too, as again-0."""
     launch = common.launch.launch
 
     def launch_all(main):

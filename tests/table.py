@@ -2,8 +2,8 @@
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
 sample some targets are ignored. Held-out data is evaluated, and a checkpoint saved, after step 4
-and at the end. Then each of ``EXACT`` goes on in the same processes: it resumes its own checkpoint of
-step 4, and that of single.py.
+and at the end. Then each of ``EXACT`` goes on in the same processes: it resumes its own checkpoint
+of step 4, and that of single.py.
 """
 
 import dataclasses
