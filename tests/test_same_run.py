@@ -107,6 +107,10 @@ def held_and_sent(row, run):
         assert 0 <= more <= 3 * (2 * TENSORS * size / 2) + 40
     elif row.script in ("zero.py", "fsdp.py") and ranks == 3:  # padded
         assert 0 <= more - expected < 0.04 * theory["sent"]
+    elif row.script == "tp.py" and AGAIN in row.command and row in COMPILED:
+        # aot_eager also repeats each layer's last reduce-scatter, which nothing needs.
+        last = LAYERS * size * BATCH * T * HIDDEN * ring(row.world)
+        assert more - expected == pytest.approx(last, abs=1) or abs(more - expected) < 1
     else:
         assert abs(more - expected) < 1
     assert summary["sent"] == pytest.approx(sum(c["bytes"] for c in summary["collectives"]), abs=1)
