@@ -34,7 +34,8 @@ def test_every_pair_of_scripts_meets():
     assert len({row for _, row in pairs}) > len(EXACT) / 2
 
 
-@pytest.mark.parametrize("reader", sampled(range(8), [3]), ids=SCRIPTS.__getitem__)
+@pytest.mark.parametrize("reader", sampled(range(8), [3]),
+                         ids=lambda reader: READERS[reader][0])
 def test_resumes_what_others_saved(once, request, reader):
     """The rest of the run is that of single.py."""
     rows = EXACT if request.config.getoption("--all") else [row for row in SAMPLE if row in EXACT]
