@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -147,7 +148,7 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict: see
     ``stand_ins``.
 
-    It replaces parts of torch: call it in a process that does nothing else.
+    Call it once in a process: it replaces parts of torch.
 
     Raises:
         SettingError: the script refuses its options, cannot be used, or reads a tensor's value.
@@ -373,11 +374,19 @@ def as_if_before(prepare):
     return uncounted
 
 
-def process_pool():
-    """Processes that count, one on each core. They have imported what this one has."""
+def process_pool(processes=None):
+    """Processes, one on each core, that have imported what this one has."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        importlib.import_module(name)  # the scripts import these too
     return concurrent.futures.ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+        processes or len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
     )
+
+
+def count_apart(*job, **options):
+    """``count``, in a process of its own: DTensor's caches keep the groups of an earlier world."""
+    with process_pool(1) as pool:
+        return pool.submit(count, *job, **options).result()
 
 
 def most(found):
@@ -435,10 +444,10 @@ def main(argv=None):
         counted = count(*job, args.rank, args.nproc_per_node)
     else:
         with process_pool() as pool:
-            first = pool.submit(count, *job, 0, args.nproc_per_node).result()
+            first = pool.submit(count_apart, *job, 0, args.nproc_per_node).result()
             others = first.get("stages", [0])[1:]
-            found = pool.map(functools.partial(count, *job, nproc_per_node=args.nproc_per_node),
-                             others)
+            as_rank = functools.partial(count_apart, *job, nproc_per_node=args.nproc_per_node)
+            found = pool.map(as_rank, others)
             counted = most([first, *tqdm(found, "other stages", len(others), leave=False,
                                          disable=not others)])
     counted.pop("stages", None)

@@ -245,7 +245,7 @@ def cached(script, options, world_size, rank, nproc_per_node):
     path = folder / "parallel-by-example" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
         return json.loads(path.read_text())
-    counted = {name: value for name, value in dry_run.count(*job).items()
+    counted = {name: value for name, value in dry_run.count_apart(*job).items()
                if name not in ("description", "theory")}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
