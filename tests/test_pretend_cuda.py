@@ -31,7 +31,7 @@ ROWS = {  # of each script: options, number of ranks, rank
     "tp.py": [("", 2, 1), ("--no-sequence-parallel --activation-checkpointing", 4, 2)],
     "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing", 4, 0),
               ("--attention ulysses", 2, 1)],
-    "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 0)],
+    "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 1)],
     "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3)],
 }
 
