@@ -273,7 +273,8 @@ def check_stages(whole, parts, group):
         if sum(not stage.isdisjoint(names) for stage in stages) > 1:
             raise SettingError(
                 f"several stages have the parameter {' = '.join(names)}: delete it from all stages "
-                f"but one, and untie tied weights, or keep both modules in one stage"
+                f"but one (layers must keep their names, as in a ModuleDict), and untie tied "
+                f"weights, or keep both modules in one stage"
             )
 
 

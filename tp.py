@@ -171,13 +171,15 @@ def plan(sequence_parallel):
 
 class Replicated(ParallelStyle):
     """Replicated weights, but as DTensors: clip_grad_norm_ and fused AdamW refuse a mix of Tensor
-    and DTensor."""
+    and DTensor. For modules that compute the same on all ranks: of a part of the sequence each rank
+    would have a part of the gradient, and nothing adds them up."""
 
     def _apply(self, module, mesh):
         return distribute_module(
             module, mesh,
-            input_fn=lambda _, inputs, mesh: DTensor.from_local(
-                inputs[0], mesh, [Replicate()], run_check=False
+            input_fn=lambda _, inputs, mesh: tuple(
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+                if isinstance(x, torch.Tensor) else x for x in inputs
             ),
             output_fn=lambda _, output, mesh: output.to_local(),
         )

@@ -91,7 +91,7 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True) | shards, optimizer,
+        args.out, run_settings(args, dataset), tensors_to_save(model, shards), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(args.resume)  # steps done
@@ -177,8 +177,8 @@ def make_buckets(model, groups, mesh):
             found = bucket_of.get(parameter, [])
             if len(found) != 1:
                 raise SettingError(
-                    f"{name} is in {len(found)} of the groups: it must be in one; put modules "
-                    f"that share it into one group"
+                    f"{name} is in {len(found)} of the groups: it must be in one; modules that "
+                    f"share a parameter belong into one group"
                 )
             shards[name] = found[0].shards[parameter]
 
@@ -193,6 +193,13 @@ def make_buckets(model, groups, mesh):
     for parameter in bucket_of:
         parameter.register_post_accumulate_grad_hook(on_gradient)
     return buckets, shards
+
+
+def tensors_to_save(model, shards):
+    """The state dict of ``model``, with the shards in place of their parameters, under every name
+    that a parameter has."""
+    shard_of = {p: shards[name] for name, p in model.named_parameters() if name in shards}
+    return {name: shard_of.get(x, x) for name, x in model.state_dict(keep_vars=True).items()}
 
 
 class Bucket:

@@ -87,6 +87,22 @@ def a_plan_reaches_all_of_the_model(mesh):
     refused("the plan does not reach blocks.1.gate: add its module", good, model)
 
 
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, *inputs):  # tensors, and a number that is none
+        return self.weight if not inputs else inputs[0] * self.weight + inputs[1] * inputs[2]
+
+
+def replicated_modules_take_all_inputs(mesh):
+    model = nn.Sequential(Shift())
+    tp.parallelize(model, mesh, {"0": tp.Replicated()})
+    x = torch.tensor([1.0, 2.0])
+    assert model[0](x, x, 10).tolist() == [13, 26] and model[0]().tolist() == [3, 3]
+
+
 def positions_that_cannot_be_split_are_refused(mesh):
     for pattern, style in (
         ("embed", RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
@@ -130,7 +146,8 @@ def a_parameter_on_two_stages_is_refused(mesh):
 def main():
     dist.init_process_group("gloo")
     for claim in (fsdp_casts_images_once, a_plan_reaches_all_of_the_model,
-                  positions_that_cannot_be_split_are_refused, a_parameter_on_two_stages_is_refused):
+                  replicated_modules_take_all_inputs, positions_that_cannot_be_split_are_refused,
+                  a_parameter_on_two_stages_is_refused):
         claim(init_device_mesh("cpu", (dist.get_world_size(),)))
     print("all claims hold", flush=True)
 

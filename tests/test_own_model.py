@@ -334,3 +334,27 @@ def test_any_optimizer_trains_as_on_one_process(run, edited, corpus, edits):
     for script in ("ddp.py", "fsdp.py"):
         curve = run(edited(script, *edits, script=script), 2, options, out=script).curve()
         assert furthest(curve, expected) < 1e-10
+
+
+TIE = ("""        model = Transformer(args.config).to(args.param_dtype)
+""", """        model = Transformer(args.config).to(args.param_dtype)
+        model.lm_head.weight = model.model.embed_tokens.weight
+""")
+GROUPS = ("""        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+""", """        *([layer] for layer in layers),
+        [model.model.embed_tokens, model.model.norm, model.lm_head],
+""")
+
+
+@thorough
+@pytest.mark.parametrize("script", ["zero.py", "fsdp.py"])
+def test_tied_parameters_in_one_group(run, edited, corpus, script):
+    """They train as on one process, and another script resumes them."""
+    options = f"{OPTIONS} --data {corpus}"
+    expected = run(edited("one.py", TIE), 0, options, out="one").curve()
+    copy = edited(script, TIE, GROUPS, script=script)
+    assert furthest(run(copy, 2, options).curve(), expected) < 1e-10
+    other = edited("ddp.py", TIE, script="ddp.py")
+    again = run(other, 2, f"{options} --resume-from 3")
+    assert "resuming after step 3" in again.output and furthest(again.curve(), expected) < 1e-10

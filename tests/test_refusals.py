@@ -217,7 +217,7 @@ PARAMETER = ("after(common.model.Transformer, '__init__', lambda _, model, confi
              "model.model.register_parameter('gate', torch.nn.Parameter(torch.empty(3))))")
 MODELS = [
     *[(command, world, "tied()", "several stages have the parameter model.embed_tokens.weight = "
-       "lm_head.weight: delete it from all stages but one, and untie tied weights")
+       "lm_head.weight: delete it from all stages but one (layers must keep their names")
       for command, world in [
         ("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
     *[(command, 2, PARAMETER, "several stages have the parameter model.gate: delete")
