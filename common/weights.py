@@ -56,14 +56,15 @@ def config_from(found, path):
     found = found | {key: rope[key] for key in inner if key in rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
+    numbers = all(type(value) in (int, float) and value > 0 for value in scaling.values())
     if kind == "default" and not scaling:
         found["rope_scaling"] = None
-    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING):
+    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING) and numbers:
         found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
     else:
         raise SettingError(
-            f"{path}: rope_scaling has rope_type {kind!r} with {', '.join(scaling)}; "
-            f"only 'llama3' (Llama 3.1) is supported, with {', '.join(ROPE_SCALING)}"
+            f"{path}: rope_scaling has rope_type {kind!r} with {scaling!r:.200}; only 'llama3' "
+            f"(Llama 3.1) is supported, with numbers above 0 as {', '.join(ROPE_SCALING)}"
         )
     for name, plain in PLAIN.items():
         value = found.get(name)

@@ -206,6 +206,8 @@ def load(script):
         SettingError: it cannot be imported, or lacks a name of ``NEEDED``.
     """
     path = pathlib.Path(script)
+    if not path.exists():
+        path = pathlib.Path(__file__).parent.parent / script  # from another folder
     if path.suffix != ".py" or not path.is_file():
         raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
     sys.path[:0] = [str(path.parent.resolve()), str(pathlib.Path(__file__).parent.parent)]
