@@ -453,7 +453,7 @@ def test_a_host_that_cannot_start(machines, tmp_path, corpus):
     assert last == "run.sh: error: 10.77.0.9 ended with status 255; all are stopped"
     assert process.returncode == 1 and not left_over(tmp_path)
     python = tmp_path / "python"  # one that cannot start torchrun on the second host
-    python.write_text('#!/bin/bash\n[ "${NODE_RANK:-0}" = 0 ] || [ "$1" != -P ] || exit 9\n'
+    python.write_text('#!/bin/bash\n[[ ${NODE_RANK:-0} = 0 || $* != *torchrun.py* ]] || exit 9\n'
                       f'exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     process = on_hosts(machines, tmp_path, "ddp.py", *options, PYTHON=str(python))
