@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import os
 import pathlib
@@ -13,7 +14,6 @@ from common.data import STANDARD_LIBRARY, open_datasets
 from common.data import fingerprint as fingerprint_of_data
 from common.errors import SettingError, refuse
 from common.launch import pick_device, rank_and_world_size
-from common.loggers import is_installed
 from common.model import PRESETS, ModelConfig
 from common.weights import fingerprint, is_tied, read_config
 
@@ -179,8 +179,8 @@ def parse_options(parser, argv=None):
     refuse([
         (args.profile and args.steps < 4,
          f"--profile with --steps {args.steps}: it traces from the fourth step, use at least 4"),
-        (args.wandb and not is_installed("wandb"), missing.format("wandb")),
-        (args.tensorboard and not is_installed("tensorboard"), missing.format("tensorboard")),
+        (args.wandb and not _is_installed("wandb"), missing.format("wandb")),
+        (args.tensorboard and not _is_installed("tensorboard"), missing.format("tensorboard")),
     ])
     if "init_from" in args:
         args.config = _model_config(args)
@@ -195,6 +195,11 @@ def parse_options(parser, argv=None):
     args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
     args.compute_dtype = getattr(torch, args.dtype)
     return args
+
+
+def _is_installed(package):
+    """A mere folder wandb/, which W&B itself makes in the working folder, has no origin."""
+    return bool(getattr(importlib.util.find_spec(package), "origin", None))
 
 
 def default_dtype(device):

@@ -41,8 +41,9 @@ def start(command, cwd, **environment):
         [str(word) for word in command], cwd=cwd, env={**ENVIRONMENT, **environment}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
-        # A shell lets its background jobs ignore Ctrl-C, and what they start: undo that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A shell lets its background jobs ignore Ctrl-C, and nohup SIGHUP: undo that.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL)
+                            for number in (signal.SIGINT, signal.SIGHUP)],
     )
 
 

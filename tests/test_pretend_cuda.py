@@ -74,13 +74,16 @@ def pretended(shared):
     for script in ROWS
 ])
 def test_a_step_stays_on_the_gpu(pretended, script):
-    cases = [
-        (f"{script} {options} {SMALL} --dtype {dtype}", n, rank)
-        for options, n, rank in ROWS[script] for dtype in ("bfloat16", "float32")
-    ]
-    on_gpu = pretended([(*case, "cuda:0") for case in cases])
-    on_cpu = pretended([(*case, "cpu") for case in cases if "offload" not in case[0]])
-    for (command, _, _), gpu in zip(cases, on_gpu):
+    """Each row in bfloat16, the first one in float32 too; and beside the CPU's dry run."""
+    rows = [(f"{script} {options} {SMALL} --dtype bfloat16", n, rank)
+            for options, n, rank in ROWS[script]]
+    command, n, rank = rows[0]
+    rows.append((command.replace("bfloat16", "float32"), n, rank))
+    on_cpu = [row for row in rows if "offload" not in row[0]]
+    counted = pretended([(*row, "cuda:0") for row in rows] + [(*row, "cpu") for row in on_cpu])
+    counts_on_cpu = dict(zip(on_cpu, counted[len(rows) :], strict=True))
+    for row, gpu in zip(rows, counted):
+        command, _, _ = row
         assert "error" not in gpu, f"{command}: {gpu['error']}"
         kernel = FLASH if "bfloat16" in command else EFFICIENT
         assert gpu["attention"] == [kernel, f"{kernel}_backward"], command
@@ -88,10 +91,12 @@ def test_a_step_stays_on_the_gpu(pretended, script):
             assert gpu["copies"] and gpu["on_cpu"], command
             continue
         assert gpu["copies"] == gpu["on_cpu"] == [], command
-        cpu = on_cpu.pop(0)
+        cpu = counts_on_cpu[row]
         assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
-        if script == "cp.py" and "ulysses" not in command and "bfloat16" in command:
-            assert gpu["peak"] == cpu["peak"], command  # the script calls the same kernels
+        if script == "cp.py" and row == rows[0]:
+            # The ring's own kernels. Other rows peak where CUDA has others: the gradient of SiLU.
+            difference = abs(gpu["peak"]["in all"] - cpu["peak"]["in all"])
+            assert difference < 1e-3 * cpu["peak"]["in all"], command
 
 
 @thorough
@@ -117,5 +122,5 @@ def test_faults_are_seen(pretended, tmp_path):
         for name in faults
     ])
     assert "reads the value of a tensor" in reads["error"]
-    assert stays["on_cpu"] or stays["copies"]
+    assert "device" in stays["error"]
     assert scores["attention"] == []
