@@ -163,7 +163,7 @@ run_on_hosts() {
       wait "${sessions[host]}" || failed+="${hosts[host]} ended with status $?; "
       unset "sessions[host]"
     done
-    [ -z "$failed" ] || fail "${failed}all are stopped"
+    [ -z "$failed" ] || { kill $stdin; wait; fail "${failed}all are stopped"; }
   done
 }
 
