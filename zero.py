@@ -32,7 +32,7 @@ from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options, run_settings
