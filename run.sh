@@ -21,8 +21,8 @@
 # died: they resume from the newest checkpoint. All variables and ports: docs/launching.md.
 #
 # run.sh uses the active Python, or the one that PYTHON names, if requirements.txt is installed in
-# it. Otherwise it makes a virtual environment, .venv beside this file, and installs requirements.txt
-# there, once, with the torch that was measured.
+# it. Otherwise it makes a virtual environment, .venv beside this file, and installs
+# requirements.txt there, once, with the torch that was measured.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -30,7 +30,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
-[ -f "$here/requirements.txt" ] || fail "$here is not the folder of run.sh: start sbatch in that folder"
+[ -f "$here/requirements.txt" ] ||
+  fail "$here is not the folder of run.sh: start sbatch in that folder"
 
 # Does this Python have what requirements.txt names? Only the tests need pytest.
 has_requirements() {
@@ -60,7 +61,8 @@ find_python() {
     fail "Python 3.11 or newer is needed; name one by PYTHON=..."
   echo "run.sh: installing requirements.txt into $environment" >&2
   "${PYTHON:-python3}" -P -m venv "$environment"
-  "$python" -P -m pip install --disable-pip-version-check "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
+  "$python" -P -m pip install --disable-pip-version-check \
+    "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
 }
 
 # Print a command, which may begin with variables, so that it can be typed again, and run it.
@@ -87,8 +89,10 @@ run_here() {
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
-      fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR, the address of machine 0"
-    "$python" -P -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$MASTER_ADDR" 2>/dev/null ||
+      fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
+        "the address of machine 0"
+    "$python" -P -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' \
+      "$MASTER_ADDR" 2>/dev/null ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
     # c10d: when one machine restarts its processes, all machines do. It numbers the machines in the
     # alphabetical order of --local-addr, and all processes connect to the first one's. So machine 0
@@ -108,16 +112,16 @@ run_here() {
 # In a Slurm job, outside of its steps: start this file again, once on each machine of the job.
 run_as_slurm_step() {
   command -v srun >/dev/null ||
-    fail "this is Slurm job $SLURM_JOB_ID without srun: unset SLURM_JOB_ID to run on this machine alone"
-  show_and_run srun --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "$here/run.sh" "$script" "$@"
+    fail "this is Slurm job $SLURM_JOB_ID without srun: unset SLURM_JOB_ID to run here alone"
+  show_and_run srun --ntasks-per-node=1 "--ntasks=$SLURM_NNODES" --cpu-bind=none \
+    --kill-on-bad-exit=1 bash "$here/run.sh" "$script" "$@"
 }
 
 # In a step of a Slurm job: set NODE_RANK and the like from Slurm's variables.
 read_slurm_step() {
   [ "$SLURM_STEP_NUM_TASKS" -eq "$SLURM_STEP_NUM_NODES" ] ||
-    fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines: start it once on each," \
-      "with --ntasks-per-node=1, or start the script itself: srun python $command"
+    fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines: start it" \
+      "once on each, with --ntasks-per-node=1, or start the script itself: srun python $command"
   NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
   local names
   names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line
@@ -133,8 +137,8 @@ run_on_hosts() {
   [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
   settings=("NNODES=${#hosts[@]}" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
   [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
-  for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" \
-    "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
+  for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" \
+    "${!TORCH_@}" "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
     [[ ! -v $name ]] || settings+=("$name=${!name}")
   done
   # Each ssh reads from this cat, which ends when this process ends, even by SIGKILL, or when the
@@ -149,11 +153,14 @@ run_on_hosts() {
   trap 'exit 143' TERM
   for host in "${!hosts[@]}"; do
     # shellcheck disable=SC2086  # SSH may be several words
-    ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 "${hosts[host]}" "
+    ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 \
+      "${hosts[host]}" "
       exec 3<&0 </dev/null
       ({ cat <&3; kill \$\$; } >/dev/null 2>&1 &)  # no child of torchrun, which it would signal
       cd $(printf %q "$PWD") || exit
-      exec env -u HOSTS NODE_RANK=$host$(printf ' %q' "${settings[@]}" bash "$here/run.sh" "$script" "$@") 3<&-" <&0 &
+      exec env -u HOSTS NODE_RANK=$host$(
+        printf ' %q' "${settings[@]}" bash "$here/run.sh" "$script" "$@"
+      ) 3<&-" <&0 &
     sessions[host]=$!
   done
   while [ ${#sessions[@]} -gt 0 ]; do
@@ -195,7 +202,8 @@ find_python
 
 if [ "$(basename "$script")" = single.py ]; then
   [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 && ! -v HOSTS ]] ||
-    fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares the work, such as ddp.py"
+    fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares" \
+      "the work, such as ddp.py"
   exec "$python" "$script" "$@"
 elif [[ -v HOSTS ]]; then
   run_on_hosts "$@"
