@@ -101,24 +101,22 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch):
 
     monkeypatch.setattr(plan, "evaluate", evaluate)
 
-    def search(memory, command="tp.py"):
+    def search(memory, command="tp.py", link=None):
         tried.clear()
-        args = types.SimpleNamespace(batch_size=8, device_memory=memory / 1e9)
+        args = types.SimpleNamespace(batch_size=8, device_memory=memory / 1e9, link=link)
         rows = plan.search(plan.Strategy(command, 1), [], args)
         return [command for command, _ in rows], list(tried)
 
-    checkpointing = "tp.py --activation-checkpointing"
+    again = "--activation-checkpointing"
     assert search(74) == (["tp.py"], [(1, False)])
-    assert search(42) == (["tp.py --grad-accum 2", checkpointing],
-                          [(1, False), (1, True), (2, False)])
-    assert search(25) == (["tp.py --grad-accum 8", "tp.py --grad-accum 2 "
-                           "--activation-checkpointing"],
-                          [(1, False), (1, True), (2, True), (2, False), (4, False), (8, False)])
-    assert search(13)[0] == ["tp.py --grad-accum 8 --activation-checkpointing"]
+    assert search(42) == (["tp.py --grad-accum 2"], [(1, False), (2, False)])
+    assert search(25) == (["tp.py --grad-accum 8"], [(1, False), (8, False)])
+    assert search(25, link=1) == (["tp.py --grad-accum 8", f"tp.py --grad-accum 2 {again}"],
+                                  [(1, False), (8, False), (1, True), (2, True)])
+    assert search(13) == ([f"tp.py --grad-accum 8 {again}"], [(1, False), (1, True), (8, True)])
+    assert search(11) == ([f"tp.py {again}"], [(1, False), (1, True)])  # nothing fits
     assert search(9) == (["tp.py"], [(1, False)])
-    assert search(17, "pp.py --schedule zerobubble")[1] == [
-        (1, False), (2, False), (4, False), (8, False)
-    ]
+    assert search(17, "pp.py --schedule zerobubble")[1] == [(1, False)]
 
 
 def test_what_sorts_the_rows():

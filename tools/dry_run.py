@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -380,6 +381,7 @@ def process_pool(processes=None):
     """Processes, one on each core, that have imported what this one has."""
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)  # the scripts import these too
+    gc.freeze()  # garbage collections in the processes do not visit what this one has
     return concurrent.futures.ProcessPoolExecutor(
         processes or len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
     )

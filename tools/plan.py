@@ -5,9 +5,10 @@
         --batch-size 512 --tflops 989 --link 450 --network 50
 
 Every script is tried, and hybrid_3d.py with every grid. Of each the table has the fewest
-accumulation steps that fit into memory, without and with activation checkpointing; only the first
-if that fits in one step. A row is what ``tools.dry_run`` counts for the rank that holds most. What
-does not fit is counted no further: it holds at least what its row says.
+accumulation steps that fit into memory. Activation checkpointing is tried if nothing fits without
+it, since it computes a third more; with --link also beside several accumulation steps, which may
+send more. A row is what ``tools.dry_run`` counts for the rank that holds most. What does not fit
+is counted no further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
@@ -263,32 +264,35 @@ def sources():
 
 def search(strategy, options, args):
     """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
-    does, of the last that was tried."""
+    does, of the last that was counted."""
 
-    def count(variant, again):
-        own = [*variant, *["--activation-checkpointing"] * again]
-        return " ".join([strategy.command, *own]), evaluate(strategy, [*own, *options], args)
-
-    def first_that_fits(several, again):
-        """If none does, the last."""
-        for variant in several:
-            found = count(variant, again)
+    def first_that_fits(again):
+        """The variant with the fewest accumulation steps; if none fits, the last counted."""
+        found = counted_at = None
+        for i, variant in enumerate(variants(strategy, args.batch_size)):
+            if found and least_peak(found[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
+                continue
+            own, counted_at = [*variant, *["--activation-checkpointing"] * again], i
+            command = " ".join([strategy.command, *own])
+            found = command, evaluate(strategy, [*own, *options], args)
             if fits(found[1], args):
                 break
         return found
 
-    several = variants(strategy, args.batch_size)
-    fastest = count(several[0], False)
-    always = sum(fastest[1]["held"].get(kind, 0) for kind in KEPT)
-    if fits(fastest[1], args) or always > args.device_memory * 1e9:
-        return [fastest]
-    if "zerobubble" in strategy.command:  # it cannot compute layers again
-        return [first_that_fits(several[1:] or several, False)]
-    again = first_that_fits(several, True)
-    if not fits(again[1], args) or len(several) == 1:
-        return [again]
-    plain = first_that_fits(several[1:], False)
-    return [plain, again] if fits(plain[1], args) else [again]
+    plain = first_that_fits(False)
+    enough = fits(plain[1], args) and not (args.link and "--grad-accum" in plain[0])
+    too_much = least_peak(plain[1], math.inf) > args.device_memory * 1e9
+    if enough or too_much or "zerobubble" in strategy.command:  # which cannot compute layers again
+        return [plain]
+    again = first_that_fits(True)
+    return [row for row in (plain, again) if fits(row[1], args)] or [again]
+
+
+def least_peak(counted, steps):
+    """The peak with ``steps`` times as many accumulation steps is not less: no activation becomes
+    smaller than a ``steps``-th."""
+    kept = sum(counted["held"].get(kind, 0) for kind in KEPT)
+    return kept + (counted["peak"]["in all"] - kept) / steps
 
 
 def bounds(counted, args):
@@ -439,6 +443,10 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
+    # What torch prepares at the first use of an operation, all processes then have from this one.
+    with contextlib.suppress(SettingError):
+        small = "--num-hidden-layers 1 --batch-size 1".split()
+        dry_run.count(str(ROOT / "single.py"), [*options, *small], 1, 0, 1)
     with dry_run.process_pool() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}
         for each in concurrent.futures.as_completed(searches):
