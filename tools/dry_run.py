@@ -377,13 +377,14 @@ def as_if_before(prepare):
     return uncounted
 
 
-def process_pool(processes=None):
-    """Processes, one on each core, that have imported what this one has."""
+def process_pool(processes=None, first=None):
+    """Processes, one on each core, that have imported what this one has, and have called
+    ``first``."""
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)  # the scripts import these too
     gc.freeze()  # garbage collections in the processes do not visit what this one has
     return concurrent.futures.ProcessPoolExecutor(
-        processes or len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+        processes or len(os.sched_getaffinity(0)), multiprocessing.get_context("fork"), first
     )
 
 
