@@ -51,6 +51,7 @@ from common.attention import attend, attend_backward, merge, wide
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError, refuse
+from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, causal_attention, wrap_layers
@@ -147,6 +148,7 @@ def main(argv=None):
                 dist.all_reduce(parameter.grad, group=group)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
+        balance_experts(model, args.balance_rate, group)  # CP: over the whole sequence
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
+from common.experts import balance_experts
 from common.launch import launch, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -84,6 +85,7 @@ def main(argv=None):
     share = args.batch_size // (n * args.grad_accum), args.seq_len
     zeros = torch.zeros(share, dtype=torch.int64, device=device)
     arrange_buckets(replica, zeros, zeros)
+    balance_experts(model, 0.0)  # DDP: forget the tokens of this pass
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
@@ -100,6 +102,7 @@ def main(argv=None):
 
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
+        balance_experts(model, args.balance_rate, dist.group.WORLD)  # DDP: of all ranks
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

@@ -41,6 +41,7 @@ from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError, refuse
+from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -133,6 +134,7 @@ def main(argv=None):
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
         optimizer.step()
+        balance_experts(model, args.balance_rate, dist.group.WORLD)  # FSDP: of all ranks
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

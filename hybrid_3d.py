@@ -262,6 +262,7 @@ def check(args, n):
         ("--seq-len", args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
     )
     refuse([
+        (config.num_experts, "--num-experts: hybrid_3d.py splits no experts; use ep.py"),
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
          f"change one of them, or start {product} processes"),

@@ -68,6 +68,7 @@ from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError, refuse
+from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -192,6 +193,7 @@ def main(argv=None):
 
         grad_norm = clip_grad_norm(parameters, args.grad_clip, group)  # PP: of all stages
         optimizer.step()
+        balance_experts(nn.ModuleList(parts), args.balance_rate)  # PP: of these stages
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

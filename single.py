@@ -14,6 +14,7 @@ import torch
 from common import theory
 from common.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
+from common.experts import balance_experts
 from common.launch import launch, start_process
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -78,6 +79,7 @@ def main(argv=None):
 
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
+        balance_experts(model, args.balance_rate)
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

@@ -122,9 +122,12 @@ def option_parser(doc, model=True, text=True):
         for field in dataclasses.fields(ModelConfig):
             if field.name != "rope_scaling":  # presets and a config.json have it
                 kind = float if field.type is float else int
-                add(_flag(field.name), type=at_least(0, kind, above=True),
+                above = field.name != "num_experts"
+                add(_flag(field.name), type=at_least(0, kind, above),
                     default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
                     help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}")
+        add("--balance-rate", type=number, default=0.0, metavar="X", help="with experts: how much "
+            "each step changes the biases that balance their load; 0: not at all")
 
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -246,9 +249,12 @@ def run_settings(args, dataset, config=None):
     (``config``, a dict; None: ``args.config``), and those that decide which samples a step reads.
     And the settings that may change, but change what is trained."""
     config = vars(args.config) if config is None else config
-    must = {_flag(name): value for name, value in config.items()}
+    # None for 0, the number of experts: earlier checkpoints do not have it.
+    must = {_flag(name): value or None for name, value in config.items()}
     must |= {_flag(name): getattr(args, name) for name in MUST if name in args}
     may = {_flag(name): getattr(args, name) for name in MAY if name in args}
+    if config.get("num_experts"):
+        may["--balance-rate"] = args.balance_rate
     if getattr(args, "val_data", None):
         may |= fingerprint_of_data(open_datasets(args)[1], "--val-data")
     return must | fingerprint_of_data(dataset), may

@@ -1,5 +1,5 @@
-"""Reads the dimensions and weights of a Hugging Face Llama from a folder that ``save_pretrained``
-wrote: config.json, and safetensors files.
+"""Reads the dimensions and weights of a Hugging Face Llama or Mixtral from a folder that
+``save_pretrained`` wrote: config.json, and safetensors files.
 
 ``load_weights`` needs one more package: ``pip install safetensors``.
 """
@@ -14,15 +14,24 @@ import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard
 
 from common.errors import SettingError
+from common.materialise import local_part, local_slices
 from common.model import ROPE_SCALING, ModelConfig, Transformer
 
 # Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {
-    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "attention_dropout": 0, "partial_rotary_factor": 1,
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0,
+    "partial_rotary_factor": 1, "sliding_window": None, "router_jitter_noise": 0,
 }
+# Where the defaults of a Mixtral are not those of a Llama
+MIXTRAL = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+}
+# The names of a Mixtral's matrices, which are not stacked, under block_sparse_moe.experts.N
+EXPERT_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NEEDED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )
@@ -48,6 +57,16 @@ def config_from(found, path):
     Raises:
         SettingError: see ``read_config``.
     """
+    kind = found.get("model_type")
+    if kind not in ("llama", "mixtral"):
+        raise SettingError(
+            f"{path} has model_type {kind!r}: only Llama is supported, and Mixtral, which have "
+            f"'llama' and 'mixtral'"
+        )
+    if kind == "mixtral":
+        found = MIXTRAL | found
+        found |= {"num_experts": found["num_local_experts"],
+                  "experts_per_token": found["num_experts_per_tok"]}
     # transformers 5 writes rope_theta inside rope_parameters; older ones write it beside it.
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -68,7 +87,7 @@ def config_from(found, path):
         )
     for name, plain in PLAIN.items():
         value = found.get(name)
-        if value != plain and (value is not None or name == "model_type"):
+        if value != plain and value is not None:
             raise SettingError(
                 f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
@@ -139,8 +158,10 @@ def load_weights(model, folder):
     tied = is_tied(folder) and HEAD not in stored and EMBEDDING in stored
     if tied:
         stored[HEAD] = stored[EMBEDDING]
+    parts = parts_of(model.config)
     check_shapes(
-        {name: tuple(entry.size) for name, entry in stored.items()}, shapes_of(model.config), folder
+        {name: tuple(entry.size) for name, entry in stored.items()},
+        {name: shape for name, (_, _, shape) in parts.items()}, folder,
     )
     for name, entry in stored.items():
         if len(entry.chunks) > 1:
@@ -150,7 +171,10 @@ def load_weights(model, folder):
                 f"{folder} has {name} in {entry.properties.dtype}: only "
                 f"{', '.join(map(str, DTYPES))} are supported"
             )
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    own = {there: own_part(parameters[name].detach(), expert)
+           for there, (name, expert, _) in parts.items() if name in parameters}
+    own = {name: part for name, part in own.items() if part is not None}
     head = {EMBEDDING: own.pop(HEAD)} if tied and HEAD in own else {}
     for tensors in (own, head):
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -203,6 +227,37 @@ def shapes_of(config):
     with torch.device("meta"):
         model = Transformer(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def parts_of(config):
+    """{name in a folder of Hugging Face: (name of our parameter, number of the expert whose part of
+    it this is or None, shape)} of the whole model."""
+    parts = {}
+    for name, shape in shapes_of(config).items():
+        owner, _, kind = name.replace(".mlp.experts.", ".block_sparse_moe.experts.").rpartition(".")
+        if owner.endswith(".block_sparse_moe.experts"):
+            for expert in range(shape[0]):
+                there = f"{owner}.{expert}.{EXPERT_MATRICES[kind]}.weight"
+                parts[there] = name, expert, shape[1:]
+        else:
+            parts[name.replace(".mlp.router.", ".block_sparse_moe.gate.")] = name, None, shape
+    return parts
+
+
+def own_part(parameter, expert):
+    """What this rank holds of an expert's matrix in a stacked ``parameter``, or None. A DTensor, if
+    ranks share the matrix. If ``expert`` is None, the parameter itself."""
+    if expert is None:
+        return parameter
+    experts = local_slices(parameter)[0]
+    if not experts.start <= expert < experts.stop:
+        return None
+    part = local_part(parameter)[expert - experts.start]
+    if part.shape == parameter.shape[1:]:
+        return part
+    dim = parameter.placements.index(Shard(1))
+    mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[dim]]
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
 
 def check_shapes(found, expected, where):

@@ -12,6 +12,7 @@ or for a shard, but at most for three times the largest tensor.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from common.checkpoint import MUST, list_checkpoints, open_checkpoint
 from common.errors import SettingError
 from common.options import at_least
-from common.weights import check_shapes, config_from, shapes_of
+from common.weights import check_shapes, config_from, parts_of, shapes_of
 from tools.command import make_parser, run
 
 NAMES = {  # safetensors' names of the types that we write
@@ -61,7 +62,7 @@ def config_of(settings, checkpoint):
     """The ModelConfig of a run, from the settings in its run.json.
 
     Raises:
-        SettingError: the run has not trained a Llama.
+        SettingError: the run has not trained our model.
     """
     found = {key.removeprefix("--").replace("-", "_"): value for key, value in settings.items()}
     return config_from({"model_type": "llama"} | found, checkpoint / "run.json")
@@ -74,11 +75,17 @@ def huggingface_config(config, dtype, seq_len):
     if scaling := config.rope_scaling:
         longest = scaling["factor"] * scaling["original_max_position_embeddings"]
         length = max(length, int(longest))
+    values = dict(vars(config))
+    experts, chosen, size = map(values.pop, ("num_experts", "experts_per_token", "expert_size"))
+    kind = "Mixtral" if experts else "Llama"
+    if experts:
+        values |= {"num_local_experts": experts, "num_experts_per_tok": chosen,
+                   "intermediate_size": size}
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "max_position_embeddings": length, "bos_token_id": None, "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."), **vars(config),
+        "torch_dtype": str(dtype).removeprefix("torch."), **values,
     }
 
 
@@ -136,11 +143,20 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     reader, stored, saved = open_checkpoint(checkpoint)
     settings = saved[MUST]
     config = config_of(settings, checkpoint)
-    shapes = shapes_of(config)
     found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
              if name.startswith("model.")}
-    check_shapes(found, shapes, checkpoint)
-    dtype = dtype or stored[f"model.{next(iter(shapes))}"].properties.dtype
+    for name in [name for name in found if name.endswith(".mlp.bias")]:
+        if reader.read_tensor(f"model.{name}").any():
+            raise SettingError(
+                f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has no "
+                f"such bias: train with --balance-rate 0"
+            )
+        del found[name]
+    check_shapes(found, shapes_of(config), checkpoint)
+    read_tensor = functools.lru_cache(1)(reader.read_tensor)  # all experts of a matrix at once
+    parts = parts_of(config)
+    shapes = {name: shape for name, (_, _, shape) in parts.items()}
+    dtype = dtype or stored["model.model.embed_tokens.weight"].properties.dtype
     if dtype not in NAMES:
         raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
@@ -155,7 +171,10 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
             with open(temporary / path, "wb") as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
                 for name in names:
-                    write_tensor(file, name, reader.read_tensor(f"model.{name}"), dtype)
+                    ours, expert, _ = parts[name]
+                    tensor = read_tensor(f"model.{ours}")
+                    tensor = tensor if expert is None else tensor[expert]
+                    write_tensor(file, name, tensor, dtype)
                     bar.update(sizes[name])
                 file.flush()
                 os.fsync(file.fileno())
