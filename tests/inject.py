@@ -20,11 +20,14 @@ import tempfile
 import time  # noqa: F401
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import common.data
+import common.experts
 import common.launch
+import common.materialise
 import common.model
 from common.checkpoint import Checkpoints  # noqa: F401
 from common.data import BatchSampler, TokenDataset  # noqa: F401
@@ -98,6 +101,39 @@ def tied():
 def loss_in_chunks():
     """Also of few logits."""
     common.model.MAX_LOGITS = 1000
+
+
+# Experts
+
+def unused(experts):
+    """At the start the bias of the first ``experts`` of each layer keeps all tokens from them."""
+    after(common.materialise, "materialise", lambda _, model, *args: [
+        layer.bias[:experts].sub_(9) for layer in common.experts.mixtures(model)
+    ])
+
+
+def note_margins():
+    """Print the smallest difference between the score + bias of the last chosen expert of a token
+    and that of the next one: if it were rounding error, rounding would choose."""
+    topk, margins = torch.Tensor.topk, []
+
+    def topk_and_note(scores, k):
+        last, following = topk(scores, k + 1).values.unbind(1)[-2:]
+        margins.append((last - following).min().item())
+        return topk(scores, k)
+
+    torch.Tensor.topk = topk_and_note
+    before(Report, "close", lambda *_: print("\nmargin", min(margins), flush=True))
+
+
+def check_counts(rows):
+    """In each step, the experts of a layer have got ``rows`` rows in all."""
+    def check(model, rate, group=None):
+        ranks = dist.get_world_size(group) if group else 1
+        for layer in common.experts.mixtures(model):
+            assert rate == 0 or layer.counts.sum() * ranks == rows, layer.counts
+
+    before(common.experts, "balance_experts", check)
 
 
 # Faults
@@ -243,8 +279,8 @@ def note_place():
     ))
 
 
-def resumed(folders, train=True):
-    """Resume what each of the run folders ``folders`` has saved after step 4, one after the other
+def resumed(folders, train=True, step=4):
+    """Resume what each of the run folders ``folders`` has saved after ``step``, one after the other
     in the same processes, in again-0, again-1 and so on below --out. With ``train`` the script
     first does what its command says, and resumes its own run too, as again-0."""
     launch = common.launch.launch
@@ -257,7 +293,7 @@ def resumed(folders, train=True):
         if train:
             main()
         for number, folder in enumerate([str(out)] * train + folders):
-            again, name = out / f"again-{number}", "step-00000004"
+            again, name = out / f"again-{number}", f"step-{step:08}"
             if rank == 0:
                 shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
             save = [] if folder == str(out) else ["--save-every", "0"]

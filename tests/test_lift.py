@@ -15,11 +15,11 @@ from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
 from tests.services import names_in, without_services
 
-SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d"]
+SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MODEL = "--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 --num-key-value-heads 2"
 OPTIONS = f"{MODEL} --num-hidden-layers 3 --seq-len 16 --batch-size 8 --grad-accum 2 --steps 4"
-MORE = {"hybrid_3d": "--tp 2", "pp": "--microbatches 2"}
+MORE = {"hybrid_3d": "--tp 2", "pp": "--microbatches 2", "ep": "--num-experts 4"}
 SAVE_WEIGHTS = """
 import os, torch
 update = torch.optim.AdamW.step
@@ -118,16 +118,17 @@ def test_below_main_stands_the_strategy_in_plain_values_then_check(name):
     common = {
         alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
         if node.module.startswith("common")
-        and node.module not in ("common.errors", "common.attention")
+        and node.module not in ("common.errors", "common.attention", "common.experts")
     }
     for node in below:
         arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
         assert not names_in(node) & (common | {"args"}) and "args" not in arguments, node.name
     scripts = {path for path in imports(SOURCES[name]) if "/" not in path}
-    assert scripts == ({"cp.py", "fsdp.py", "pp.py", "tp.py"} if name == "hybrid_3d" else set())
+    composed = {"hybrid_3d": {"cp.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"}}
+    assert scripts == composed.get(name, set())
 
 
-MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP)(?:, [A-Z]+)*: "
+MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP)(?:, [A-Z]+)*: "
 
 
 def loop_of(name):
@@ -151,11 +152,11 @@ def test_the_loop_says_which_lines_are_the_strategy(name):
 # common/
 
 
-VALUES = ["attention", "checkpoint", "counting", "data", "errors", "materialise", "model",
-          "validation", "weights"]  # these take no options
+VALUES = ["attention", "checkpoint", "counting", "data", "errors", "experts", "materialise",
+          "model", "validation", "weights"]  # these take no options
 ALLOWED = {  # what they import, besides errors
-    "checkpoint": {"launch"}, "materialise": set(), "validation": {"data"},
-    "weights": {"materialise", "model"},
+    "checkpoint": {"launch"}, "materialise": {"experts"}, "model": {"experts"},
+    "validation": {"data"}, "weights": {"materialise", "model"},
 }
 
 

@@ -1,0 +1,282 @@
+"""Expert parallel: each rank holds some experts of every layer, and tokens travel to their experts.
+
+Split: the batch, over all n ranks. The experts of each layer, over --ep ranks; the n/ep ranks that
+hold the same experts share them by FSDP. The rest of the model by FSDP over all ranks, as in
+fsdp.py. So parameters, gradients and optimizer states are held 1/n each. Use it for a mixture of
+experts whose layers are too large to be gathered on every rank, as fsdp.py does: most parameters
+then stay where they are, and tokens, which are less, travel. Keep --ep within a machine if you can.
+(GShard, arXiv:2006.16668; DeepSeek-V3, arXiv:2412.19437)
+
+    torchrun --nproc_per_node=2 ep.py --num-experts 8
+    torchrun --nproc_per_node=8 ep.py --num-experts 8 --ep 4 --balance-rate 1e-3 --model small
+    torchrun --nproc_per_node=8 ep.py --num-experts 64 --experts-per-token 8 --expert-size 512
+
+A router in each layer chooses K of E experts for each token. In each layer the ranks first tell
+each other how many tokens they will send (an all-to-all of counts). A second all-to-all takes each
+token to the ranks of its experts (dispatch); these compute, and a third one brings the results back
+(combine). No token is dropped, so the result is that of one process, however the tokens are spread.
+
+Sent in a step by each rank, beside what fsdp.py sends for the parameters outside the experts:
+
+    tokens    4 K t D s (ep-1)/ep for each layer: dispatch and combine, forward and backward. t:
+              tokens of this rank in the step, D: hidden size, s: bytes of a number in matrix
+              products. 6 instead of 4 with --activation-checkpointing. This is so if all experts
+              get equally many tokens; otherwise it depends on the data.
+    counts    8 E (ep-1)/ep for each layer and forward pass
+    experts   X, their bytes, take the place of P as in fsdp.py: 3 X/ep (s-1)/s for a micro-batch,
+              over the s = n/ep ranks that share them; nothing if ep is n
+    balance   16 L E (n-1)/n: how many tokens each expert of L layers got in the step
+
+Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the experts of a layer are
+gathered while its attention computes. Exposed: all three all-to-alls, and in each layer and forward
+pass one wait of the CPU for the device, which has the counts, because the CPU must know how many
+rows to receive. In the backward pass it knows.
+
+To copy it, take fsdp.py too, whose ``shard`` it uses.
+"""
+
+import argparse
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from common import theory
+from common.checkpoint import Checkpoints
+from common.data import BatchSampler, load_steps, open_datasets
+from common.errors import refuse
+from common.experts import balance_experts, read_counts
+from common.launch import launch, rank_and_world_size, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import at_least, option_parser, parse_options, run_settings
+from common.report import Report
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.validation import Validation
+from common.weights import load_weights
+from fsdp import reshard, shard
+
+
+def main(argv=None):
+    parser = option_parser(__doc__)
+    parser.add_argument("--ep", type=at_least(1), metavar="N", help="ranks over which the experts "
+                        "of each layer are spread; None: all ranks")
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
+                        default=True, help="free the gathered parameters of a layer after its "
+                        "forward pass, and gather them again for the backward pass")
+    args = parse_options(parser, argv)
+    _, n = rank_and_world_size()
+    args.ep = args.ep or n
+    check(args, n)
+    device = start_process_group(args)
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
+    expert_mesh = init_device_mesh(  # the ranks that exchange tokens are adjacent
+        device.type, (n // args.ep, args.ep), mesh_dim_names=("expert_dp", "ep")
+    )
+
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
+    with torch.device("meta"):
+        model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" else None  # FSDP: instead of autocast
+    # EP: first the experts of each layer, then FSDP for the rest of it
+    for layer in layers:
+        shard_experts(layer.mlp.experts, expert_mesh, dtype, args.reshard_after_forward)
+        layer.mlp.dispatch = functools.partial(
+            to_experts_and_back, group=expert_mesh.get_group("ep")
+        )
+    groups = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
+    shard(model, groups, mesh, dtype, args.reshard_after_forward)
+    for layer in layers:
+        layer.set_modules_to_forward_prefetch([layer.mlp.experts])
+    add_gradients_up(model)
+    materialise(model, device, args.seed)  # the experts and rows of this rank
+
+    # Optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
+    )
+
+    # Data
+    dataset, held_out = open_datasets(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+    )
+    validation = Validation(
+        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+    )
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume(args.resume)  # steps done
+    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
+        load_weights(model, args.init_from)
+
+    # Loop
+    report = Report(args, model, optimizer, [sampler, dataset], device, expert_mesh)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+        seed_step(args.seed, step, sampler.rank)  # EP: each rank has its own dropout
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
+        count = count_targets(batch, dist.group.WORLD)  # EP: of all ranks
+        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/n/accum, T)
+            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
+                model.set_reshard_after_backward(micro_batch == args.grad_accum - 1)
+            micro_loss = model(inputs, targets) / count
+            micro_loss.backward()  # EP: not times n: see add_gradients_up
+            loss += micro_loss.detach()
+
+        grad_norm = clip_grad_norm(model.parameters(), args.grad_clip)  # EP: of all ranks' experts
+        optimizer.step()
+        balance_experts(model, args.balance_rate, dist.group.WORLD)  # EP: of all ranks
+        optimizer.zero_grad()
+        report.log(step, loss, grad_norm)
+        if validation.due(step):
+            report.log_validation(step, validation.loss(model))
+            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
+        if checkpoints.after_step(step, grad_norm):
+            break
+    checkpoints.finish()
+    return report.close(theory.ep(args, n))
+
+
+def shard_experts(experts, mesh, dtype=None, reshard_after_forward=True):
+    """Shard the weights of ``experts`` in place; dimension 0 of each is the experts. They are
+    spread over ``mesh["ep"]``: rank r gets the experts from rE/ep to (r+1)E/ep, which ep must
+    divide. Then FSDP shards these over ``mesh["expert_dp"]``, the ranks that hold the same experts:
+    whole experts if they can be shared evenly, otherwise dimension 1 of each matrix.
+
+    The others: see ``shard`` in fsdp.py.
+    """
+    for name, parameter in list(experts.named_parameters()):
+        spread = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
+        own = len(spread.to_local())
+    dim = 0 if own % mesh["expert_dp"].size() == 0 else 1
+    fully_shard(
+        experts, mesh=mesh["expert_dp"], reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False),
+        shard_placement_fn=lambda parameter: Shard(dim),
+    )
+
+
+def add_gradients_up(model):
+    """Let FSDP add up gradients over the ranks, and divide nowhere; fsdp.py lets it average, and
+    multiplies the loss by n. Here an average has no one n: an expert's gradient already is a sum
+    over the ep ranks that sent it tokens, and FSDP reduces it over the n/ep others only. The loss
+    of each rank must be its part of the mean: the sum over its targets / the number of all ranks'
+    targets."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
+def to_experts_and_back(rows, counts, experts, group):
+    """Send each row to the rank that holds its expert, compute there, and send the result back.
+
+    Args:
+        rows: (tK, D), the rows of this rank, sorted by expert, so also by the rank to send to.
+        counts: (E,), how many of them each expert gets. Of the E experts the first E/ep are on rank
+            0 of ``group``, the next ones on rank 1, and so on.
+        experts: the experts of this rank. ``experts(rows, counts, sizes)`` takes rows (R, D) sorted
+            by expert, and how many each has, as a tensor (E/ep,) and as a list. It returns (R, D).
+        group: the ProcessGroup of the ep ranks that hold different experts. All must call this.
+
+    Returns the outputs (tK, D), in the order of ``rows``.
+    """
+    ep = group.size()
+    # [r, e]: the number of rows from here to expert e of rank r, and from rank r to expert e here
+    leaving = counts.view(ep, -1)  # (ep, E/ep)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    counts = coming.sum(0)  # (E/ep,), of the experts of this rank
+    # The CPU waits for the device here, and nowhere else. Now it has lists of lists.
+    leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
+    sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
+
+    rows = AllToAll.apply(rows, sent, received, group)  # (R, D), by source, then by expert
+    rows = transpose_blocks(rows, coming)  # by expert, then by source
+    by_expert = list(zip(*coming))  # [e][r]
+    rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
+    rows = transpose_blocks(rows, by_expert)  # by source, then by expert
+    return AllToAll.apply(rows, received, sent, group)  # (tK, D)
+
+
+def transpose_blocks(rows, sizes):
+    """``rows`` consist of blocks: ``sizes[i][j]`` rows for each i, and within i for each j. Returns
+    the same blocks, ordered by j and within j by i."""
+    blocks = rows.split([size for line in sizes for size in line])
+    columns = len(sizes[0])
+    return torch.cat([block for j in range(columns) for block in blocks[j::columns]])
+
+
+class AllToAll(torch.autograd.Function):
+    """Of ``rows`` the first ``sent[0]`` go to rank 0, the next ``sent[1]`` to rank 1, and so on.
+    Returns the rows from rank 0, which are ``received[0]``, from rank 1, and so on. In the backward
+    pass the gradients go back; torch's own all-to-all would lose them without an error."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_rows = AllToAll.apply(grad_out, ctx.received, ctx.sent, ctx.group)
+        return grad_rows, None, None, None
+
+
+def clip_grad_norm(parameters, max_norm):
+    """``torch.nn.utils.clip_grad_norm_`` for DTensors on several meshes, which it refuses. Each
+    rank must hold a part of the gradients that no other rank holds: then the global norm is the
+    root of the sum of the squares of the ranks' norms. Returns it."""
+    parameters = [p for p in parameters if p.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters]).square()
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    for mesh in {p.device_mesh for p in parameters}:
+        of_mesh = [p for p in parameters if p.device_mesh == mesh]
+        torch.nn.utils.clip_grads_with_norm_(of_mesh, max_norm, norm)
+    return norm
+
+
+def check(args, n):
+    """Refuse experts that n ranks cannot share evenly.
+
+    Raises:
+        SettingError: the message says how they can be shared.
+    """
+    ep, config = args.ep, args.config
+    E, sharers = config.num_experts, n // ep  # ranks that hold the same experts
+    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0)
+    widths = config.hidden_size, config.expert_size or 0
+    refuse([
+        (not E, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+        (n % ep, f"--ep {ep} does not divide the world size {n}: use {fitting}"),
+        (E % ep, f"--ep {ep} does not divide --num-experts {E}: use {fitting}"),
+        (sharers and E // ep % sharers and any(width % sharers for width in widths),
+         f"--ep {ep} leaves {sharers} ranks with the same {E // ep} experts, and neither these nor "
+         f"--hidden-size {widths[0]} and --expert-size {widths[1]} can be cut into {sharers} equal "
+         f"parts: use another --ep"),
+    ])
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,215 @@
+"""A mixture of experts: every script trains the same one; ep.py splits it; Mixtrals go in and out;
+and the faults that are common in this field are seen."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import checkpoint
+from common.errors import SettingError
+from common.experts import MixtureOfExperts, grouped_product
+from common.materialise import materialise
+from common.model import ModelConfig, Transformer
+from common.weights import load_weights, read_config
+from tests.processes import Result
+from tests.sample import sampled
+from tests.test_same_run import furthest
+from tools import export
+
+MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
+         "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
+TRAINING = ("--seq-len 16 --batch-size 16 --steps 4 --log-every 1 --warmup-steps 1 --lr 0.02 "
+            "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 2 --val-batches 1")
+OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01"
+ROWS_IN_A_STEP = 16 * 16 * 2
+NAMES = "loss", "grad_norm", "busiest_expert"
+AGAIN = "--activation-checkpointing"
+# With 8 experts the first two get no token: with --ep 4 rank 0 gets none from anybody.
+UNEVEN = "ignored(); unused(2)"
+# 2 ranks cannot share the 3 experts that --ep 2 leaves for them: they share rows of each matrix.
+SIX = "--num-experts 6"
+ROWS = [
+    ("ddp.py --grad-accum 2", 2), (f"zero.py --grad-accum 2 {AGAIN}", 2), ("fsdp.py", 2),
+    ("cp.py", 2), ("pp.py --schedule zbv --microbatches 2", 2), ("ep.py", 1),
+    ("ep.py --grad-accum 2", 2), (f"ep.py --ep 1 {AGAIN}", 2), ("ep.py", 4),
+    (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
+    ("ep.py --ep 2 --no-reshard-after-forward --grad-accum 2", 4),
+]
+SAMPLE = [("ddp.py --grad-accum 2", 2), ("pp.py --schedule zbv --microbatches 2", 2), ("ep.py", 4),
+          (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4)]
+
+
+@pytest.fixture(scope="session")
+def trained(once):
+    """Run a command, or find the run. It resumes single.py's checkpoint of step 2 too."""
+
+    def trained(command, world, dtype="float64"):
+        inject = UNEVEN
+        if AGAIN not in command:  # it counts all tokens twice
+            inject += f"; check_counts({ROWS_IN_A_STEP})"
+        six = f" {SIX}" * (SIX in command)
+        if command.startswith("single.py"):
+            inject += "; note_margins()"
+        elif dtype == "float64":
+            inject += f"; resumed({[str(trained(f'single.py{six}', 0).out)]}, step=2)"
+        return once(command, world, f"{OPTIONS} --dtype {dtype}{six}", inject=inject)
+
+    return trained
+
+
+def saved(run, step=4):
+    return checkpoint.read(run.out / f"step-{step:08}", prefix="")
+
+
+@pytest.mark.parametrize("command, world", sampled(ROWS, SAMPLE))
+def test_every_script_trains_the_same(trained, command, world):
+    """Losses, norms, the share of the busiest expert, validation, weights and optimizer states; the
+    biases are exactly the same. A resumed run follows the same curve: also one that goes on with
+    what single.py has saved."""
+    expected = trained(f"single.py{f' {SIX}' * (SIX in command)}", 0)
+    (margin,) = [line.split()[1] for line in expected.lines if line.startswith("margin")]
+    assert float(margin) > 1e-8  # no choice of an expert is left to rounding
+    found = trained(command, world)
+    assert furthest(found.curve(*NAMES), expected.curve(*NAMES)) < 1e-10
+    assert furthest(found.curve("val_loss"), expected.curve("val_loss")) < 1e-10
+    for again in ("again-0", "again-1"):
+        curve = Result([0], "", found.out / again).curve(*NAMES)
+        assert furthest(curve, expected.curve(*NAMES)[2:]) < 1e-10, again
+    tensors, others = saved(found), saved(expected)
+    assert tensors.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
+        if name.endswith("mlp.bias"):
+            assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name
+    held, theory = found.summary["held"], found.summary["theory"]
+    assert held["parameters"] == theory["parameters"]["bytes"] or SIX in command
+    assert held["gradients"] == theory["gradients"]["bytes"] or SIX in command
+
+
+def test_common_faults_are_seen(server, trained, corpus, tmp_path):
+    """Each leads to another curve than single.py's; without a fault the same run leads to it."""
+    result = server.run(
+        "tests/experts.py", 2, f"{OPTIONS} --val-every 9 --save-every 0 --grad-accum 2 --dtype "
+        f"float64 --data {corpus}".replace("{val}", corpus), folder=tmp_path, inject=UNEVEN,
+    )
+    (line,) = [line for line in result.lines if line.startswith("curves ")]
+    curves = json.loads(line.removeprefix("curves "))
+    expected = trained("single.py", 0).curve(*NAMES)
+    assert furthest(curves.pop("none"), expected) < 1e-10 and len(curves) == 7
+    for fault, curve in curves.items():
+        assert furthest(curve, expected) > 1e-4, fault
+
+
+def test_every_dtype(trained):
+    """float32 takes another path in FSDP than float64, bfloat16 another product."""
+    expected = trained("single.py", 0, "float32").curve("loss")
+    for dtype, within in (("float32", 5e-4), ("bfloat16", 0.05)):
+        found = trained("ep.py --ep 2", 4, dtype)
+        assert furthest(found.curve("loss"), expected) < within
+        norms = zip(found.curve("grad_norm"), trained("single.py", 0, dtype).curve("grad_norm"))
+        assert all(a == pytest.approx(b, rel=within) for a, b in norms)
+
+
+def test_bytes_are_exact_if_routing_is_balanced(once):
+    """Each token goes to all experts."""
+    options = f"{OPTIONS} --experts-per-token 8 --steps 2 --save-every 0 --val-every 9"
+    for command, n in ((f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), ("ep.py --dtype float64", 2)):
+        summary = once(command, n, options).summary
+        size = 8 if "float64" in command else 4
+        norm = 2 * size * (n - 1) / n
+        assert summary["sent"] == pytest.approx(summary["theory"]["sent"]["bytes"] + norm, abs=1)
+        for kind in ("parameters", "gradients"):
+            assert summary["held"][kind] == summary["theory"][kind]["bytes"] > 0
+
+
+# The parts
+
+
+def config(**values):
+    return ModelConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
+
+
+def test_the_kernel_and_the_loop_are_equal():
+    """Also for an expert without rows. Both give the gradients of all weights."""
+    torch.manual_seed(0)
+    sizes = [5, 0, 1, 7]
+    rows, weights = torch.randn(13, 16), torch.randn(4, 24, 16)
+    found = []
+    for ends in (torch.tensor(sizes).cumsum(0).int(), None):
+        x, w = (tensor.bfloat16().requires_grad_() for tensor in (rows, weights))
+        out = grouped_product(x, w, ends, sizes)
+        (out * torch.arange(24)).sum().backward()
+        found.append((out, x.grad, w.grad))
+    for kernel, loop in zip(*found):
+        torch.testing.assert_close(kernel, loop)
+    assert (w.grad[1] == 0).all() and w.grad[0].norm() > 1
+
+
+def test_the_kernel_is_used_for_bfloat16(monkeypatch):
+    calls = []
+    kernel = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **more: calls.append(1) or kernel(
+        *args, **more))
+    for dtype, expected in ((torch.bfloat16, 3), (torch.float32, 0), (torch.float64, 0)):
+        layer = MixtureOfExperts(config()).to(dtype)
+        for value in (*layer.parameters(), layer.bias):
+            torch.nn.init.normal_(value)
+        layer(torch.randn(2, 5, 16, dtype=dtype)).sum().backward()
+        assert len(calls) == expected, dtype
+        calls.clear()
+
+
+@torch.no_grad()
+def test_a_layer_is_what_its_formula_says():
+    """Token by token and expert by expert, and with a bias that chooses."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(config()).double()
+    for value in (*layer.parameters(), layer.bias):
+        torch.nn.init.normal_(value)
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    expected = torch.zeros_like(x).view(-1, 16)
+    for out, token in zip(expected, x.view(-1, 16)):
+        scores = (layer.router.weight @ token).softmax(0)
+        chosen = sorted(range(4), key=lambda e: scores[e] + layer.bias[e])[-2:]
+        for e in chosen:
+            gate, up, down = (p[e] for p in layer.experts.parameters())
+            hidden = F.silu(gate @ token) * (up @ token)
+            out += scores[e] / scores[chosen].sum() * (down @ hidden)
+    torch.testing.assert_close(layer(x).view(-1, 16), expected)
+    assert layer.counts.sum() == 2 * 15
+    layer.eval()(x)
+    assert layer.counts.sum() == 2 * 15  # validation is not counted
+
+
+# Mixtral
+
+
+def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
+    """ep.py reads one on 4 ranks, each with rows of 3 of its 6 experts, and trains with a rate of
+    0. What is exported then is the same, to the bit, and gives the same logits, as ours does."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=6, initializer_range=0.3,
+    ))
+    mixtral.save_pretrained(tmp_path / "mixtral")
+    result = run("ep.py --ep 2", 4, f"--init-from {tmp_path}/mixtral --seq-len 16 --batch-size 4 "
+                 f"--steps 1 --lr 0 --dtype float32 --data {corpus}")
+    export.main([str(result.out), str(tmp_path / "exported")])
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert type(exported) is type(mixtral)
+    state = exported.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in mixtral.state_dict().items())
+    own = Transformer(read_config(tmp_path / "mixtral"))
+    materialise(own, "cpu", 0)
+    load_weights(own, tmp_path / "exported")
+    tokens = torch.arange(60).view(3, 20)
+    torch.testing.assert_close(own(tokens), exported(tokens).logits)
+
+
+def test_biases_are_not_exported(trained, tmp_path):
+    with pytest.raises(SettingError, match="mlp.bias, which chooses experts and is not 0"):
+        export.export(trained("single.py", 0).out / "step-00000004", tmp_path / "exported")
