@@ -16,14 +16,12 @@ RUNS = [
     ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
     ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
     ("zero.py --stage 1 --grad-accum 2", 2, [0]),
-    ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16", 2, [1]),
-    ("zero.py --batch-size 12", 3, [2]),
+    ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16 --batch-size 12", 3, [2]),
     ("fsdp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
     ("fsdp.py --no-reshard-after-forward --grad-accum 2", 2, [0]),
     ("fsdp.py --replicate 2", 4, [3]),
-    ("tp.py --activation-checkpointing", 2, [0]),
     ("tp.py --no-sequence-parallel --dtype bfloat16 --grad-accum 2", 2, [1]),
-    ("tp.py --vocab-size 8192 --batch-size 32", 2, [0]),  # the loss in chunks
+    ("tp.py --activation-checkpointing --vocab-size 8192 --batch-size 32", 2, [0]),  # in chunks
     ("cp.py", 2, [1]),
     ("cp.py --attention ulysses --num-key-value-heads 4", 4, [3]),
     ("cp.py --attention allgather --grad-accum 2 --dtype bfloat16", 2, [0]),
@@ -108,9 +106,8 @@ def test_the_ranks_of_a_pipeline(dry_run):
     """Without --rank it is the stage that holds most: here the last, which has the head."""
     options = "--vocab-size 32768 --batch-size 4 --microbatches 4"
     result, most = dry_run(f"pp.py {options}", 2)
-    peaks = [dry_run(f"pp.py {options}", 2, "--rank", rank)[1]["peak"]["in all"]
-             for rank in (0, 1)]
-    assert most["rank"] == 1 and most["peak"]["in all"] == peaks[1] > peaks[0]
+    _, first = dry_run(f"pp.py {options}", 2, "--rank", 0)
+    assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
     assert most["bubble"] == 1 / 5
 
@@ -178,11 +175,10 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
     result, found = dry_run(
         "fsdp.py --data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 "
-        "--batch-size 64", 64, "--rank", 0, "--device-memory", 4,
+        "--batch-size 64", 64, "--rank", 0,
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
-    assert "GB of 4 GB: does not fit" in result.lines[-1]
     assert not any("epoch" in line or "tokens/s" in line for line in result.lines)
 
 

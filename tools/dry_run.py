@@ -1,7 +1,7 @@
 """Run a script as one rank of any cluster: in one process, without GPUs, data or other ranks.
 
     python -m tools.dry_run 1024 fsdp.py --model llama3-70b --seq-len 8192 --dtype bfloat16
-    python -m tools.dry_run --device-memory 80 --nproc-per-node 8 64 hybrid_3d.py --tp 8 --pp 4
+    python -m tools.dry_run --nproc-per-node 4 64 hybrid_3d.py --tp 4 --pp 4
 
 The options below stand before the world size; the script's own options stand after the script.
 
@@ -399,12 +399,11 @@ def most(found):
     return max(found, key=lambda counted: counted["peak"]["in all"])
 
 
-def lines_of(counted, device_memory):
+def lines_of(counted):
     """The lines to print."""
     yield from counted["description"]
-    rank, peak = counted["rank"], counted["peak"]["in all"]
     yield from bytes_table(
-        rank, counted["held"], counted["peak"], counted["sent"],
+        counted["rank"], counted["held"], counted["peak"], counted["sent"],
         {k: (t["formula"], t["bytes"]) for k, t in counted["theory"].items()},
     )
     yield f"{'between machines':18}{counted['between_machines']:18,}"
@@ -413,16 +412,9 @@ def lines_of(counted, device_memory):
             f"{part['calls']:>10,} x {part['collective']} over {part['group']}: "
             f"{part['bytes']:,.0f} bytes, {part['between_machines']:,.0f} between machines"
         )
-    yield f"floating-point operations of rank {rank}: {counted['operations']:.4g}"
+    yield f"floating-point operations of rank {counted['rank']}: {counted['operations']:.4g}"
     if "bubble" in counted:
         yield f"bubble: at least {counted['bubble']:.1%} of a step"
-    if device_memory:
-        left = device_memory * 1e9 - peak
-        yield (
-            f"{peak / 1e9:,.2f} GB of {device_memory:g} GB: "
-            + (f"fits, {left / 1e9:,.2f} GB are left" if left >= 0 else
-               f"does not fit, {-left / 1e9:,.2f} GB too much")
-        )
 
 
 def main(argv=None):
@@ -437,8 +429,6 @@ def main(argv=None):
                         "stage that holds most)")
     parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
                         help="ranks per machine (default: 8)")
-    parser.add_argument("--device-memory", type=at_least(0, float, above=True), metavar="GB",
-                        help="memory of one device, in GB of 10^9 bytes, to compare with")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
                         help="write the counts to FILE, under the names of a run's summary.json")
     args = parser.parse_args(argv)
@@ -457,7 +447,7 @@ def main(argv=None):
                                          disable=not others)])
     counted.pop("stages", None)
     print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
-    for line in lines_of(counted, args.device_memory):
+    for line in lines_of(counted):
         print(printable(line))
     if args.json:
         args.json.write_text(json.dumps(counted, indent=1) + "\n")

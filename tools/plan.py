@@ -364,19 +364,6 @@ def lay_out(rows):
             for row in rows]
 
 
-def launch_command(command, options, args):
-    """How to start a command: one line for a shell. On several machines as a Slurm job;
-    docs/launching.md has the other ways."""
-    script, *own = command.split()
-    words = shlex.join([script, *own, *options])
-    if args.devices == 1:
-        return f"python {words}"
-    if args.devices <= args.nproc_per_node:
-        return f"torchrun --nproc_per_node={args.devices} {words}"
-    nodes = args.devices // args.nproc_per_node
-    return f"NPROC={args.nproc_per_node} sbatch --nodes={nodes} --exclusive run.sh {words}"
-
-
 def model_options(name):
     """The options that choose a model, and its ModelConfig: of a preset, or of a config.json."""
     if name in PRESETS:
@@ -390,22 +377,6 @@ def model_options(name):
     values = {key: value for key, value in vars(config).items() if key != "rope_scaling"}
     options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
     return [word for pair in options for word in pair], config
-
-
-def more_devices(options, args):
-    """If nothing fits: what would, on more devices; "" if that needs more than 64 times as many."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        devices = args.devices * factor
-        batch_size = max(args.batch_size, devices)
-        larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
-        try:
-            rows = search(Strategy("fsdp.py", devices), options, larger)
-        except SettingError:
-            continue
-        if fits(rows[0][1], args):
-            more = f" and --batch-size {batch_size}" if batch_size > args.batch_size else ""
-            return f"; with --devices {devices}{more} fits {rows[-1][0]}"
-    return ""
 
 
 def parse(argv):
@@ -462,11 +433,9 @@ def main(argv=None):
             except SettingError as error:
                 left_out[f"{searches[each]}: {error}"] += 1
             bar.update()
-        if not rows:
-            reasons = "; ".join(left_out)
-            raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-        fitting = [counted for _, counted in rows if fits(counted, args)]
-        change = "" if fitting else pool.submit(more_devices, options, args).result()
+    if not rows:
+        reasons = "; ".join(left_out)
+        raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
     args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
                           for _, counted in rows)
     rows.sort(key=lambda row: order(row, args))
@@ -480,10 +449,11 @@ def main(argv=None):
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
         }, indent=1) + "\n")
-    if not fitting:
-        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
-    sized = [*options, "--batch-size", str(args.batch_size)]
-    print(f"the first row: {launch_command(rows[0][0], sized, args)}")
+    command, counted = rows[0]
+    if not fits(counted, args):
+        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB: take more --devices")
+    print("the first row: bash run.sh",
+          shlex.join([*command.split(), *options, "--batch-size", str(args.batch_size)]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ to the loss of the first run, on a logarithmic axis, at the steps that both have
 axis says "equal", both losses are the same float, bit for bit.
 """
 
-import argparse
 import json
 import math
 import pathlib
@@ -48,7 +47,7 @@ def differences(curves):
     for name, values in found.items():
         if not values:
             refuse(f"{name} and {first} have no step in common: give both runs the same "
-                   "--log-every, or draw them with --no-diff")
+                   "--log-every, or draw each by itself")
     return found
 
 
@@ -101,19 +100,15 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, with metrics.jsonl")
     parser.add_argument("--out", default="curves.png", metavar="FILE",
                         help="picture to write: .png, .svg, .pdf (default: curves.png)")
-    parser.add_argument("--diff", action=argparse.BooleanOptionalAction, default=None,
-                        help="draw the lower panel (default: if there are several runs)")
     args = parser.parse_args(argv)
     names = [pathlib.Path(folder).resolve().name for folder in args.runs]
     if len(set(names)) < len(names):  # a/ddp and b/ddp
         names = args.runs
     if len(set(names)) < len(names):
         refuse("a run is named twice: give each run once")
-    if args.diff and len(names) == 1:
-        refuse("--diff compares runs: give at least two")
     found = dict(zip(names, map(read_curves, args.runs)))
     curves, held_out = ({name: pair[i] for name, pair in found.items()} for i in range(2))
-    figure = draw(curves, held_out, {} if args.diff is False else differences(curves))
+    figure = draw(curves, held_out, differences(curves))
     try:
         figure.savefig(args.out, dpi=150)
     except (OSError, ValueError) as error:
