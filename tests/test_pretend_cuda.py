@@ -23,7 +23,7 @@ FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16"
 ROWS = {  # of each script: options, number of ranks, rank
-    "single.py": [("--grad-accum 2", 1, 0)],
+    "single.py": [("--grad-accum 2", 1, 0), ("--num-experts 8", 1, 0)],
     "ddp.py": [("--grad-accum 2", 2, 1)],
     "zero.py": [("--stage 1 --grad-accum 2", 4, 3), ("--activation-checkpointing", 4, 0)],
     "fsdp.py": [("--grad-accum 2", 4, 3), ("--replicate 2 --activation-checkpointing", 4, 1),
@@ -33,6 +33,8 @@ ROWS = {  # of each script: options, number of ranks, rank
               ("--attention ulysses", 2, 1)],
     "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 1)],
     "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3)],
+    "ep.py": [("--num-experts 8 --ep 2 --grad-accum 2", 4, 3),
+              ("--num-experts 8 --activation-checkpointing", 4, 0)],
 }
 
 pytestmark = [
@@ -91,6 +93,11 @@ def test_a_step_stays_on_the_gpu(pretended, script):
             assert gpu["copies"] and gpu["on_cpu"], command
             continue
         assert gpu["copies"] == gpu["on_cpu"] == [], command
+        grouped = "experts" in command and "bfloat16" in command
+        assert gpu["products"] == ["_grouped_mm"] * grouped, command
+        # ep.py waits for the counts once in each of 2 layers and in each of 2 passes, forward or
+        # again forward.
+        assert gpu["waits"] == (4 if script == "ep.py" else 0), command
         cpu = counts_on_cpu[row]
         assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
         if script == "cp.py" and row == rows[0]:

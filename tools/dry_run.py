@@ -13,7 +13,8 @@ Checkpoints and Report from common/.
 
 What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
 kernels and fragmentation. --compile, which makes activations smaller, is ignored here. The loss
-and all other values are unknown: code that reads a value cannot run.
+and all other values are unknown: code that reads a value cannot run. In a mixture of experts each
+expert is assumed to get equally many tokens: in a real run the data decides.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import operator
@@ -45,7 +47,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
-from common import counting, materialise, report
+from common import counting, experts, materialise, report
 from common import options as common_options
 from common.counting import StepCounter, bytes_table, group_of
 from common.errors import SettingError, printable
@@ -110,6 +112,8 @@ def operations(packet, args, kwargs, out):
     """The floating-point operations of one call, by torch's formulas. torch has none for attention
     on the CPU: its products of Q queries and S keys are counted, 2 forward, 5 backward."""
     name = packet.__name__
+    if name == "_grouped_mm":  # of experts, forward or backward
+        return 2 * args[0].numel() * args[1].shape[-1]
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         products = 5 if name.endswith("backward") else 2
         q, k = args[1:3] if products == 5 else args[:2]  # (B, H, Q, K), (B, KV, S, K)
@@ -261,6 +265,12 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                 for _ in range(sampler.grad_accum)
             ]
 
+    def share_out(counts, rows):
+        numbers = counts[0].numel()
+        borders = [i * rows // numbers for i in range(numbers + 1)]
+        shared = torch.tensor([b - a for a, b in itertools.pairwise(borders)])
+        return shared.view(counts.shape[1:]).expand(counts.shape).tolist()
+
     def allocate(model, device, seed):
         with mock.patch.multiple(
             materialise, local_slices=pretend.outside(materialise.local_slices),
@@ -295,12 +305,15 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             return False
 
     report.StepCounter = functools.partial(OperationCounter, nproc_per_node)
+    experts.read_counts = pretend.outside(share_out)
 
     class DryReport(report.Report):
         def __init__(self, *args, **kwargs):
             counted.update(world_size=world_size, rank=rank, description=[])
             super().__init__(*args, **kwargs)
             counted["description"] = counted["description"][1:5]  # without the device
+            if self.experts:
+                self.say("assumed: all experts get equally many tokens")
             if self.mesh is not None:
                 counted["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
                 if "pp" in counted["grid"]:  # the first rank of each stage
@@ -343,6 +356,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         "wrap_layers": lambda layers, compile, checkpoint: wrap_layers(layers, False, checkpoint),
         "run_settings": lambda *_: None, "Checkpoints": Checkpoints, "Report": DryReport,
         "check_stages": lambda *_: None,  # it gathers objects
+        "read_counts": experts.read_counts,
         "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
 

@@ -8,6 +8,8 @@ line of JSON comes back, with what the dry run counted and, of the steps:
 - ``attention``: the attention kernels that were called;
 - ``copies``: where a tensor was copied between the GPU and the CPU, which waits for the GPU;
 - ``on_cpu``: where a tensor on the CPU of more than one element was used;
+- ``products``: kernels of grouped products, and ``waits``: how often the counts of experts' tokens
+  were read, which waits for the GPU;
 - or ``error``: why the run ended. A dry run ends where the value of a tensor is read (``.item()``).
 """
 
@@ -29,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
-from common import checkpoint, report
+from common import checkpoint, experts, report
 from tools import dry_run, pretend
 
 aten = torch.ops.aten
@@ -97,7 +99,8 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.in_step = False
-        self.seen = {"attention": set(), "copies": set(), "on_cpu": set()}
+        self.seen = {"attention": set(), "copies": set(), "on_cpu": set(), "products": set()}
+        self.waits = 0
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -106,6 +109,8 @@ class Watch(TorchDispatchMode):
             name = function._overloadpacket.__name__
             if "attention" in name:
                 self.seen["attention"].add(name)
+            if "grouped" in name:
+                self.seen["products"].add(name)
             if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):
                 self.seen["copies"].add(f"{name} {where()}")
             if any(x.device.type == "cpu" and x.numel() > 1 for x in tensors):
@@ -139,6 +144,12 @@ def count(command, world_size, rank, device):
                 watch.in_step = True
                 yield step
 
+        def read_and_note(*args):
+            watch.waits += 1
+            return names["read_counts"](*args)
+
+        experts.read_counts = read_and_note
+
         # What the real ones do in a step that is neither logged nor saved.
         quiet = types.SimpleNamespace(
             norms=0.0, asking=None, asked=0, saving=None, every=0, group=None
@@ -152,12 +163,13 @@ def count(command, world_size, rank, device):
             report.Report.log(self, step, loss, grad_norm)
 
         names["Report"].log = log
-        return names | {"load_steps": load_and_watch}
+        return names | {"load_steps": load_and_watch, "read_counts": read_and_note}
 
     pretend.world, dry_run.stand_ins = world_and_watch, watched
     script, *options = command.split()
     counted = dry_run.count(script, options, world_size, rank, 8, torch.device(device))
-    return counted | {name: sorted(seen) for name, seen in watch.seen.items()}
+    seen = {name: sorted(seen) for name, seen in watch.seen.items()}
+    return counted | seen | {"waits": watch.waits}
 
 
 def main():
