@@ -19,8 +19,12 @@ from tests.processes import ROOT
 from tests.sample import thorough
 
 FOLDER = ROOT / "tests" / "pretend_cuda"
-FLASH = "_scaled_dot_product_flash_attention"
-EFFICIENT = "_scaled_dot_product_efficient_attention"
+FUSED = {  # the kernels of attention that are called, by --dtype: no others
+    "bfloat16": ["_scaled_dot_product_flash_attention",
+                 "_scaled_dot_product_flash_attention_backward"],
+    "float32": ["_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_efficient_attention_backward"],
+}
 SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16"
 ROWS = {  # of each script: options, number of ranks, rank
     "single.py": [("--grad-accum 2", 1, 0), ("--num-experts 8", 1, 0)],
@@ -87,8 +91,7 @@ def test_a_step_stays_on_the_gpu(pretended, script):
     for row, gpu in zip(rows, counted):
         command, _, _ = row
         assert "error" not in gpu, f"{command}: {gpu['error']}"
-        kernel = FLASH if "bfloat16" in command else EFFICIENT
-        assert gpu["attention"] == [kernel, f"{kernel}_backward"], command
+        assert gpu["attention"] == FUSED[command.partition("--dtype ")[2]], command
         if "offload" in command:  # parameters go to the GPU and gradients come from it
             assert gpu["copies"] and gpu["on_cpu"], command
             continue
@@ -101,9 +104,31 @@ def test_a_step_stays_on_the_gpu(pretended, script):
         cpu = counts_on_cpu[row]
         assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
         if script == "cp.py" and row == rows[0]:
-            # The ring's own kernels. Other rows peak where CUDA has others: the gradient of SiLU.
-            difference = abs(gpu["peak"]["in all"] - cpu["peak"]["in all"])
-            assert difference < 1e-3 * cpu["peak"]["in all"], command
+            # To the byte, where the kernels are the same: CUDA's autocast, from torch 2.13 on, also
+            # keeps the weights of the 5 norms in float32. Other rows peak elsewhere, where CUDA's
+            # gradient of SiLU needs more.
+            more = 0 if torch.__version__.startswith("2.11.") else 5 * 128 * 2
+            assert gpu["peak"]["in all"] == cpu["peak"]["in all"] + more, command
+
+
+@thorough
+def test_examples_stay_on_the_gpu(pretended):
+    """Models of others, whose masks the memory-efficient kernel takes; and a trainer that has none
+    of the services, until it prints the first loss."""
+    pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
+    more = "--seq-len 64 --num-hidden-layers 2 --dtype bfloat16"
+    gpt2, documents, trainer = pretended([
+        ("examples/fsdp_gpt2.py --seq-len 64 --dtype bfloat16", 2, 1, "cuda:0"),
+        (f"examples/cp_documents.py {more}", 2, 0, "cuda:0"),
+        ("examples/trainer_fsdp.py", 2, 0),
+    ])
+    for counted in (gpt2, documents):
+        assert "error" not in counted, counted["error"]
+        assert counted["attention"] == FUSED["float32"] and counted["sent"] > 0
+        assert counted["copies"] == counted["on_cpu"] == []
+    assert "print" in trainer["read"], trainer
+    (copy,) = trainer["copies"]  # of the batch, which is made on the CPU
+    assert "rows.chunk(n)[rank].to(device)" in copy
 
 
 @thorough
