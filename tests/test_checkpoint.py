@@ -101,7 +101,7 @@ def test_a_new_run_moves_the_old_one_aside(run, corpus):
 @pytest.mark.parametrize("claims, world", [  # the last one of each replaces functions
     ("buffers_agree each_part_is_written_once", 4),
     ("two_folders_are_noticed a_failure_reaches_all_ranks rank_0_decides", 2),
-    ("initial_weights_are_parts_of_the_same", 8),
+    ("initial_weights_are_parts_of_the_same", 4),
 ])
 def test_on_several_ranks(run, claims, world):
     lines = run("tests/ranks.py", world, claims).lines

@@ -1,6 +1,7 @@
 """Nothing is lost, and nothing goes wrong in silence: each fault ends the run in one line, with a
 status that is not 0; the checkpoints before it are whole; and the same command goes on from them to
-the end of a run that nothing has disturbed, bit for bit."""
+the end of a run that nothing has disturbed, bit for bit (single.py and ddp.py: that each script
+resumes bit for bit is in test_same_run.py)."""
 
 import os
 import re
@@ -21,8 +22,7 @@ MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-at
 OPTIONS = f"{MODEL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
 COMMANDS = [
     ("single.py", 0), ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py --stage 2", 2),
-    ("fsdp.py", 2), ("fsdp.py --replicate 2", 2), ("tp.py", 2), ("cp.py", 2), ("pp.py", 2),
-    ("hybrid_3d.py --tp 2", 2), ("hybrid_3d.py --tp 2 --cp 2", 4),
+    ("fsdp.py", 2), ("tp.py", 2), ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2),
 ]
 
 LOST = "a collective of rank 0 failed, since another process has ended or was silent for --timeout"
@@ -37,14 +37,14 @@ FAULTS = [
     # A gradient that overflows in the norm, in a step that is not logged
     *[(command, world, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
       for command, world in COMMANDS],
-    ("fsdp.py", 2, "--log-every 9", "gradients_times(torch.nan, 5)", NOT_SAVED, [3]),
+    ("single.py", 0, "--log-every 9", "gradients_times(torch.nan, 5)", NOT_SAVED, [3]),
     ("ddp.py", 2, "--log-every 9 --async-save", "gradients_times(1e30, 5)", NOT_SAVED, [3]),
     ("ddp.py", 2, "--log-every 2", "gradients_times(1e30, 4)", DIVERGED, [3]),
     ("single.py", 0, "--log-every 3 --save-every 0", "gradients_times(torch.inf, 4)", DIVERGED, []),
     # An update that overflows after a norm that is finite
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
        "step 1 is not saved, since ... is not finite: training diverged; lower --lr", [])
-      for command, world in COMMANDS],
+      for command, world in [("single.py", 0), ("zero.py", 2), ("hybrid_3d.py --tp 2", 2)]],
     # A stage that returns something else than the next one expects
     *[(command, 2, "", STAGES.format(changed),
        f"a stage returns {found}, and the next one expects one tensor, ({rows}, 32, 48) torch.", [])
@@ -55,7 +55,7 @@ FAULTS = [
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, lambda: signal_self('SIGKILL'), on=1)", LOST, [3]),
     *[(command, 2, "--timeout 5", "stop(5, 1)", LOST, [3])
-      for command in ("ddp.py", *(f"hybrid_3d.py --{axis} 2" for axis in ("tp", "pp", "cp")))],
+      for command in ("ddp.py", "hybrid_3d.py --tp 2", "hybrid_3d.py --pp 2")],
     ("ddp.py", 2, "--timeout 5", "stop(5, 0)", LOST.replace("rank 0", "rank 1"), [3]),
     ("ddp.py", 2, "", "at(5, lambda: fail('pair.cc: Application timeout caused pair closure'))",
      "failed, since another process has ended or was silent for --timeout", [3]),
@@ -94,7 +94,7 @@ def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, w
     line = one_error(result)
     assert in_order(words, line), line
     assert steps(result.out) == left
-    if left == [3] and "copy" not in options:
+    if left == [3] and "copy" not in options and command in ("single.py", "ddp.py"):
         again = run(command, world, options)
         assert "resuming after step 3" in again.output
         assert_equal(again, once(command, world, OPTIONS))
@@ -246,9 +246,10 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
     first, last = steps(result.out)
     assert first == 3 and last in (4, 5) and result.lines[-1] == (
         f"stopped after step {last} of 8, saved: the same command continues from there")
-    again = run(command, world, options)
-    assert [record["step"] for record in again.history] == list(range(1, 9))
-    assert_equal(again, once(command, world, OPTIONS))
+    if command in ("single.py", "ddp.py"):
+        again = run(command, world, options)
+        assert [record["step"] for record in again.history] == list(range(1, 9))
+        assert_equal(again, once(command, world, OPTIONS))
 
 
 def test_a_second_signal_ends_at_once(run, corpus):

@@ -87,7 +87,7 @@ def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
     random.shuffle(plan)
     script, *more = COMMANDS[place].split()
     own = plan[place :: len(COMMANDS)]
-    world, last = 0 if script == "single.py" else 2, 20 + 10 * len(own)
+    world, last = 0 if script == "single.py" else 2, 8 + 8 * len(own)
     options = [*more, *OPTIONS.split(), "--save-every", "1", "--data", corpus, "--steps", str(last)]
     whole = server.run(script, world, options, folder=tmp_path, out="whole").out
     random.seed(f"{seed} {place}")
