@@ -1,15 +1,12 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
 import json
-import types
 
 import pytest
-from torch.distributed.pipelining import schedules
 
 from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
-from tools import dry_run as tool
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -109,22 +106,6 @@ def test_the_ranks_of_a_pipeline(dry_run):
     _, first = dry_run(f"pp.py {options}", 2, "--rank", 0)
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
-    assert most["bubble"] == 1 / 5
-
-
-@pytest.mark.parametrize("name, stages, bubble", [
-    ("ScheduleGPipe", 1, 3 / 11), ("Schedule1F1B", 1, 3 / 11), ("ScheduleLoopedBFS", 2, 3 / 19),
-    ("ScheduleInterleaved1F1B", 2, 3 / 19), ("ScheduleInterleavedZeroBubble", 2, 3 / 51),
-    ("ScheduleZBVZeroBubble", 2, 3 / 51), ("ScheduleDualPipeV", 2, 3 / 51),
-])
-def test_the_bubble_of_a_schedule(name, stages, bubble):
-    """Of 4 ranks and 8 micro-batches: 3 turns of waiting, each a stage's forward and backward pass,
-    a third of it where the backward pass is split."""
-    assert hasattr(schedules, name)
-    schedule = type(name, (), {"_n_microbatches": 8})()
-    parts = [types.SimpleNamespace(group_size=4)] * stages
-    vars(schedule).update({"_stage": parts[0]} if stages == 1 else {"_stages": parts})
-    assert tool.bubble(schedule) == bubble
 
 
 @thorough

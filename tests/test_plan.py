@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+import pp
 from common.model import PRESETS
 from tests.sample import sampled, thorough
 from tools import dry_run, plan
@@ -138,6 +139,17 @@ def test_micro_batches_and_accumulation():
     ]
     assert plan.variants(plan.Strategy("fsdp.py", 8), 16) == [[], ["--grad-accum", "2"]]
     assert plan.variants(plan.Strategy("tp.py", 1), 12)[-1] == ["--grad-accum", "4"]
+
+
+def test_the_bubble():
+    """Of 4 ranks and 8 micro-batches: 3 turns of waiting, each a stage's forward and backward pass,
+    a third of it where the backward pass is split. pp.py says the same."""
+    pieces = ["--microbatches", "8"]
+    for name, stages, share in (("1f1b", 4, 3 / 11), ("interleaved1f1b", 8, 3 / 19),
+                                ("zerobubble", 8, 3 / 51)):
+        assert plan.bubble(plan.Strategy(f"pp.py --schedule {name}", 1, 4, stages), pieces) == share
+        assert pp.bubble(name, 4, stages // 4, 8).endswith(f"= {share:.1%}")
+    assert plan.bubble(plan.Strategy("fsdp.py", 8), []) == 0
 
 
 @pytest.mark.parametrize("depth, few", [(40, True), (14, False)])  # from three depths, and whole

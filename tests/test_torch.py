@@ -55,8 +55,6 @@ PRIVATE = {
 # Attributes of objects, in whose class's source they are.
 ATTRIBUTES = {
     "_inference_mode": (pipelining.stage, "what the vote of _warmup_p2p decides"),
-    "_n_microbatches": (schedules, "a pipeline's bubble"),
-    "_stage": (schedules, "the same"),
 }
 # Without a dash, but in no documentation; and names within strings.
 UNDOCUMENTED = {

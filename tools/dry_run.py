@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException, DynamicOutputShapeException
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
@@ -175,9 +175,6 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
             stack.enter_context(pretend.world(world_size, rank))
             return device
 
-        for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            noted = note_bubble(kind.__init__, counted)
-            stack.enter_context(mock.patch.object(kind, "__init__", noted))
         for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
             uncounted = as_if_before(getattr(PipelineStage, name))
             stack.enter_context(mock.patch.object(PipelineStage, name, uncounted))
@@ -361,25 +358,6 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
     }
 
 
-def note_bubble(initialise, counted):
-    """Returns the initialiser of a pipeline schedule such that it also notes the bubble."""
-
-    def initialise_and_note(schedule, *args, **kwargs):
-        initialise(schedule, *args, **kwargs)
-        counted["bubble"] = bubble(schedule)
-
-    return initialise_and_note
-
-
-def bubble(schedule):
-    """The share of a step in which ranks wait for the pipeline to fill and drain; a lower bound if
-    there are fewer micro-batches than stages. See pp.py."""
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
-    split = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    n, parts = stages[0].group_size, 3 if type(schedule).__name__ in split else 1
-    return (n - 1) / (parts * len(stages) * schedule._n_microbatches + n - 1)
-
-
 def as_if_before(prepare):
     """A stage of a pipeline allocates its buffers in the first step. Returns the method that does
     it such that it is not counted, as if an earlier step had called it."""
@@ -427,8 +405,6 @@ def lines_of(counted):
             f"{part['bytes']:,.0f} bytes, {part['between_machines']:,.0f} between machines"
         )
     yield f"floating-point operations of rank {counted['rank']}: {counted['operations']:.4g}"
-    if "bubble" in counted:
-        yield f"bubble: at least {counted['bubble']:.1%} of a step"
 
 
 def main(argv=None):

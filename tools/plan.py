@@ -282,7 +282,8 @@ def search(strategy, options, args):
                 continue
             own, counted_at = [*variant, *["--activation-checkpointing"] * again], i
             command = " ".join([strategy.command, *own])
-            found = command, evaluate(strategy, [*own, *options], args)
+            counted = evaluate(strategy, [*own, *options], args)
+            found = command, counted | {"bubble": bubble(strategy, variant)}
             if fits(found[1], args):
                 break
         return found
@@ -296,6 +297,14 @@ def search(strategy, options, args):
     return [row for row in (plain, again) if fits(row[1], args)] or [again]
 
 
+def bubble(strategy, variant):
+    """The share of a step in which ranks wait for the pipeline to fill and drain; a lower bound if
+    there are fewer micro-batches than stages. See pp.py."""
+    parts = 3 if "zerobubble" in strategy.command else 1  # of a forward and a backward pass
+    m = int(variant[1]) if strategy.pp > 1 else 1
+    return (strategy.pp - 1) / (parts * strategy.stages // strategy.pp * m + strategy.pp - 1)
+
+
 def least_peak(counted, steps):
     """The peak with ``steps`` times as many accumulation steps is not less: no activation becomes
     smaller than a ``steps``-th."""
@@ -307,7 +316,7 @@ def bounds(counted, args):
     """Two lower bounds of a step in seconds, computation and communication, or None."""
     compute = communicate = None
     if args.tflops:
-        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted.get("bubble", 0))
+        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted["bubble"])
     if args.link:
         communicate = counted["sent"] / (args.link * 1e9)
         if args.network:
@@ -322,7 +331,7 @@ def order(row, args):
     if not fits(counted, args):
         return 1, counted["peak"]["in all"]
     known = [bound for bound in bounds(counted, args) if bound is not None]
-    work = counted["operations"] / (1 - counted.get("bubble", 0))
+    work = counted["operations"] / (1 - counted["bubble"])
     steps = (work / args.least_work - 1) // 0.05
     return 0, max(known, default=0), steps, counted["between_machines"], counted["sent"]
 
@@ -346,7 +355,7 @@ def table(rows, args):
         cells += [gb(peak["activations"]), sent or "0"]
         cells += [gb(counted["between_machines"])] * several
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
-        cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
+        cells += [f"{counted['bubble']:.0%}" if counted["bubble"] else ""]
         cells += [f"{bound:.3f}" for bound in bounds(counted, args) if bound is not None]
         yield [*cells, command]
 
@@ -436,8 +445,7 @@ def main(argv=None):
     if not rows:
         reasons = "; ".join(left_out)
         raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-    args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
-                          for _, counted in rows)
+    args.least_work = min(counted["operations"] / (1 - counted["bubble"]) for _, counted in rows)
     rows.sort(key=lambda row: order(row, args))
     for line in lay_out(table(rows, args)):
         print(line)
