@@ -182,6 +182,7 @@ def parse_options(parser, argv=None):
     refuse([
         (args.profile and args.steps < 4,
          f"--profile with --steps {args.steps}: it traces from the fourth step, use at least 4"),
+        (args.wandb == "", "--wandb: it is empty: name a project"),
         (args.wandb and not _is_installed("wandb"), missing.format("wandb")),
         (args.tensorboard and not _is_installed("tensorboard"), missing.format("tensorboard")),
     ])

@@ -208,6 +208,14 @@ def test_a_checkpoint_of_another_run(tmp_path, case):
         checkpoints_of(tmp_path, model, **options).resume()
 
 
+def test_a_setting_that_needs_other_states_must_stay(tmp_path):
+    model = Small()
+    saved(tmp_path, model, optimizer=torch.optim.AdamW(model.parameters()))
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(SettingError, match="amsgrad is False in .* and True in this run: resume"):
+        checkpoints_of(tmp_path, model, other).resume()
+
+
 def test_tensors_and_optimizers_belong_together(tmp_path):
     model = Small()
     with pytest.raises(SettingError, match="norm.weight is trained, but by none of the optimizers"):

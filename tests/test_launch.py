@@ -69,9 +69,9 @@ def curve(folder):
     return [[record[name] for name in ("step", "loss", "grad_norm")] for record in records]
 
 
-def is_near(found, expected, tolerance=1e-10):
+def is_near(found, expected):
     return len(found) == len(expected) and all(
-        abs(a - b) < tolerance for row, other in zip(found, expected) for a, b in zip(row, other)
+        abs(a - b) < 1e-10 for row, other in zip(found, expected) for a, b in zip(row, other)
     )
 
 
@@ -335,22 +335,6 @@ def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     assert "resuming after step" in outputs[0] and is_near(curve(out), expected)
     # The machines keep their order.
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
-
-
-@thorough
-def test_fewer_machines_go_on(once, tmp_path, corpus):
-    """NNODES=1:2, and the second machine dies: the same curve, but for the order of sums."""
-    expected = curve(once("single.py", 0, f"{OPTIONS} --steps 300").out)
-    options = [*OPTIONS.split(), "--steps", "300", "--save-every", "20", "--data", corpus]
-    first, second = two_machines(tmp_path, options, NNODES="1:2", MAX_RESTARTS="3")
-    out = tmp_path / "runs" / "ddp"
-    wait_until(lambda: out.exists() and list_checkpoints(out))
-    os.kill(second.pid, signal.SIGSTOP)  # as one: launcher and process
-    for pid in [*children(second.pid), second.pid]:
-        os.kill(pid, signal.SIGKILL)
-    output = finish(first)
-    assert first.returncode == 0 and "1 process on cpu" in output, output
-    assert "resuming after step" in output and is_near(curve(out), expected, 1e-9)
 
 
 # Over ssh

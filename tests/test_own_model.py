@@ -261,12 +261,8 @@ EDITS = [
         torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], args.lr),
     ]
 """),
-    ("""        optimizer.step()
-        optimizer.zero_grad()
-""", """        for each in optimizer:
-            each.step()
-            each.zero_grad()
-"""),
+    ("        optimizer.step()\n", "        [each.step() for each in optimizer]\n"),
+    ("        optimizer.zero_grad()\n", "        [each.zero_grad() for each in optimizer]\n"),
 ]
 
 

@@ -50,7 +50,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
     ("--device cuda", "--device cuda: torch finds no GPU here"),
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
-    ("--init-from ''", "--init-from: it is empty"),
+    ("--init-from ''", "--init-from: it is empty"), ("--wandb ''", "--wandb: it is empty: name a"),
     ("--init-from nowhere", "nowhere cannot be read"),
     ("--init-from deep", "deep/config.json: num_hidden_layers is 1000000000: ... at most 10000"),
     ("--out ''", "--out: it is empty: name a "),
