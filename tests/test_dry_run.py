@@ -1,12 +1,15 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
 import json
+import types
 
 import pytest
 
+import pp
 from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tools import dry_run as tool
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -106,6 +109,15 @@ def test_the_ranks_of_a_pipeline(dry_run):
     _, first = dry_run(f"pp.py {options}", 2, "--rank", 0)
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
+    assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
+
+
+@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+def test_the_bubble_of_a_schedule(schedule):
+    """It is what pp.py prints."""
+    v = 1 if schedule in pp.ONE_STAGE else 2
+    args = types.SimpleNamespace(schedule=schedule, stages_per_rank=None, microbatches=8)
+    assert pp.bubble(schedule, 4, v, 8).endswith(f"= {tool.bubble(args, 4):.1%}")
 
 
 @thorough
@@ -156,10 +168,11 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
     result, found = dry_run(
         "fsdp.py --data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 "
-        "--batch-size 64", 64, "--rank", 0,
+        "--batch-size 64", 64, "--rank", 0, "--device-memory", 4,
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
+    assert "does not fit into 4 GB" in result.lines[-1]
     assert not any("epoch" in line or "tokens/s" in line for line in result.lines)
 
 

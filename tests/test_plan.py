@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-import pp
 from common.model import PRESETS
 from tests.sample import sampled, thorough
 from tools import dry_run, plan
@@ -139,17 +138,6 @@ def test_micro_batches_and_accumulation():
     ]
     assert plan.variants(plan.Strategy("fsdp.py", 8), 16) == [[], ["--grad-accum", "2"]]
     assert plan.variants(plan.Strategy("tp.py", 1), 12)[-1] == ["--grad-accum", "4"]
-
-
-def test_the_bubble():
-    """Of 4 ranks and 8 micro-batches: 3 turns of waiting, each a stage's forward and backward pass,
-    a third of it where the backward pass is split. pp.py says the same."""
-    pieces = ["--microbatches", "8"]
-    for name, stages, share in (("1f1b", 4, 3 / 11), ("interleaved1f1b", 8, 3 / 19),
-                                ("zerobubble", 8, 3 / 51)):
-        assert plan.bubble(plan.Strategy(f"pp.py --schedule {name}", 1, 4, stages), pieces) == share
-        assert pp.bubble(name, 4, stages // 4, 8).endswith(f"= {share:.1%}")
-    assert plan.bubble(plan.Strategy("fsdp.py", 8), []) == 0
 
 
 @pytest.mark.parametrize("depth, few", [(40, True), (14, False)])  # from three depths, and whole
@@ -283,8 +271,8 @@ def test_strategies_and_why_not():
 
 @thorough
 def test_whole_plans(server, tmp_path):
-    """The fewest accumulation steps that fit, and recomputing. The bounds, and a command that can
-    be pasted. Why nothing can run."""
+    """The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and
+    a command that can be pasted. Why nothing can run."""
     budget = f"{TINY} --devices 2 --batch-size 16 --only ddp.py"
     commands = [
         f"{budget} --device-memory 0.03 --link 1", f"{budget} --device-memory 0.012",
@@ -301,14 +289,15 @@ def test_whole_plans(server, tmp_path):
     ]
     assert all(row["fits"] and row["peak"]["in all"] <= 0.03e9 for row in some)
     assert not any(row["fits"] for row in none)
-    assert "nothing fits into 0.012 GB: take more --devices" in result.output
+    assert "nothing fits into 0.012 GB; with --devices 4 --batch-size 16 fits fsdp.py" \
+        in result.output
     (row,) = rates
     compute, communicate = row["bounds"]
     assert compute == row["operations"] / 2e12
     assert communicate == max(row["sent"] / 4e9, row["between_machines"] / 1e9)
     assert ">= s" in result.output and (
-        "the first row: bash run.sh ddp.py --model tiny --seq-len 128 --dtype float32 "
-        "--batch-size 16"
+        "the first row: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
+        "--seq-len 128 --dtype float32 --batch-size 16"
     ) in result.lines
     assert "nothing can run on 3 devices" in result.lines[-1]
     assert "ddp.py: --batch-size 16 cannot be shared evenly by 3" in result.lines[-1]

@@ -1,7 +1,7 @@
 """Run a script as one rank of any cluster: in one process, without GPUs, data or other ranks.
 
     python -m tools.dry_run 1024 fsdp.py --model llama3-70b --seq-len 8192 --dtype bfloat16
-    python -m tools.dry_run --nproc-per-node 4 64 hybrid_3d.py --tp 4 --pp 4
+    python -m tools.dry_run --device-memory 80 --nproc-per-node 8 64 hybrid_3d.py --tp 8 --pp 4
 
 The options below stand before the world size; the script's own options stand after the script.
 
@@ -47,6 +47,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
+import pp
 from common import counting, experts, materialise, report
 from common import options as common_options
 from common.counting import StepCounter, bytes_table, group_of
@@ -316,6 +317,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                 if "pp" in counted["grid"]:  # the first rank of each stage
                     ranks = self.mesh.mesh.movedim(self.mesh.mesh_dim_names.index("pp"), 0)
                     counted["stages"] = ranks.reshape(len(ranks), -1)[:, 0].tolist()
+                    counted["bubble"] = bubble(self.args, len(ranks))
 
         def say(self, line):
             counted["description"].append(str(line))
@@ -358,6 +360,15 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
     }
 
 
+def bubble(args, n):
+    """The share of a step in which ``n`` ranks wait for the pipeline to fill and drain; a lower
+    bound if there are fewer micro-batches than stages. See pp.py."""
+    schedule = getattr(args, "schedule", "1f1b")
+    v = getattr(args, "stages_per_rank", 1) or (1 if schedule in pp.ONE_STAGE else 2)
+    parts = 3 if schedule in pp.SPLIT_BACKWARD else 1
+    return (n - 1) / (parts * v * args.microbatches + n - 1)
+
+
 def as_if_before(prepare):
     """A stage of a pipeline allocates its buffers in the first step. Returns the method that does
     it such that it is not counted, as if an earlier step had called it."""
@@ -391,7 +402,7 @@ def most(found):
     return max(found, key=lambda counted: counted["peak"]["in all"])
 
 
-def lines_of(counted):
+def lines_of(counted, device_memory):
     """The lines to print."""
     yield from counted["description"]
     yield from bytes_table(
@@ -405,6 +416,12 @@ def lines_of(counted):
             f"{part['bytes']:,.0f} bytes, {part['between_machines']:,.0f} between machines"
         )
     yield f"floating-point operations of rank {counted['rank']}: {counted['operations']:.4g}"
+    if "bubble" in counted:
+        yield f"bubble: at least {counted['bubble']:.1%} of a step"
+    if device_memory:
+        left = device_memory - counted["peak"]["in all"] / 1e9
+        yield (f"fits into {device_memory:g} GB, {left:,.2f} GB are left" if left >= 0 else
+               f"does not fit into {device_memory:g} GB, {-left:,.2f} GB too much")
 
 
 def main(argv=None):
@@ -419,6 +436,8 @@ def main(argv=None):
                         "stage that holds most)")
     parser.add_argument("--nproc-per-node", type=at_least(1), default=8, metavar="N",
                         help="ranks per machine (default: 8)")
+    parser.add_argument("--device-memory", type=at_least(0, float, above=True), metavar="GB",
+                        help="memory of one device, in GB of 10^9 bytes, to compare with")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
                         help="write the counts to FILE, under the names of a run's summary.json")
     args = parser.parse_args(argv)
@@ -437,7 +456,7 @@ def main(argv=None):
                                          disable=not others)])
     counted.pop("stages", None)
     print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
-    for line in lines_of(counted):
+    for line in lines_of(counted, args.device_memory):
         print(printable(line))
     if args.json:
         args.json.write_text(json.dumps(counted, indent=1) + "\n")

@@ -282,8 +282,7 @@ def search(strategy, options, args):
                 continue
             own, counted_at = [*variant, *["--activation-checkpointing"] * again], i
             command = " ".join([strategy.command, *own])
-            counted = evaluate(strategy, [*own, *options], args)
-            found = command, counted | {"bubble": bubble(strategy, variant)}
+            found = command, evaluate(strategy, [*own, *options], args)
             if fits(found[1], args):
                 break
         return found
@@ -297,14 +296,6 @@ def search(strategy, options, args):
     return [row for row in (plain, again) if fits(row[1], args)] or [again]
 
 
-def bubble(strategy, variant):
-    """The share of a step in which ranks wait for the pipeline to fill and drain; a lower bound if
-    there are fewer micro-batches than stages. See pp.py."""
-    parts = 3 if "zerobubble" in strategy.command else 1  # of a forward and a backward pass
-    m = int(variant[1]) if strategy.pp > 1 else 1
-    return (strategy.pp - 1) / (parts * strategy.stages // strategy.pp * m + strategy.pp - 1)
-
-
 def least_peak(counted, steps):
     """The peak with ``steps`` times as many accumulation steps is not less: no activation becomes
     smaller than a ``steps``-th."""
@@ -316,7 +307,7 @@ def bounds(counted, args):
     """Two lower bounds of a step in seconds, computation and communication, or None."""
     compute = communicate = None
     if args.tflops:
-        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted["bubble"])
+        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted.get("bubble", 0))
     if args.link:
         communicate = counted["sent"] / (args.link * 1e9)
         if args.network:
@@ -331,7 +322,7 @@ def order(row, args):
     if not fits(counted, args):
         return 1, counted["peak"]["in all"]
     known = [bound for bound in bounds(counted, args) if bound is not None]
-    work = counted["operations"] / (1 - counted["bubble"])
+    work = counted["operations"] / (1 - counted.get("bubble", 0))
     steps = (work / args.least_work - 1) // 0.05
     return 0, max(known, default=0), steps, counted["between_machines"], counted["sent"]
 
@@ -355,7 +346,7 @@ def table(rows, args):
         cells += [gb(peak["activations"]), sent or "0"]
         cells += [gb(counted["between_machines"])] * several
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
-        cells += [f"{counted['bubble']:.0%}" if counted["bubble"] else ""]
+        cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
         cells += [f"{bound:.3f}" for bound in bounds(counted, args) if bound is not None]
         yield [*cells, command]
 
@@ -386,6 +377,19 @@ def model_options(name):
     values = {key: value for key, value in vars(config).items() if key != "rope_scaling"}
     options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
     return [word for pair in options for word in pair], config
+
+
+def more_devices(options, args):
+    """If nothing fits: what would, on more devices; "" if that needs more than 64 times as many."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        devices = args.devices * factor
+        batch_size = max(args.batch_size, devices)
+        larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
+        with contextlib.suppress(SettingError):
+            command, counted = search(Strategy("fsdp.py", devices), options, larger)[0]
+            if fits(counted, args):
+                return f"; with --devices {devices} --batch-size {batch_size} fits {command}"
+    return ""
 
 
 def parse(argv):
@@ -442,10 +446,13 @@ def main(argv=None):
             except SettingError as error:
                 left_out[f"{searches[each]}: {error}"] += 1
             bar.update()
-    if not rows:
-        reasons = "; ".join(left_out)
-        raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-    args.least_work = min(counted["operations"] / (1 - counted["bubble"]) for _, counted in rows)
+        if not rows:
+            reasons = "; ".join(left_out)
+            raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
+        fitting = any(fits(counted, args) for _, counted in rows)
+        change = "" if fitting else pool.submit(more_devices, options, args).result()
+    args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
+                          for _, counted in rows)
     rows.sort(key=lambda row: order(row, args))
     for line in lay_out(table(rows, args)):
         print(line)
@@ -457,11 +464,13 @@ def main(argv=None):
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
         }, indent=1) + "\n")
-    command, counted = rows[0]
-    if not fits(counted, args):
-        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB: take more --devices")
-    print("the first row: bash run.sh",
-          shlex.join([*command.split(), *options, "--batch-size", str(args.batch_size)]))
+    if not fitting:
+        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
+    words = [*rows[0][0].split(), *options, "--batch-size", str(args.batch_size)]
+    nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
+    start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
+    print(f"the first row: NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh",
+          shlex.join(words))
 
 
 if __name__ == "__main__":
