@@ -50,6 +50,7 @@ DEEP = [
     ("zero.py --stage 2 --dtype bfloat16 --activation-checkpointing", 4, 1, True),
     ("tp.py --activation-checkpointing", 2, 1, True),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 4, 2, True),
+    ("ep.py --num-experts 8 --ep 2", 4, 1, True),
     ("ddp.py --grad-accum 2", 2, 1, False),  # all gradients in one bucket, or in two
 ]
 
@@ -267,6 +268,9 @@ def test_strategies_and_why_not():
     assert left_out["--tp beyond the 8 devices of a machine"] == 1
     assert len(set(commands)) == len(commands)
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4)[0]] == ["single.py"]
+    commands = [each.command for each in plan.strategies(8, 8, 8, 128, 4, experts=12)[0]]
+    assert [command for command in commands if command.startswith(("ep", "tp", "hy"))] == [
+        "ep.py --ep 2", "ep.py --ep 4"]
 
 
 @thorough

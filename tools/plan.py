@@ -4,10 +4,10 @@
     python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
         --batch-size 512 --tflops 989 --link 450 --network 50
 
-Every script is tried, and hybrid_3d.py with every grid. Of each the table has the fewest
-accumulation steps that fit into memory. Activation checkpointing is tried if nothing fits without
-it, since it computes a third more; with --link also beside several accumulation steps, which may
-send more. A row is what ``tools.dry_run`` counts for the rank that holds most. What does not fit
+Every script is tried, and hybrid_3d.py with every grid; for a mixture of experts ep.py instead. Of
+each the table has the fewest accumulation steps that fit into memory. Activation checkpointing is
+tried if nothing fits without it, since it computes a third more; with --link also beside several
+accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for the rank that holds most. What does not fit
 is counted no further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
@@ -73,21 +73,25 @@ class Strategy:
     stages: int = 1
 
 
-def strategies(devices, nproc_per_node, batch_size, seq_len, layers):
+def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
     """All that could be sensible: a list of Strategy, and a Counter of the reasons for which others
-    are left out."""
+    are left out. ``experts``: how many a layer has."""
     found, left_out = [], collections.Counter()
     if devices == 1:
         return [Strategy("single.py", 1)], left_out
     found += [Strategy(command, devices) for command in WHOLE]
     if devices > nproc_per_node:
         found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    for command in SPLIT:
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    if experts:
+        found += [Strategy(f"ep.py --ep {n}", devices)
+                  for n in divisors if n > 1 and experts % n == 0]
+        left_out["tp.py and hybrid_3d.py, which split no experts"] += 1
+    for command in SPLIT[1:] if experts else SPLIT:
         each = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
         found.append(Strategy(command, 1, pp, pp * each))
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    for tp in divisors:
+    for tp in () if experts else divisors:
         for cp in (n for n in divisors if devices // tp % n == 0):
             for pp in (n for n in divisors if devices // tp // cp % n == 0):
                 dp = devices // (tp * cp * pp)
@@ -155,7 +159,10 @@ def count_rank(strategy, options, rank, args):
     # In two layers less is gathered at once; a last stage with few layers is an exception.
     least = 3 if every == 1 else 3 * every + 1
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
-    matrix = 4 * args.config.hidden_size * args.config.intermediate_size
+    width = args.config.intermediate_size
+    if args.config.num_experts:  # whose matrices are stacked
+        width = args.config.num_experts * args.config.expert_size
+    matrix = 4 * args.config.hidden_size * width
     uneven = script == "ddp.py" and matrix < 25 * 2**20
     if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
         first, second = at(depths[0]), at(depths[1])
@@ -374,7 +381,9 @@ def model_options(name):
             f"{', '.join(PRESETS)}"
         )
     config = read_config(name)
-    values = {key: value for key, value in vars(config).items() if key != "rope_scaling"}
+    # A dense model has no experts_per_token.
+    values = {key: value for key, value in vars(config).items()
+              if key != "rope_scaling" and value is not None}
     options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
     return [word for pair in options for word in pair], config
 
@@ -430,7 +439,7 @@ def main(argv=None):
     options, args.config = model_options(args.model)
     options += ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
-                                 args.config.num_hidden_layers)
+                                 args.config.num_hidden_layers, args.config.num_experts)
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
