@@ -23,9 +23,9 @@ Sent in a step by each rank, beside what fsdp.py sends for the parameters outsid
               products. 6 instead of 4 with --activation-checkpointing. This is so if all experts
               get equally many tokens; otherwise it depends on the data.
     counts    8 E (ep-1)/ep for each layer and forward pass
-    experts   X, their bytes, take the place of P as in fsdp.py: 3 X/ep (s-1)/s for a micro-batch,
-              over the s = n/ep ranks that share them; nothing if ep is n
-    balance   16 L E (n-1)/n: how many tokens each expert of L layers got in the step
+    experts   3 X/ep (1-ep/n) for each micro-batch, X: their bytes; with bfloat16 2 instead of 3,
+              since they are gathered in it. Nothing if ep is n.
+    balance   16 c (n-1)/n: how many tokens each of the c experts in all layers got in the step
 
 Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the experts of a layer are
 gathered while its attention computes. Exposed: all three all-to-alls, and in each layer and forward

@@ -142,7 +142,8 @@ def curves():
 
 def memory():
     """What a rank holds of an 8B model when its memory is fullest, as stacked bars."""
-    left, top, rows = 268, 84, read("8b")
+    left, top = 268, 84
+    rows = {name: row for name, row in read("8b").items() if "experts" not in name}  # 25 B
     bottom = top + 30 * len(rows) + 4
     more = "at the peak also: activations, gathered weights"
     yield from legend(8, 54, zip(["c0", "c1", "c2", "c3"], [*KINDS, more]))
@@ -299,7 +300,7 @@ def grid():
 
 
 def draw():
-    save("curves", 890, 480, "The loss of all eight scripts: one curve", curves())
+    save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
     save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())
