@@ -96,7 +96,7 @@ def config_from(found, path):
         value = found.get(field.name)
         if value is None and field.name in NEEDED:
             raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
-        if value is None:
+        if value is None or (field.name == "num_experts" and value == 0):
             continue
         kinds, most = ((int, float), math.inf) if field.type is float else ((int,), 2**31)
         if field.name != "rope_scaling" and (type(value) not in kinds or not 0 < value < most):
