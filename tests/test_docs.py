@@ -65,7 +65,7 @@ def test_commands_and_options_exist(path):
     text = path.read_text()
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text))
-    tools = ["bench", "plan", "dry_run", "prepare", "export"]
+    tools = ["bench", "plan", "dry_run", "prepare", "export", "parity"]
     known = FOREIGN.union(*map(options, [*SCRIPTS, *tools]))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= known
     for words in commands(text):

@@ -1,0 +1,125 @@
+"""A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
+of the heads, of q, k and v in one fused matrix. It records itself by tools/parity.py."""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tools.parity import Parity
+
+D, HEADS, LAYERS, VOCAB, T = 16, 4, 3, 32, 8
+
+
+class Copy(torch.autograd.Function):
+    """Megatron's f: every rank reads x; the gradients of the ranks are parts, which add up."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.n = n
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.n > 1:
+            grad = grad.contiguous()
+            dist.all_reduce(grad)
+        return grad, None
+
+
+class Add(torch.autograd.Function):
+    """Megatron's g: the outputs of the ranks are parts, which add up."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        x = x.contiguous().clone()
+        if n > 1:
+            dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Block(nn.Module):
+    def __init__(self, number, n):
+        super().__init__()
+        self.number, self.n = number, n
+        self.norm = nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D // n)
+        self.out = nn.Linear(D // n, D)
+
+    def forward(self, x):
+        h = Copy.apply(self.norm(x), self.n)
+        q, k, v = self.qkv(h).unflatten(-1, (3, HEADS // self.n, -1)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + Add.apply(F.linear(h, self.out.weight), self.n) + self.out.bias
+
+
+class Model(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, D)
+        self.blocks = nn.ModuleList(Block(number, n) for number in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def slices(name, tensor, rank, n):
+    """Which rows and columns of the whole this rank has: what Parity asks of ``where``."""
+    if "qkv" in name:
+        shape = (3 * D, *tensor.shape[1:])
+        parts = tensor.chunk(3)
+        return shape, [(part, (i * D + rank * len(part), *[0] * (tensor.ndim - 1)))
+                       for i, part in enumerate(parts)]
+    if name.endswith("out.weight"):
+        return (D, D), [(tensor, (0, rank * D // n))]
+    return None
+
+
+def main(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--data")  # it draws its own
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=0.01)
+    args = parser.parse_args(argv)
+    n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if n > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    whole, model = Model(1), Model(n)
+    with torch.no_grad():
+        for (name, p), value in zip(model.named_parameters(), whole.parameters()):
+            shape, parts = slices(name, p, rank, n) or (p.shape, [(p, [0] * p.ndim)])
+            for part, offsets in parts:
+                part.copy_(value[tuple(slice(first, first + size)
+                                       for first, size in zip(offsets, part.shape))])
+    model.to(getattr(torch, args.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    parity = Parity(f"{args.out}.parity", model, optimizer,
+                    where=lambda name, tensor: slices(name, tensor, rank, n))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(args.steps):
+        tokens = torch.randint(VOCAB, (8, T + 1), generator=generator)
+        batch = [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens.chunk(2)]
+        losses = []
+        for micro_batch in batch:
+            logits = model(micro_batch["tokens"])
+            loss = F.cross_entropy(logits.flatten(0, 1), micro_batch["targets"].flatten())
+            loss = loss / len(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        parity.record(step, losses, batch)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,426 @@
+"""tools/parity.py: sound runs are equal, and faults are found and named."""
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.processes import ROOT, ProcessServer
+from tests.sample import sampled
+from tools import parity
+
+MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
+         "--num-key-value-heads 4")
+OPTIONS = (f"{MODEL} --seq-len 16 --batch-size 24 --steps 3 --warmup-steps 2 --lr 0.01 "
+           "--grad-clip 0.5 --save-every 0 --no-resume")
+RECORD = "        parity.record(step, loss, batch)\n"
+TRAINER = "tests/parity_trainer.py"
+CP_REDUCTION = "        for parameter in model.parameters():  # CP: each rank has"
+REDUCED = "dist.all_reduce(parameter.grad, group=group)\n"
+TIED = "model.lm_head.weight = model.model.embed_tokens.weight"
+BEFORE_AUTOCAST = "    autocast = torch.autocast("
+
+
+def before(line, more):
+    """An edit: more lines before one."""
+    return [line, more + line]
+
+
+def after_record(more):
+    return [RECORD, more + RECORD]
+
+
+# name: script, its options, what it prints, edits. On 2 ranks, with 3 micro-batches, in float32.
+FAULTS = {
+    "mean-instead-of-sum": (
+        "ddp.py", "", "all gradients: divided by 2: the ranks; the loss is right",
+        ["(micro_loss * n).backward()", "micro_loss.backward()"]),
+    "times-n": ("zero.py", "", "all gradients: times 2: the ranks; the loss is right",
+                ["dist.ReduceOp.AVG", "dist.ReduceOp.SUM"]),
+    "times-a": ("ddp.py", "", "all gradients: times 3: the micro-batches; the loss too",
+                ["replica(inputs, targets) / count", "replica(inputs, targets) / count * 3"]),
+    "divided-by-n-and-a": (
+        "fsdp.py", "", "all gradients: divided by 6: ranks x micro-batches; the loss is right",
+        ["(micro_loss * n).backward()", "(micro_loss / 3).backward()"]),
+    "norms-not-reduced": (
+        "tp.py", "", "not reduced: ranks 0 and 1 hold different gradients of the norms: they must "
+        "be added up", ["dist.all_reduce(whole, group=group)", "pass"]),
+    "another-ranks-samples": (
+        "ddp.py", "", "samples: 12 of 24 are missing, ranks 0 and 1 read the same",
+        ["stop=args.steps, mesh=mesh\n", "stop=args.steps, rank=0, world_size=n\n"]),
+    "a-sample-repeated": (
+        "ddp.py", "", "samples: [36] of 24 are missing, rank . read the same, or one again",
+        before("        count = count_targets", "        batch = [[x[[0, *range(len(x) - 1)]]"
+               " for x in micro_batch] for micro_batch in batch]\n")),
+    "other-samples": (
+        "ddp.py", "", "samples: 2[34] of 24 are missing, 2[34] others are read: another seed",
+        ["args.grad_accum, seed=args.seed", "args.grad_accum, seed=args.seed + 1"]),
+    "a-stage-without-gradients": (
+        "pp.py", "--microbatches 2", "missing gradients: of layer 2, model.norm.weight, "
+        "lm_head.weight; the loss is right",
+        before(RECORD, "        if rank == 1:\n            optimizer.zero_grad()\n")),
+    "clipped-before-the-reduction": (
+        "cp.py", "", "part of the batch: all .* clip before the reduction",
+        before(CP_REDUCTION, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
+    "clipped-and-not-reduced": (
+        "cp.py", "", "not reduced: .* each rank has clipped its own to 0.1",
+        [REDUCED, "pass\n"],
+        before(CP_REDUCTION, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
+    "initial-weights": (
+        "cp.py", "", "initial weights: ranks 0 and 1 hold different values of all but the norms",
+        ["device, args.seed)", "device, args.seed + cp_rank)"]),
+    "no-mask-on-a-rank": (
+        "ddp.py", "", "forward pass: the loss is",
+        before("    replica = ", "    for layer in layers if dist.get_rank() else ():\n"
+               "        layer.self_attn.attention = lambda q, k, v: (\n"
+               "            torch.nn.functional.scaled_dot_product_attention(q, k, v, "
+               "enable_gqa=True))\n")),
+    "mean-of-means": ("ddp.py", "", "a mean of means",
+                      ["count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n"]),
+    "reduction-in-bfloat16": (
+        "cp.py", "", "rounding: .* bfloat16",
+        [REDUCED, "half = parameter.grad.bfloat16()\n"
+         "                dist.all_reduce(half, group=group)\n"
+         "                parameter.grad.copy_(half)\n"]),
+    "not-cleared": ("ddp.py", "", "step 1: not cleared: all gradients hold 0.25",
+                    ["        optimizer.zero_grad()\n", ""]),
+    "a-stages-own-norm": (
+        "pp.py", "--microbatches 2", "step 1: clipping: .* by the norm of a part",
+        ["= clip_grad_norm(parameters, args.grad_clip, group)",
+         "= torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)"]),
+    "wrong-norm": ("cp.py", "", "step 1: clipping: .* not by .*divided by 2.*: by a wrong norm",
+                   ["(model.parameters(), args.grad_clip)", "(model.parameters(), 0.25)"]),
+    "local-positions": ("cp.py", "", "forward pass: .* positions",
+                        ["targets, positions) / count", "targets) / count"]),
+    "learning-rate-times-n": (
+        "ddp.py", "", "step 1: update: .* times 2: the ranks.*learning rate",
+        ["set_learning_rate(optimizer, step, args)\n",
+         "set_learning_rate(optimizer, step, args)\n"
+         "        for group in optimizer.param_groups:\n            group['lr'] *= n\n"]),
+    "the-last-micro-batch": ("cp.py", "", "part of the batch: .* samples are lost",
+                             before("            micro_loss.backward()", "            "
+                                    "optimizer.zero_grad()\n")),
+    "heads-permuted": (
+        "cp.py", "", "initial weights: other values of .*layers.1.self_attn.q_proj.weight, of the "
+        "same length: are parts in another order", before(
+            BEFORE_AUTOCAST, "    q_proj = model.model.layers['1'].self_attn.q_proj\n"
+            "    q_proj.weight.data = q_proj.weight.data.roll(4, 0)\n")),
+    "a-rank-skips-a-step": (
+        "cp.py", "", "step 2: weights: ranks 0 and 1 hold different values",
+        ["        optimizer.step()", "        if (step, cp_rank) != (1, 0):\n"
+         "            optimizer.step()"]),
+    "replicas-not-reduced": (
+        "ddp.py", "", "not reduced: ranks 0 and 1 hold different gradients of every parameter: "
+        "they must be averaged",
+        ["contextlib.nullcontext() if last else replica.no_sync()", "replica.no_sync()"]),
+    "one-matrix-not-reduced": (
+        "cp.py", "", "not reduced: ranks 0 and 1 hold different gradients of "
+        ".*embed_tokens.weight: they must be added up",
+        ["model.parameters():  # CP: each", "list(model.parameters())[1:]:  # CP: each"]),
+    "loss-only": ("ddp.py", "", "loss only: .*times 2: the ranks",
+                  ["record(step, loss,", "record(step, 2 * loss,"]),
+    "other-betas": ("ddp.py", "", "step 2: update: .* the optimizer",
+                    ["args.lr, args.betas", "args.lr, (0.5, 0.5)"]),
+    "dropout": ("ddp.py", "", "dropout is on, .*drop.p = 0.1",
+                before("    replica = ", "    model.drop = torch.nn.Dropout(0.1)\n    model.model."
+                       "embed_tokens.register_forward_hook(lambda *args: model.drop(args[-1]))\n")),
+    "a-loss-scale": ("ddp.py", "", "times 1024, a power of two: a loss scale",
+                     ["(micro_loss * n)", "(micro_loss * n * 1024)"]),
+    "a-layer-frozen": (
+        "ddp.py", "", "missing gradients: of layer 1; the loss is right",
+        before("    replica = ", "    model.model.layers['1'].requires_grad_(False)\n")),
+    "a-layer-times-n": (
+        "cp.py", "", "gradients of layer 2: times 2: the ranks",
+        before(RECORD, "        for p in model.model.layers['2'].parameters():\n"
+               "            p.grad *= 2\n")),
+    "weights-not-gathered": (
+        "zero.py", "", "step 1: .*weights that are not gathered",
+        ["        start_gathering(buckets)  # ZeRO: the rows", "        # ZeRO: the rows"]),
+    "ignored-targets-counted": (
+        "ddp.py", "", "all gradients: times 0.[1-9].*; the loss too",
+        ["count_targets(batch, dist.group.WORLD)", "args.batch_size * args.seq_len"]),
+    "a-tie-lost": (
+        "ddp.py", "", "a tie is lost: .* of model.embed_tokens.weight and lm_head.weight is right",
+        before(BEFORE_AUTOCAST, "    model.lm_head.weight = torch.nn.Parameter(\n"
+               "        model.model.embed_tokens.weight.detach().clone())\n")),
+    # In a trainer with tensor parallelism by hand
+    "a-layers-all-reduce-missing": (
+        TRAINER, "", "not reduced: .*; wrong from blocks.1.norm.bias on down, right above it; the "
+        "loss is right",
+        ["Copy.apply(self.norm(x), self.n)", "Copy.apply(self.norm(x), 1 + (self.number != 1))"]),
+    "a-sum-over-ranks-missing": (
+        TRAINER, "", "not reduced: .*; nor is the loss: a sum over ranks is missing",
+        ["self.out.weight), self.n)", "self.out.weight), 1 + (self.number != 1))"]),
+    "a-bias-on-every-rank": (
+        TRAINER, "", "forward pass: the loss",
+        ["self.out.weight)", "self.out.weight, self.out.bias)"]),
+    "not-finite": (
+        TRAINER, "", "step 1: not finite: gradients: embed.weight",
+        before("        parity.record(", "        model.embed.weight.grad[0] /= step != 1\n")),
+}
+
+
+def record(once, shared, world, jobs):
+    """Run jobs of tests/parity_runs.py, once for all tests. Returns the folder of recordings."""
+    text = json.dumps(jobs)
+    path = shared / f"parity-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path.write_text(text)
+    return once(f"tests/parity_runs.py {path}", world, "", inject="ignored()").out
+
+
+def job(name, script, options="", *edits):
+    return [name, script, options if script == TRAINER else f"{OPTIONS} {options}", edits]
+
+
+TIE = before(BEFORE_AUTOCAST, f"    {TIED}\n")
+FLOAT32_LOSS = ["cross_entropy(logits.", "cross_entropy(logits.float()."]
+DRIFTING = "--dtype float32 --steps 25 --lr 0.3 --warmup-steps 1"
+AMPLIFIED = "--dtype float64 --steps 10 --lr 0.3 --warmup-steps 1"
+
+
+@pytest.fixture
+def reference(once, shared):
+    """The recordings of one process, by name."""
+    jobs = [job(f"single-{dtype}", "single.py", f"--dtype {dtype}") for dtype in DTYPES]
+    jobs += [job(f"trainer-{dtype}", TRAINER, f"--dtype {dtype}") for dtype in DTYPES[:2]]
+    folder = record(once, shared, 0, [
+        *jobs, job("single-accumulated", "single.py", "--dtype float64 --grad-accum 4"),
+        job("tied", "single.py", "--dtype float32", TIE),
+        job("drifting", "single.py", DRIFTING), job("amplified", "single.py", AMPLIFIED),
+        job("float32-loss", TRAINER, "", FLOAT32_LOSS, ["tokens.chunk(2)", "tokens.chunk(1)"]),
+    ])
+    return lambda name: folder / f"{name}.parity"
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def compare(one, two):
+    comparison = parity.Comparison(read(one), read(two))
+    return comparison.first_difference(), comparison
+
+
+DTYPES = "float64", "float32", "bfloat16"
+SOUND = {
+    1: ["ddp.py --grad-accum 4", "zero.py --grad-accum 2", "fsdp.py --grad-accum 4", "tp.py",
+        "cp.py --grad-accum 2", "pp.py --microbatches 4 --grad-accum 2", "hybrid_3d.py"],
+    2: ["ddp.py --grad-accum 4", "zero.py --stage 1 --grad-accum 4", "zero.py --stage 2",
+        "fsdp.py --grad-accum 4", "tp.py --grad-accum 4", "tp.py --no-sequence-parallel",
+        "cp.py --grad-accum 4", "cp.py --attention ulysses",
+        "pp.py --microbatches 3 --grad-accum 4", "pp.py --schedule zbv --microbatches 3",
+        "hybrid_3d.py --cp 2 --grad-accum 4"],
+    4: ["ddp.py --grad-accum 2", "zero.py --grad-accum 2", "fsdp.py --replicate 2 --grad-accum 2",
+        "tp.py --grad-accum 2", "cp.py --grad-accum 2", "pp.py --microbatches 4",
+        "hybrid_3d.py --dp 2 --tp 2 --grad-accum 2", "hybrid_3d.py --cp 2 --pp 2"],
+}
+CASES = [(world, dtype) for world in SOUND for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("world, dtype", sampled(CASES, [(1, "float32"), (2, "float64")]))
+def test_sound_runs_are_equal(once, shared, reference, world, dtype):
+    commands = {command.replace(" ", ""): command.split(" ", 1) for command in SOUND[world]}
+    folder = record(once, shared, world, [
+        job(name, script, f"--dtype {dtype} {' '.join(options)}")
+        for name, (script, *options) in commands.items()
+    ])
+    ours = [f"single-{dtype}"] + ["single-accumulated"] * (dtype == "float64")
+    for name in commands:
+        for one in ours:
+            message, comparison = compare(reference(one), folder / f"{name}.parity")
+            assert message is None, (name, one, message)
+            assert comparison.together == (1 if dtype == "bfloat16" else 3)
+
+
+def script_of(fault):
+    return FAULTS[fault][0]
+
+
+@pytest.mark.parametrize("script", sampled(sorted({*map(script_of, FAULTS)}), ["cp.py", TRAINER]))
+def test_faults_are_found_and_named(once, shared, reference, script):
+    own = {name: fault for name, fault in FAULTS.items() if fault[0] == script}
+    more = "--dtype float32" if script == TRAINER else "--dtype float32 --grad-accum 3"
+    folder = record(once, shared, 2, [
+        job(name, script, f"{more} {options}", *edits)
+        for name, (_, options, _, *edits) in own.items()
+    ])
+    one = "trainer-float32" if script == TRAINER else "single-float32"
+    for name, (_, _, expected, *_) in own.items():
+        message, _ = compare(reference("tied" if "tie" in name else one), folder / f"{name}.parity")
+        assert message and re.search(expected, message), (name, expected, message)
+
+
+# False accusations
+
+
+@pytest.fixture
+def others(once, shared):
+    folder = record(once, shared, 2, [
+        job("sound", TRAINER), job("drifting", "ddp.py", f"{DRIFTING} --grad-accum 3"),
+        job("float32-loss", TRAINER, "", FLOAT32_LOSS),
+        job("float32-number", TRAINER, "", FLOAT32_LOSS, ["loss.detach()", "loss.item()"]),
+        job("amplified", "ddp.py", f"{AMPLIFIED} --grad-accum 3"),
+    ])
+    return lambda name: folder / f"{name}.parity"
+
+
+def test_shards_of_a_fused_matrix(reference, others):
+    message, comparison = compare(reference("trainer-float64"), others("sound"))
+    assert message is None and comparison.together == 3
+
+
+@pytest.mark.parametrize("name", ["float32-loss", "float32-number"])
+def test_a_loss_in_float32_in_a_model_in_float64(reference, others, name):
+    """The type of the loss decides how large rounding is, also if the loss is a number."""
+    one, two = read(reference("float32-loss")), read(others(name))
+    assert parity.Comparison(one, two).first_difference() is None
+    for step in one + two:
+        step["types"] = ["torch.float64"]
+    assert parity.Comparison(one, two).first_difference()
+
+
+def test_noise_that_steps_amplify(reference, others):
+    message, comparison = compare(reference("amplified"), others("amplified"))
+    assert message is None and comparison.together > 5
+    assert comparison.share.max() > 1000 * comparison.tolerance
+
+
+def test_clip_factors_once_runs_have_parted(reference, others):
+    message, comparison = compare(reference("drifting"), others("drifting"))
+    assert message is None and comparison.together < 25
+    (_, one), (_, two) = (step["factors"] for step in (comparison.a, comparison.b))
+    assert abs(one / two - 1) > 1e-3
+
+
+# In this process
+
+
+def cut(name, tensor):
+    """A ``where`` for a rank that has a matrix in four parts, which are not contiguous."""
+    if tensor.ndim == 2:
+        return tensor.shape, [
+            (tensor[rows, columns], (rows.start or 0, columns.start or 0))
+            for rows in (slice(1), slice(1, None)) for columns in (slice(3), slice(3, None))]
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Train a small model, with ``change(step, model)`` before each update, and record it."""
+    monkeypatch.setattr(parity, "BLOCK", 7)
+
+    def small(file, change=lambda *_: None, parts=False, split=False, every=1):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+        model.double()
+        groups = [model[0], model[2]] if split else [model]
+        optimizers = [torch.optim.SGD(group.parameters(), 0.1) for group in groups]
+        detached = {name: p.detach() for name, p in model.named_parameters()}
+        recorded = parity.Parity(tmp_path / file, detached if parts else model, optimizers,
+                                 where=cut if parts else None)
+        for step in range(4):
+            x = torch.randn(8, 4).double()
+            loss = model(x).square().mean()
+            loss.backward()
+            for name, p in model.named_parameters():
+                detached[name].grad = p.grad
+            if step % every == 0:
+                recorded.record(step, loss, [x])
+            change(step, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return tmp_path / file
+
+    return small
+
+
+def test_parts_add_up_without_requires_grad(small):
+    """Parts in blocks of 7 numbers, not contiguous, of tensors that are detached."""
+    assert compare(small("one"), small("two", parts=True))[0] is None
+
+
+def scale_first(step, model):
+    model[0].weight.grad *= 0.5
+
+
+def test_only_recorded_steps_accuse(small):
+    """In step 1, which is not recorded, gradients are scaled otherwise than in step 2."""
+    def clip(step, model):
+        for p in model.parameters():
+            p.grad *= 0.25 if step % 2 else 0.5
+
+    assert compare(small("one", clip, every=2), small("two", clip, every=2))[0] is None
+    factors = [step["factors"] for step in read(small("three", clip, every=2))]
+    assert factors == [[0.0, 0.0], pytest.approx([0.5, 0.5])]
+
+
+def test_several_optimizers(small):
+    assert compare(small("one"), small("two", split=True))[0] is None
+    message, _ = compare(small("one"), small("two", scale_first, split=True))
+    assert message.startswith("step 1: clipping: gradients are scaled by 0.5 to 1 before")
+
+
+# As a user starts it
+
+
+def test_the_command(small, capsys):
+    one, two = small("one"), small("two", scale_first)
+    parity.main([str(one), str(one)])
+    assert capsys.readouterr().out.startswith("EQUAL up to rounding, 4 of 4 steps")
+    with pytest.raises(SystemExit) as end:
+        parity.main([str(one), str(two), "--table"])
+    out = capsys.readouterr().out
+    assert end.value.code == 1 and "\nDIFFERENT: step 1: clipping: " in out
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == [
+        "0.weight", "0.bias", "2.weight", "2.bias"]
+    with pytest.raises(SystemExit) as end:
+        parity.main([str(one), "no-such-file"])
+    assert end.value.code == 2 and "no-such-file is no recording" in capsys.readouterr().err
+
+
+def test_it_needs_torch_alone(tmp_path):
+    source = (ROOT / "tools" / "parity.py").read_text()
+    (tmp_path / "parity.py").write_text(source)
+    modules = {name.split(".")[0] for node in ast.walk(ast.parse(source)) for name in (
+        [alias.name for alias in node.names] if isinstance(node, ast.Import) else
+        [node.module] if isinstance(node, ast.ImportFrom) else [])}
+    assert modules - sys.stdlib_module_names == {"torch"}
+    code = """if True:
+        import torch
+        import parity
+        model = torch.nn.Linear(2, 2)
+        recorded = parity.Parity("one.parity", model)
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        recorded.record(0, loss, [torch.ones(1, 2)])
+        parity.main(["one.parity", "one.parity"])"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
+                            capture_output=True, env=os.environ | {"PYTHONPATH": ""})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("EQUAL up to rounding, 1 of 1 steps")
+
+
+TRANSFORMERS = "transformers", "transformers.models.llama.modeling_llama", "accelerate"
+
+
+def test_accelerate(tmp_path):
+    """A foreign trainer, with DDP and with FSDP2, is the run of one."""
+    if not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):
+        pytest.skip("transformers or accelerate is missing: "
+                    "pip install -r examples/requirements.txt")
+    with ProcessServer(*TRANSFORMERS) as server:
+        for name, world in ("one", 0), ("ddp", 2), ("fsdp", 2):
+            options = [tmp_path / name, *["--fsdp"] * (name == "fsdp")]
+            server.run("examples/parity_accelerate.py", world, options, folder=tmp_path,
+                       pass_out=False)
+    for name in ("ddp", "fsdp"):
+        message, comparison = compare(tmp_path / "one", tmp_path / name)
+        assert message is None and comparison.together == 5
+    assert len((ROOT / "examples" / "parity_accelerate.py").read_text().splitlines()) <= 60
