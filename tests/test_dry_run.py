@@ -1,5 +1,6 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
+import functools
 import json
 import types
 
@@ -10,6 +11,7 @@ from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tools import dry_run as tool
+from tools import plan
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -40,6 +42,20 @@ RUNS = [
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
 ]
 SAMPLE = [run for run in RUNS if "gpipe" in run[0]]
+
+
+@pytest.fixture(scope="module")
+def count():
+    """What a dry run counts as one rank."""
+    first = functools.partial(plan.warm_up, "--model tiny --seq-len 128 --dtype float32".split())
+    with tool.process_pool(1, first) as pool:
+
+        def count(command, world_size, rank=0, nproc_per_node=8):
+            script, *more = command.split()
+            job = str(ROOT / script), ["--dtype", "float32", *more]
+            return pool.submit(tool.count_apart, *job, world_size, rank, nproc_per_node).result()
+
+        yield count
 
 
 @pytest.fixture
@@ -73,14 +89,14 @@ Report.close = write_and_close
 
 
 @pytest.mark.parametrize("command, world, ranks", sampled(RUNS, SAMPLE))
-def test_it_counts_what_a_run_counts(run, dry_run, corpus, command, world, ranks):
+def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
     byte. Activations too, unless a thread of gloo still holds a tensor that it has sent: on a busy
     machine it may hold several, so there is a second and a third attempt."""
     if "gpt2" in command:
         pytest.importorskip("transformers")
     names = ("collective", "group", "calls", "bytes")
-    dry = {rank: dry_run(command, world or 1, "--rank", rank)[1] for rank in ranks}
+    dry = {rank: count(command, world or 1, rank) for rank in ranks}
     options = ["--steps", 4, "--save-every", 0]  # the third is counted, and is not logged
     options += [] if "examples" in command else ["--data", corpus]
     for attempt in range(3):
@@ -105,11 +121,11 @@ def test_the_fake_world(server, tmp_path):
 
 
 @thorough
-def test_the_ranks_of_a_pipeline(dry_run):
+def test_the_ranks_of_a_pipeline(dry_run, count):
     """Without --rank it is the stage that holds most: here the last, which has the head."""
     options = "--vocab-size 32768 --batch-size 4 --microbatches 4"
     result, most = dry_run(f"pp.py {options}", 2)
-    _, first = dry_run(f"pp.py {options}", 2, "--rank", 0)
+    first = count(f"pp.py {options}", 2)
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
     assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
@@ -124,7 +140,7 @@ def test_the_bubble_of_a_schedule(schedule):
 
 
 @thorough
-def test_floating_point_operations(dry_run):
+def test_floating_point_operations(count):
     """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
     is one more forward pass of each, without its last product, whose result nobody needs."""
     config, T, B = PRESETS["small"], 256, 2
@@ -132,11 +148,11 @@ def test_floating_point_operations(dry_run):
     palm = B * T * config.flops_per_token(T)
     attention = B * T * config.num_hidden_layers * width * T
     options = f"--model small --seq-len {T} --batch-size {B}"
-    _, plain = dry_run(f"single.py {options}", 1)
+    plain = count(f"single.py {options}", 1)
     assert plain["operations"] == palm + attention
-    _, split = dry_run(f"tp.py {options}", 2)
+    split = count(f"tp.py {options}", 2)
     assert split["operations"] == plain["operations"] / 2
-    _, again = dry_run(f"single.py {options} --activation-checkpointing", 1)
+    again = count(f"single.py {options} --activation-checkpointing", 1)
     head = 2 * B * T * config.hidden_size * config.vocab_size
     forward = (palm - 3 * head - 6 * attention) / 3 + 2 * attention
     last = 2 * B * T * config.num_hidden_layers * config.hidden_size * config.intermediate_size
@@ -144,15 +160,14 @@ def test_floating_point_operations(dry_run):
 
 
 @thorough
-def test_a_ring_crosses_machines_at_some_edges(dry_run):
-    _, found = dry_run("ddp.py", 8, "--rank", 0, "--nproc-per-node", 4)
+def test_a_ring_crosses_machines_at_some_edges(count):
+    found = count("ddp.py", 8, nproc_per_node=4)
     assert found["between_machines"] == pytest.approx(found["sent"] * 2 / 8, abs=1)
 
 
 @thorough
-def test_an_all_to_all_crosses_machines_at_some_pairs(dry_run):
-    _, found = dry_run("cp.py --attention ulysses --num-key-value-heads 4", 4, "--rank", 0,
-                       "--nproc-per-node", 2)
+def test_an_all_to_all_crosses_machines_at_some_pairs(count):
+    found = count("cp.py --attention ulysses --num-key-value-heads 4", 4, nproc_per_node=2)
     crossing = {part["collective"]: part["between_machines"] / part["bytes"]
                 for part in found["collectives"]}
     assert crossing == pytest.approx({"all-to-all": 2 / 3, "all-reduce": 1 / 2})
@@ -160,9 +175,9 @@ def test_an_all_to_all_crosses_machines_at_some_pairs(dry_run):
 
 @thorough
 @pytest.mark.parametrize("rank, share", [(0, 0), (1, 1 / 2)])
-def test_a_pipeline_knows_to_whom_it_sends(dry_run, rank, share):
+def test_a_pipeline_knows_to_whom_it_sends(count, rank, share):
     """Of ranks 0 and 1 on one machine, and 2 and 3 on another, 1 sends to 0 and to 2."""
-    _, found = dry_run("pp.py", 4, "--rank", rank, "--nproc-per-node", 2)
+    found = count("pp.py", 4, rank, nproc_per_node=2)
     (part,) = [part for part in found["collectives"] if part["collective"] == "send"]
     assert part["between_machines"] == part["bytes"] * share
 
