@@ -97,7 +97,7 @@ def main(argv=None):
         [model.model.norm, model.lm_head],
     ]
     shard(model, groups, mesh, dtype, args.reshard_after_forward)
-    for layer in layers:
+    for layer in layers:  # EP: gather its experts before its attention, not after the wait
         layer.set_modules_to_forward_prefetch([layer.mlp.experts])
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank

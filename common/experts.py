@@ -89,7 +89,7 @@ class MixtureOfExperts(nn.Module):
         scores = self.router(x)  # (t, E), in float32 at least:
         scores = scores.to(torch.promote_types(x.dtype, torch.float32)).softmax(1)
         chosen = (scores.detach() + self.bias).topk(self.K).indices  # (t, K)
-        weights = scores.gather(1, chosen)  # (t, K)
+        weights = scores.gather(1, chosen)  # (t, K); its gradient adds to each place only once
         weights = weights / weights.sum(1, keepdim=True)
         expert, order = chosen.flatten().sort(stable=True)  # (tK,), of each row
         # bincount would wait for the device.

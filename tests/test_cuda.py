@@ -119,7 +119,7 @@ def test_offloading_changes_nothing(on_gpus, expected):
     assert furthest(on_gpus("fsdp.py", N, "--cpu-offload").curve(), expected) < 5e-4
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
+@pytest.mark.parametrize("command", [*SCRIPTS, "ep.py --num-experts 8"])
 def test_bfloat16_learns(on_gpus, command):
     losses = [loss for (loss,) in on_gpus(command, N, "--dtype bfloat16").curve("loss")]
     assert losses[0] > 5.4 and losses[-1] < losses[0] - 1

@@ -88,6 +88,16 @@ def test_every_script_trains_the_same(trained, command, world):
     assert held["gradients"] == theory["gradients"]["bytes"] or SIX in command
 
 
+@pytest.mark.parametrize("command, world", [("single.py", 0), ("ep.py --ep 1", 2)])
+def test_a_checkpoint_of_ep_moves(trained, once, command, world):
+    """From --ep 4 on 4 ranks to one process, and to another --ep."""
+    out = trained("ep.py", 4).out
+    found = once(command, world, f"{OPTIONS} --dtype float64",
+                 inject=f"{UNEVEN}; resumed({[str(out)]}, train=False, step=2)")
+    curve = Result([0], "", found.out / "again-0").curve(*NAMES)
+    assert furthest(curve, trained("single.py", 0).curve(*NAMES)[2:]) < 1e-10
+
+
 def test_common_faults_are_seen(server, trained, corpus, tmp_path):
     """Each leads to another curve than single.py's; without a fault the same run leads to it."""
     result = server.run(

@@ -143,6 +143,16 @@ STRATEGIES = [
     ("hybrid_3d.py --pp 2 --num-hidden-layers 1", 2, "--pp 2 stages are more than the 1 layers"),
     ("hybrid_3d.py --replicate 3", 4, "--replicate 3 does not divide dp (4)"),
     ("hybrid_3d.py --cp 4 --replicate 2", 4, "--replicate 2 does not divide dp (1)"),
+    ("hybrid_3d.py --num-experts 4", 2, "hybrid_3d.py splits no experts; use ep.py"),
+    ("tp.py --num-experts 4", 2, "tp.py splits no experts; use ep.py, or fsdp.py"),
+    ("ep.py", 2, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+    ("ep.py --num-experts 4 --ep 3", 4, "--ep 3 does not divide the world size 4: use 1 or 2 or 4"),
+    ("ep.py --num-experts 6", 4, "--ep 4 does not divide --num-experts 6: use 1 or 2"),
+    ("ep.py --num-experts 6 --ep 2 --expert-size 25", 4, "--ep 2 leaves 2 ranks with the same 3 "
+     "experts, and neither these nor --hidden-size 128 and --expert-size 25 can be cut into 2"),
+    ("single.py --num-experts 2 --experts-per-token 3", 0,
+     "experts_per_token 3 is more than num_experts 2: change one of them"),
+    ("single.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
 ]
 
 # In the folder of a finished run
