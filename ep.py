@@ -159,7 +159,7 @@ def shard_experts(experts, mesh, dtype=None, reshard_after_forward=True):
     divide. Then FSDP shards these over ``mesh["expert_dp"]``, the ranks that hold the same experts:
     whole experts if they can be shared evenly, otherwise dimension 1 of each matrix.
 
-    The others: see ``shard`` in fsdp.py.
+    ``dtype`` and ``reshard_after_forward``: see ``shard`` in fsdp.py.
     """
     for name, parameter in list(experts.named_parameters()):
         spread = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
@@ -205,13 +205,13 @@ def to_experts_and_back(rows, counts, experts, group):
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
     counts = coming.sum(0)  # (E/ep,), of the experts of this rank
-    # The CPU waits for the device here, and nowhere else. Now it has lists of lists.
+    # The CPU waits for the device here, and nowhere else: now they are lists, [r][e].
     leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
     sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
 
     rows = AllToAll.apply(rows, sent, received, group)  # (R, D), by source, then by expert
     rows = transpose_blocks(rows, coming)  # by expert, then by source
-    by_expert = list(zip(*coming))  # [e][r]
+    by_expert = list(zip(*coming))  # the same numbers, [e][r]
     rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
     rows = transpose_blocks(rows, by_expert)  # by source, then by expert
     return AllToAll.apply(rows, received, sent, group)  # (tK, D)

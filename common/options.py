@@ -21,6 +21,11 @@ from common.weights import fingerprint, is_tied, read_config
 MUST = "seed", "batch_size", "seq_len"
 # Checkpoints adds the settings of the optimizer, such as its betas.
 MAY = "steps", "lr", "min_lr", "warmup_steps", "grad_clip", "dtype"
+EXPERTS = {  # what the options of a mixture of experts are
+    "num_experts": "experts in each layer, in place of its MLP; 0: the MLP (default: 0)",
+    "experts_per_token": "experts that compute a token (default: 2, if there are experts)",
+    "expert_size": "width of an expert (default: that of the MLP, --intermediate-size)",
+}
 
 
 def at_least(minimum, kind=int, above=False, most=2**31 - 1):
@@ -116,16 +121,17 @@ def option_parser(doc, model=True, text=True):
         add("--model", default=argparse.SUPPRESS, metavar="PRESET",
             help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
         add("--init-from", type=_folder, metavar="FOLDER", help="start from the weights of a Llama "
-            "of Hugging Face, in a folder with config.json, which gives the dimensions, and "
-            "safetensors files; needs the package safetensors; None: start from weights drawn by "
-            "--seed")
+            "or Mixtral of Hugging Face, in a folder with config.json, which gives the dimensions, "
+            "and safetensors files; needs the package safetensors; None: start from weights drawn "
+            "by --seed")
         for field in dataclasses.fields(ModelConfig):
             if field.name != "rope_scaling":  # presets and a config.json have it
                 kind = float if field.type is float else int
                 above = field.name != "num_experts"
                 add(_flag(field.name), type=at_least(0, kind, above),
                     default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                    help=f"overrides the preset; tiny has {getattr(PRESETS['tiny'], field.name)}")
+                    help=EXPERTS.get(field.name) or "overrides the preset; tiny has "
+                    f"{getattr(PRESETS['tiny'], field.name)}")
         add("--balance-rate", type=number, default=0.0, metavar="X", help="with experts: how much "
             "each step changes the biases that balance their load; 0: not at all")
 
