@@ -13,9 +13,12 @@ import sys
 from common.launch import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
-WHAT = {"zero.py": "shards, optimizer, loss='sum'", "tp.py": "model, optimizer",
-        "pp.py": "{name: p for part in parts for name, p in part.named_parameters()}, optimizer, "
-                 "loss='sum', dtype=args.compute_dtype"}
+WHAT = {
+    "zero.py": "shards, optimizer, loss='sum', dtype=args.compute_dtype",
+    "tp.py": "model, optimizer",
+    "pp.py": "{name: p for part in parts for name, p in part.named_parameters()}, optimizer, "
+             "loss='sum', dtype=args.compute_dtype",
+}
 LOSS = {"hybrid_3d.py": "loss / (dp * cp * tp)"}
 OWN = {"tests/parity_trainer.py"}  # it has the two lines
 

@@ -416,11 +416,14 @@ class Comparison:
             k, m = want.total(), have.total()
             if more := [row for row in have if have[row] * k > want[row] * m]:
                 lost, others = len(want.keys() - have), len(set(more) - want.keys())
+                most = max(more, key=have.get)
                 readers = [[rank] for ranks, rows in self.b["readers"] for rank in ranks
-                           if more[0] in rows.get(key, [])]
-                words = f"{say(readers)} read the same, or one again"
+                           if most in rows.get(key, [])]
+                words = f"{say(readers)} reads one twice" if have[most] > 1 else "none is repeated"
                 if others:
-                    words = f"{others} others are read: another seed, order or start of the data"
+                    words = f"{others} others are read: another seed, order or start, or cut rows"
+                elif len(readers) > 1:
+                    words = f"{say(readers)} read the same"
                 return f"samples: {lost} of {len(want)} are missing, {words}"
 
     # Verdicts while rounding has not parted the runs
@@ -442,8 +445,8 @@ class Comparison:
                 words = f", {self.factor(ratio[0].item(), 0.02)}"
             by = (apart / way.maximum(other))[off].max()
             return (f"update: after equal gradients, weights of {self.group(off)} go another way, "
-                    f"by up to {by:.0e} of it{words}: learning rate, weight decay, the optimizer, or "
-                    f"a rank that does not update its part")
+                    f"by up to {by:.0e} of it{words}: learning rate, weight decay, the optimizer, "
+                    f"or a rank that does not update its part")
 
     def copies_of_gradients(self):
         x, y, norms = self.x, self.y, self.b["norms"]
