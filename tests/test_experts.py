@@ -2,6 +2,7 @@
 and the faults that are common in this field are seen."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ def test_every_script_trains_the_same(trained, command, world):
     held, theory = found.summary["held"], found.summary["theory"]
     assert held["parameters"] == theory["parameters"]["bytes"] or SIX in command
     assert held["gradients"] == theory["gradients"]["bytes"] or SIX in command
+    if not command.startswith("ep.py"):  # whose tokens depend on the data
+        numbers = {"zero.py": 23, "fsdp.py": 23, "pp.py": 1}  # of each tensor, of each stage
+        norms = 16 * numbers.get(command.split()[0], 0) * (world - 1) / world
+        assert found.summary["sent"] == pytest.approx(theory["sent"]["bytes"] + norms, abs=1)
 
 
 @pytest.mark.parametrize("command, world", [("single.py", 0), ("ep.py --ep 1", 2)])
@@ -135,6 +140,23 @@ def test_bytes_are_exact_if_routing_is_balanced(once):
 
 
 # The parts
+
+
+def test_a_rank_draws_its_own_experts_alone(monkeypatch):
+    whole, part = (Transformer(config(num_hidden_layers=1)) for _ in range(2))
+    materialise(whole, "cpu", 0)
+    module, drawn = sys.modules["common.materialise"], []
+    slices, draw = module.local_slices, module.draw_weight
+    monkeypatch.setattr(module, "draw_weight", lambda name, *args: drawn.append(name) or draw(
+        name, *args))
+    monkeypatch.setattr(module, "local_part", lambda p: p[1:3] if p.ndim == 3 else p)
+    monkeypatch.setattr(module, "local_slices", lambda p: (
+        (slice(1, 3), *slices(p)[1:]) if p.ndim == 3 else slices(p)))
+    materialise(part, "cpu", 0)
+    experts = [name for name in drawn if ".experts." in name]
+    assert len(experts) == 6 and "model.layers.0.mlp.experts.2.up_proj.weight" in experts
+    for own, other in zip(part.parameters(), whole.parameters()):
+        assert torch.equal(own[1:3], other[1:3])
 
 
 def config(**values):
