@@ -86,8 +86,8 @@ class MixtureOfExperts(nn.Module):
     @torch.compiler.disable  # how many rows an expert has depends on the data
     def forward(self, x):
         shape, x = x.shape, x.flatten(0, -2)  # (t, D)
-        scores = self.router(x)  # (t, E), in float32 at least:
-        scores = scores.to(torch.promote_types(x.dtype, torch.float32)).softmax(1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = self.router(x).to(wide).softmax(1)  # (t, E)
         chosen = (scores.detach() + self.bias).topk(self.K).indices  # (t, K)
         weights = scores.gather(1, chosen)  # (t, K); its gradient adds to each place only once
         weights = weights / weights.sum(1, keepdim=True)

@@ -2,6 +2,8 @@
 below ``main`` of the scripts are lifted into it, one strategy after the other: on every rank the
 gradients are those of one process."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import cp
 import ddp
+import ep
 import fsdp
 import pp
 import tp
@@ -20,8 +23,9 @@ import zero
 from common.checkpoint import Checkpoints
 from common.counting import StepCounter
 from common.data import BatchSampler
+from common.experts import MixtureOfExperts
 from common.launch import launch
-from common.model import causal_attention
+from common.model import ModelConfig, causal_attention
 from common.validation import Validation
 
 CPU = torch.device("cpu")
@@ -107,6 +111,33 @@ def use_pp(model, inputs, targets, mesh, name="zbv"):
     return {name: p.grad for name, p in model.named_parameters() if int(name[0]) in own}
 
 
+def use_ep(mesh, inputs, targets):
+    """A layer of experts in a model of one's own."""
+    def make_experts():
+        torch.manual_seed(0)
+        config = ModelConfig(hidden_size=16, num_experts=4, expert_size=8)
+        model = nn.Sequential(
+            nn.Embedding(64, 16), MixtureOfExperts(config), nn.Linear(16, 64)
+        ).double()
+        model[1].bias.zero_()
+        for parameter in model[1].parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    whole, model, n = make_experts(), make_experts(), mesh.size()
+    mean_loss(whole(inputs), targets).backward()
+    expert_mesh = init_device_mesh("cpu", (1, n), mesh_dim_names=("expert_dp", "ep"))
+    ep.shard_experts(model[1].experts, expert_mesh)
+    group = expert_mesh.get_group("ep")
+    model[1].dispatch = functools.partial(ep.to_experts_and_back, group=group)
+    fsdp.shard(model, [[part] for part in model], mesh)
+    ep.add_gradients_up(model)
+    inputs, targets = own_part(mesh, inputs, targets)
+    (mean_loss(model(inputs), targets) / n).backward()  # a part of the mean
+    for own, parameter in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), parameter.grad, rtol=0, atol=1e-12)
+
+
 def use_attention(mesh):
     """Each kind of attention: output and gradients of the positions of this rank."""
     q, k, v, weight = (torch.randn(2, heads, 16, 8, dtype=torch.double) for heads in (4, 2, 2, 4))
@@ -182,6 +213,7 @@ def main():
         for name, gradient in found.items():
             expected = whole.get_parameter(name).grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+    use_ep(mesh, inputs, targets)
     use_attention(mesh)
     use_services(make_model(), inputs, targets, mesh)
     print(f"rank {dist.get_rank()}: all is right", flush=True)
