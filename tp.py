@@ -275,19 +275,17 @@ def check(args, n):
         SettingError: the message says which sizes can be split.
     """
     config, sequence = args.config, args.seq_len if args.sequence_parallel else n
+    refuse([(config.num_experts, "--num-experts: tp.py splits no experts; use ep.py, or fsdp.py")])
     refuse([
-        (config.num_experts, "--num-experts: tp.py splits no experts; use ep.py, or fsdp.py"),
-        *(
-            (size % n,
-             f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of "
-             f"{n}, or a number of ranks that divides it")
-            for name, size in (
-                ("--num-attention-heads", config.num_attention_heads),
-                ("--num-key-value-heads", config.num_key_value_heads),
-                ("--intermediate-size", config.intermediate_size),
-                ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
-            )
-        ),
+        (size % n,
+         f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of {n}, or "
+         f"a number of ranks that divides it")
+        for name, size in (
+            ("--num-attention-heads", config.num_attention_heads),
+            ("--num-key-value-heads", config.num_key_value_heads),
+            ("--intermediate-size", config.intermediate_size),
+            ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
+        )
     ])
 
 
