@@ -2,9 +2,9 @@
 
     bash run.sh test tests/test_cuda.py
 
-It ends with a table to paste into an issue: tokens/s, MFU and bytes of an 1B Llama under each
-script, and how far each script's curve is from the CPU's. Some 10 minutes on one H100. Without a
-GPU all of it is skipped, here and in one piece.
+It ends with a table to paste into an issue: tokens/s, MFU and bytes of a 1B Llama under each
+script, and how far each script's curve is from the CPU's. Some 10 minutes on one H100 are expected:
+nobody has run it. Without a GPU all of it is skipped, here and in one piece.
 """
 
 import json
@@ -46,8 +46,13 @@ SCRIPTS = [
     "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
     "tp.py --no-sequence-parallel", "cp.py", "cp.py --attention ulysses",
     "cp.py --attention allgather", "pp.py --microbatches 8",
-    "pp.py --microbatches 8 --schedule gpipe", f"hybrid_3d.py {GRID}",
+    "pp.py --microbatches 8 --schedule gpipe", f"hybrid_3d.py {GRID}".strip(),
 ]
+# Each script once
+EIGHT = [command for command in SCRIPTS if command not in (
+    "zero.py --stage 1", "tp.py --no-sequence-parallel", "cp.py --attention ulysses",
+    "cp.py --attention allgather", "pp.py --microbatches 8 --schedule gpipe",
+)]
 
 
 @pytest.fixture
@@ -101,31 +106,30 @@ def test_two_ranks_share_a_gpu_over_gloo(on_gpus, expected, command):
     assert furthest(on_gpus(command, 2, "--backend gloo").curve(), expected) < 5e-4
 
 
-@pytest.mark.parametrize("options", [
-    "--compile --activation-checkpointing", "--grad-accum 2 --workers 1 --profile",
-])
-@pytest.mark.parametrize("command", [
-    "single.py", "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py --microbatches 8",
-    f"hybrid_3d.py {GRID}",
-])
-def test_options_change_nothing(on_gpus, expected, command, options):
-    result = on_gpus(command, N, options)
+@pytest.mark.parametrize("command", ["single.py", "ddp.py", "fsdp.py", "tp.py"])
+def test_compiled_layers_change_nothing(on_gpus, expected, command):
+    result = on_gpus(command, N, "--compile --activation-checkpointing")
     assert furthest(result.curve(), expected) < 5e-4
-    if "--profile" in options:
-        assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
+
+
+@pytest.mark.parametrize("command", EIGHT)
+def test_options_change_nothing(on_gpus, expected, command):
+    result = on_gpus(command, N, "--grad-accum 2 --workers 1 --profile")
+    assert furthest(result.curve(), expected) < 5e-4
+    assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
 
 
 def test_offloading_changes_nothing(on_gpus, expected):
     assert furthest(on_gpus("fsdp.py", N, "--cpu-offload").curve(), expected) < 5e-4
 
 
-@pytest.mark.parametrize("command", [*SCRIPTS, "ep.py --num-experts 8"])
+@pytest.mark.parametrize("command", [*EIGHT, "ep.py --num-experts 8"])
 def test_bfloat16_learns(on_gpus, command):
     losses = [loss for (loss,) in on_gpus(command, N, "--dtype bfloat16").curve("loss")]
     assert losses[0] > 5.4 and losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("command", ["ddp.py", "zero.py", "fsdp.py", f"hybrid_3d.py {GRID}"])
+@pytest.mark.parametrize("command", ["ddp.py", "fsdp.py"])
 def test_cpu_resumes_what_gpus_saved_in_the_background(run, on_gpus, corpus, expected, command):
     out = on_gpus(command, N, "--async-save --save-every 5 --keep 9").out
     assert len(checkpoint.list_checkpoints(out)) == 4
@@ -135,15 +139,15 @@ def test_cpu_resumes_what_gpus_saved_in_the_background(run, on_gpus, corpus, exp
     assert furthest(curve[10:], expected[10:]) < 5e-4
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
+@pytest.mark.parametrize("command", EIGHT)
 def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, table, tmp_path, command):
     """The peak of a dry run, of all tensors, is at most the allocator's, which also has what no
     tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
     summary = on_gpus(command, N, LLAMA_1B).summary
     path = tmp_path / "dry.json"
     subprocess.run(
-        [sys.executable, "-P", "-m", "tools.dry_run", "--rank", "0", "--json", path, str(N),
-         *command.split(), *LLAMA_1B.split()],
+        [sys.executable, "-P", "-m", "tools.dry_run", "--rank", "0", "--json", path,
+         "1" if command == "single.py" else str(N), *command.split(), *LLAMA_1B.split()],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
     )
     allocated, counted = summary["allocated"], json.loads(path.read_text())["peak"]["in all"]

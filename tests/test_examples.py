@@ -60,13 +60,12 @@ def example(tmp_path_factory, corpus):
         yield functools.cache(run)
 
 
-RUNS = [("fsdp_gpt2", 2, ""), ("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"),
-        ("ddp_convnet", 2, ""), ("ddp_convnet", 3, ""), ("tp_llama", 2, ""),
-        ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""), ("cp_documents", 4, ""),
-        ("cp_documents", 2, "--activation-checkpointing")]
+RUNS = [("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"), ("ddp_convnet", 3, ""),
+        ("tp_llama", 2, ""), ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""),
+        ("cp_documents", 4, "--activation-checkpointing")]
 
 
-@pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[1], RUNS[3], RUNS[5], RUNS[7]]))
+@pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[0], RUNS[2], RUNS[3], RUNS[5]]))
 def test_follows_one_process(example, name, world, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""

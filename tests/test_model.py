@@ -158,6 +158,25 @@ def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
 
 
+def test_what_autocast_makes_bfloat16():
+    """The residual stream, and nothing that must be exact: weights, their gradients, the loss."""
+    model = Transformer(CONFIG)
+    materialise(model, "cpu", 0)
+    types = {}
+    for name, module in model.named_modules():
+        if "layers." in name and name.count(".") == 2 or name.endswith("norm"):
+            module.register_forward_hook(
+                lambda _, inputs, out, name=name: types.update({name: (inputs[0].dtype, out.dtype)})
+            )
+    tokens = torch.arange(64).view(2, 32)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert len(types) == 2 + 2 * 2 + 1 and set(types.values()) == {(torch.bfloat16,) * 2}
+    assert loss.dtype == torch.float32
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 @pytest.mark.parametrize("most_logits, least, most", [(2**21, 11, 13), (2**20, 0.5, 1.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_logit(monkeypatch, most_logits, least, most, dtype):

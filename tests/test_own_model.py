@@ -313,8 +313,9 @@ def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus, tmp_p
 @thorough
 @pytest.mark.parametrize("edits", [
     [(ADAMW, "    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=False)\n")],
+    [(ADAMW, "    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)\n")],
     EDITS,
-], ids=["unfused", "two"])
+], ids=["unfused", "SGD", "two"])
 def test_any_optimizer_trains_as_on_one_process(run, edited, corpus, edits):
     options = f"{OPTIONS} --data {corpus}"
     expected = run(edited("one.py", *edits), 0, options, out="one").curve()

@@ -103,6 +103,8 @@ def test_a_step_stays_on_the_gpu(pretended, script):
         assert gpu["waits"] == (4 if script == "ep.py" else 0), command
         cpu = counts_on_cpu[row]
         assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
+        for kind in ("parameters", "gradients", "optimizer states"):
+            assert gpu["held"][kind] == cpu["held"][kind], (command, kind)
         if script == "cp.py" and row == rows[0]:
             # To the byte, where the kernels are the same: CUDA's autocast, from torch 2.13 on, also
             # keeps the weights of the 5 norms in float32. Other rows peak elsewhere, where CUDA's
