@@ -15,6 +15,7 @@ import hashlib
 import os
 import pathlib
 import stat
+import sys
 import sysconfig
 import tempfile
 
@@ -273,6 +274,8 @@ def _leave_group(worker):
     """A signal that asks a run to stop, such as Ctrl-C, may reach all processes of its group:
     workers still have a step to serve. They end with their parent, which they watch."""
     os.setpgid(0, 0)
+    # The thread that hands tensors over has no words when its parent ends in between.
+    sys.excepthook = lambda *_: None
 
 
 def load_steps(dataset, sampler, device, workers=0):
