@@ -197,8 +197,8 @@ def below_main(path):
 @pytest.mark.parametrize("script, example, lifted", [
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
-    ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "check",
-                              "matching", "redistribute_gradients"}),
+    ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
+                              "redistribute_gradients"}),
     ("cp.py", "cp_documents.py", {"shard_positions", "ulysses_attention", "AllToAll"}),
     ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
     ("fsdp.py", "trainer_fsdp.py", {"shard"}),
