@@ -313,10 +313,12 @@ def cut(name, tensor):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Train a small model, with ``change(step, model)`` before each update, and record it."""
+    """Train a small model and record it, with ``spoil(model)`` before each record and
+    ``change(step, model)`` before each update."""
     monkeypatch.setattr(parity, "BLOCK", 7)
 
-    def small(file, change=lambda *_: None, parts=False, split=False, every=1):
+    def small(file, change=lambda *_: None, spoil=lambda _: None, parts=False, split=False,
+              every=1):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
         model.double()
@@ -329,6 +331,7 @@ def small(tmp_path, monkeypatch):
             x = torch.randn(8, 4).double()
             loss = model(x).square().mean()
             loss.backward()
+            spoil(model)
             for name, p in model.named_parameters():
                 detached[name].grad = p.grad
             if step % every == 0:
@@ -360,6 +363,16 @@ def test_only_recorded_steps_accuse(small):
     assert compare(small("one", clip, every=2), small("two", clip, every=2))[0] is None
     factors = [step["factors"] for step in read(small("three", clip, every=2))]
     assert factors == [[0.0, 0.0], pytest.approx([0.5, 0.5])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients_in_a_type_in_between(small, dtype):
+    def spoil(model):
+        for p in model.parameters():
+            p.grad.copy_(p.grad.to(getattr(torch, dtype)))
+
+    message, _ = compare(small("one"), small("two", spoil=spoil))
+    assert message.startswith("step 0: rounding: ") and f"if {dtype} had" in message
 
 
 def test_several_optimizers(small):

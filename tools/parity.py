@@ -493,11 +493,11 @@ class Comparison:
             return f"not cleared: {self.who} hold {r:.3g} of those of the step before"
 
     def rounded(self):
-        middle = self.share[self.off].median()
-        if self.everywhere and self.loss_right and middle > 2**-15 and self.share.max() < 2**-6:
-            word = "bfloat16" if middle > 2**-12 else "float16"
-            return (f"rounding: all gradients differ, by {middle:.0e}, as if {word} had been in "
-                    f"between; the loss is right")
+        middle, most = self.share[self.off].median(), self.share.max()
+        for word, low in ("bfloat16", 2**-12), ("float16", 2**-15), ("float32", 2**-28):
+            if self.everywhere and self.loss_right and low < middle and most < 64 * low:
+                return (f"rounding: all gradients differ, by {middle:.0e}, as if {word} had been "
+                        f"in between; the loss is right")
 
     def only_some(self):
         if not self.everywhere:
