@@ -76,7 +76,7 @@ class Parity:
             model = dict(model.named_parameters(remove_duplicate=False))
         self.parameters = {".".join(part for part in name.split(".") if part not in WRAPPERS): p
                            for name, p in model.items()}
-        first = {p: name for name, p in reversed(self.parameters.items())}
+        first = {p: name for name, p in reversed(self.parameters.items())}  # of its names
         self.tied = {name: first[p] for name, p in self.parameters.items() if first[p] != name}
         for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             each = getattr(each, "optimizer", each)  # accelerate wraps it
@@ -486,8 +486,8 @@ class Comparison:
                 return f"{word} gradients: of {self.group(off)}{self.behind}"
 
     def not_cleared(self):
-        far, old = ((x.sketch - y)[self.off].flatten() for x, y in (
-            (self.y, self.x.sketch), (self.before[0], 0)))
+        far = (self.y.sketch - self.x.sketch)[self.off].flatten()
+        old = self.before[0].sketch[self.off].flatten()
         r = far @ old / (old @ old)
         if self.k and (far - r * old).norm() < 0.1 * far.norm():
             return f"not cleared: {self.who} hold {r:.3g} of those of the step before"
@@ -565,9 +565,8 @@ class Comparison:
         sizes = {"the ranks": n, "the micro-batches": a, "ranks x micro-batches": n * a,
                  "the targets": count(self.b), "a rank's targets": sum(self.b["targets"][0])}
         if 1 < dp < n:
-            sizes |= {"the ranks that read different samples": dp,
-                      "these ranks x micro-batches": dp * a,
-                      "the ranks that read the same samples": n // dp}
+            sizes |= {"ranks that read the same samples": n // dp,
+                      "ranks that read different samples": dp, "these x micro-batches": dp * a}
         for word, ratio in ("times", r), ("divided by", 1 / r):
             causes = {}  # the first words for each size, but both where n = a
             for words, size in sizes.items():
@@ -576,7 +575,7 @@ class Comparison:
             if causes:
                 return f"{word} {max(causes.values())}: {' or '.join(causes)}"
             if 1.5 < ratio < 64.5 and abs(ratio / round(ratio) - 1) < loose:
-                return f"{word} {round(ratio)}: the micro-batches of a pipeline, perhaps"
+                return f"{word} {round(ratio)}: a pipeline's micro-batches, or a number in the code"
         power = r > 200 and abs(math.log2(r) - round(math.log2(r))) < loose
         return f"times {r:.4g}" + ", a power of two: a loss scale that is not undone" * power
 
