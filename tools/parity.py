@@ -566,7 +566,8 @@ class Comparison:
                  "the targets": count(self.b), "a rank's targets": sum(self.b["targets"][0])}
         if 1 < dp < n:
             sizes |= {"ranks that read the same samples": n // dp,
-                      "ranks that read different samples": dp, "these x micro-batches": dp * a}
+                      "ranks that read different samples": dp,
+                      "ranks that read different samples x micro-batches": dp * a}
         for word, ratio in ("times", r), ("divided by", 1 / r):
             causes = {}  # the first words for each size, but both where n = a
             for words, size in sizes.items():
