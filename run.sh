@@ -120,8 +120,9 @@ run_as_slurm_step() {
 # In a step of a Slurm job: set NODE_RANK and the like from Slurm's variables.
 read_slurm_step() {
   [ "$SLURM_STEP_NUM_TASKS" -eq "$SLURM_STEP_NUM_NODES" ] ||
-    fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines: start it" \
-      "once on each, with --ntasks-per-node=1, or start the script itself: srun python $command"
+    fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines:" \
+      "start it once on each, with --ntasks-per-node=1," \
+      "or start the script itself: srun python $command"
   NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
   local names
   names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line
