@@ -457,7 +457,7 @@ class Comparison:
             why = "they must be averaged" if mean < total else "they must be added up"
             if min(mean, total) > self.allowed[i]:
                 why = f"neither their sum nor their mean is right{self.where()}"
-                if max(norms) < 1.001 * min(norms):
+                if max(norms) < 1.00001 * min(norms):
                     why = f"each rank has clipped its own to {norms[0]:.3g}: reduce before clipping"
             return (f"not reduced: {self.ranks('gradients', off)} hold different gradients of "
                     f"{self.group(off)}: {why}")
@@ -515,10 +515,12 @@ class Comparison:
         if not self.ratio:
             return f"{how}: record the loss, to tell whether the forward pass is right"
         most = self.group(self.share >= self.share.quantile(0.8))
+        counts = [n for of_rank in self.b["targets"] for n in of_rank]
+        uneven = f"; or a mean of means: targets are uneven, {counts[:4]}" * (len(set(counts)) > 1)
         return self.mean_of_means() or (
             f"forward pass: the loss is {self.b['loss']}, not {self.a['loss']}; {how}, most those "
             f"of {most}: mask, positions, arithmetic, or ranks that must read the same samples and "
-            f"do not{later}")
+            f"do not{uneven}{later}")
 
     # Verdicts on the loss
 
