@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.processes import PATIENCE, ROOT, free_port
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 
 HUGE = "1" + "0" * 400
 WHOLE = {  # options that are whole numbers: their least value
@@ -325,6 +325,12 @@ def test_an_environment(refused, change, words):
 @pytest.mark.parametrize("command, code, words", DIFFERENCES)
 def test_ranks_that_differ(refused, command, code, words):
     refused(command, 2, words, inject=code)
+
+
+@thorough
+def test_a_rank_that_starts_late(refused):
+    """Rank 0, which serves the store, waits for it: torch would look for the store for minutes."""
+    refused("ddp.py --lr fast", 2, "--lr: invalid number value", inject="time.sleep(4 * rank)")
 
 
 @pytest.mark.parametrize("command, world, code, words", MODELS)
