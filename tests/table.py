@@ -133,8 +133,8 @@ ROWS = EXACT + LOOSE + COMPILED
 # Without --all: each script on one number of ranks
 SAMPLE = [row for row in EXACT if (row.command, row.world) in [
     ("ddp.py --grad-accum 2", 3), (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
-    ("zero.py --stage 1", 4), ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
-    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2), ("cp.py --attention ulysses", 4),
+    ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
+    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --dp 2 --tp 2", 4),
     (f"single.py {AGAIN}", 0),
 ]] + [row for row in LOOSE + COMPILED if (row.script, row.dtype) in [

@@ -14,7 +14,7 @@ import torch
 
 from common import checkpoint
 from tests.processes import ROOT
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tests.test_refusals import in_order
 
 MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -85,7 +85,7 @@ ALWAYS = {("single.py", 0), ("zero.py --stage 2", 2), ("ddp.py", 2), ("hybrid_3d
 
 
 @pytest.mark.parametrize("command, world, options, inject, words, left", sampled(
-    FAULTS, [fault for fault in FAULTS if fault[:2] in ALWAYS]
+    FAULTS, [fault for fault in FAULTS if fault[:2] in ALWAYS and "--timeout" not in fault[2]]
 ))
 def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, words, left):
     (tmp_path / "copy").write_text("text " * 20_000)
@@ -190,8 +190,8 @@ def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, ne
 # One run, one folder
 
 
-@pytest.mark.parametrize("command, world", sampled([("single.py", 0), ("ddp.py", 2)],
-                                                   [("ddp.py", 2)]))
+@thorough
+@pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
     holder = subprocess.Popen(

@@ -228,10 +228,10 @@ def test_a_second_signal_ends_run_sh_at_once(tmp_path, corpus):
     wait_until(lambda: not left_over(tmp_path))
 
 
-@pytest.mark.parametrize("launcher, name", sampled(
-    [("run.sh", "SIGKILL"), ("torchrun", "SIGUSR1"), ("torchrun", "SIGTERM")],
-    [("run.sh", "SIGKILL")],
-))
+@thorough
+@pytest.mark.parametrize("launcher, name", [
+    ("run.sh", "SIGKILL"), ("torchrun", "SIGUSR1"), ("torchrun", "SIGTERM"),
+])
 def test_processes_that_lose_their_launcher_save_and_end(tmp_path, corpus, launcher, name):
     command = {"run.sh": [*RUN, "ddp.py"], "torchrun": [*TORCHRUN, ROOT / "ddp.py"]}[launcher]
     process = start([*command, *ENDLESS.split(), "--data", corpus], tmp_path, NPROC="2")
@@ -412,6 +412,7 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
     assert output.count("common/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
 
 
+@thorough
 def test_what_crosses_ssh(machines, tmp_path):
     """Each host has its number; arguments and settings arrive as they are."""
     forwarded = {"OMP_PROC_BIND": "true", "TP_SIZE": "2", "NCCL_DEBUG": "a b", "CUDA_A": "c",

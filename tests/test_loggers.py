@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.processes import PATIENCE
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 
 OPTIONS = ("--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
            "--num-key-value-heads 2 --num-hidden-layers 1 --seq-len 16 --batch-size 8 --steps 8 "
@@ -133,6 +133,7 @@ def test_a_failing_logger_ends_no_run(log, option, name, inject):
     assert f"{name} has failed and gets no more lines; metrics.jsonl has them all" in line
 
 
+@thorough
 def test_an_id_that_a_power_cut_has_cut(log, tmp_path):
     """A new one takes its place."""
     log("single.py", 0, "--wandb mine --steps 3")

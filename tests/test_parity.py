@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.processes import ROOT, ProcessServer
-from tests.sample import sampled
+from tests.sample import sampled, thorough
 from tools import parity
 
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
@@ -225,7 +225,8 @@ CASES = [(1, "float64"), (1, "float32"), *((2, dtype) for dtype in DTYPES),
          (4, "float64"), (4, "float32")]
 
 
-@pytest.mark.parametrize("world, dtype", sampled(CASES, [(1, "float32"), (2, "float64")]))
+@thorough
+@pytest.mark.parametrize("world, dtype", CASES)
 def test_sound_runs_are_equal(once, shared, reference, world, dtype):
     commands = {command.replace(" ", ""): command.split(" ", 1) for command in SOUND[world]}
     folder = record(once, shared, world, [
@@ -244,7 +245,7 @@ def script_of(fault):
     return FAULTS[fault][0]
 
 
-@pytest.mark.parametrize("script", sampled(sorted({*map(script_of, FAULTS)}), ["cp.py", TRAINER]))
+@pytest.mark.parametrize("script", sampled(sorted({*map(script_of, FAULTS)}), ["zero.py", TRAINER]))
 def test_faults_are_found_and_named(once, shared, reference, script):
     own = {name: fault for name, fault in FAULTS.items() if fault[0] == script}
     more = "--dtype float32" if script == TRAINER else "--dtype float32 --grad-accum 3"
@@ -424,6 +425,7 @@ def test_it_needs_torch_alone(tmp_path):
 TRANSFORMERS = "transformers", "transformers.models.llama.modeling_llama", "accelerate"
 
 
+@thorough
 def test_accelerate(tmp_path):
     """A foreign trainer, with DDP and with FSDP2, is the run of one."""
     if not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):

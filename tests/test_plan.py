@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from common.model import PRESETS
-from tests.sample import sampled, thorough
+from tests.sample import thorough
 from tools import dry_run, plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -55,7 +55,8 @@ DEEP = [
 ]
 
 
-@pytest.mark.parametrize("command, world, stages, exact", sampled(DEEP, [DEEP[1]]))
+@thorough
+@pytest.mark.parametrize("command, world, stages, exact", DEEP)
 def test_a_deep_model_is_extended_where_that_is_exact(
     pool, tmp_path, command, world, stages, exact
 ):

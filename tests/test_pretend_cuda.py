@@ -42,6 +42,7 @@ ROWS = {  # of each script: options, number of ranks, rank
 }
 
 pytestmark = [
+    thorough,
     pytest.mark.skipif(
         torch.version.cuda is not None or torch.version.hip is not None,
         reason="this torch has CUDA hooks of its own: a GPU can be pretended on its CPU build only",
@@ -75,10 +76,7 @@ def pretended(shared):
     return run
 
 
-@pytest.mark.parametrize("script", [
-    script if script in ("fsdp.py", "cp.py") else pytest.param(script, marks=thorough)
-    for script in ROWS
-])
+@pytest.mark.parametrize("script", ROWS)
 def test_a_step_stays_on_the_gpu(pretended, script):
     """Each row in bfloat16, the first one in float32 too; and beside the CPU's dry run."""
     rows = [(f"{script} {options} {SMALL} --dtype bfloat16", n, rank)
@@ -113,7 +111,6 @@ def test_a_step_stays_on_the_gpu(pretended, script):
             assert gpu["peak"]["in all"] == cpu["peak"]["in all"] + more, command
 
 
-@thorough
 def test_examples_stay_on_the_gpu(pretended):
     """Models of others, whose masks the memory-efficient kernel takes; and a trainer that has none
     of the services, until it prints the first loss."""
@@ -133,7 +130,6 @@ def test_examples_stay_on_the_gpu(pretended):
     assert "rows.chunk(n)[rank].to(device)" in copy
 
 
-@thorough
 def test_faults_are_seen(pretended, tmp_path):
     """A value that is read in the loop, a tensor on the CPU, attention without a fused kernel."""
     faults = {
