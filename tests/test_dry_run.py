@@ -41,7 +41,7 @@ RUNS = [
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
 ]
-SAMPLE = [run for run in RUNS if "gpipe" in run[0]]
+SAMPLE = RUNS[:1]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 
 from common import checkpoint
 from tests.processes import Result
-from tests.sample import sampled
-from tests.table import EXACT, OPTIONS, SAMPLE
+from tests.sample import sampled, thorough
+from tests.table import EXACT, OPTIONS
 from tests.test_same_run import furthest
 
 SCRIPTS = sorted({row.script for row in EXACT})
@@ -18,28 +18,27 @@ READERS = [("single.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("fsdp.py 
            ("hybrid_3d.py --dp 2 --tp 2", 4)]
 
 
-def saved_by(reader, rows):
+def saved_by(reader):
     """A row of each other script; another one for each reader."""
     for script in SCRIPTS:
-        others = [row for row in rows if row.script == script]
+        others = [row for row in EXACT if row.script == script]
         if script != READERS[reader][0].split()[0]:
             yield others[reader % len(others)]
 
 
 def test_every_pair_of_scripts_meets():
-    pairs = [(READERS[reader], row) for reader in range(8) for row in saved_by(reader, EXACT)]
+    pairs = [(READERS[reader], row) for reader in range(8) for row in saved_by(reader)]
     scripts = {(command.split()[0], row.script) for (command, _), row in pairs}
     assert scripts == set(itertools.permutations(SCRIPTS, 2)) and len(SCRIPTS) == 8
     assert sum(world != row.world for (_, world), row in pairs) > len(pairs) / 2
     assert len({row for _, row in pairs}) > len(EXACT) / 2
 
 
-@pytest.mark.parametrize("reader", sampled(range(8), [4]),
-                         ids=lambda reader: READERS[reader][0])
-def test_resumes_what_others_saved(once, request, reader):
+@thorough
+@pytest.mark.parametrize("reader", range(8), ids=lambda reader: READERS[reader][0])
+def test_resumes_what_others_saved(once, reader):
     """The rest of the run is that of single.py."""
-    rows = EXACT if request.config.getoption("--all") else [row for row in SAMPLE if row in EXACT]
-    rows = list(saved_by(reader, rows))
+    rows = list(saved_by(reader))
     folders = [str(row.run(once).out) for row in rows]
     out = once(*READERS[reader], f"{OPTIONS} --dtype float64",
                inject=f"ignored(); resumed({folders}, train=False)").out
@@ -48,9 +47,10 @@ def test_resumes_what_others_saved(once, request, reader):
         assert furthest(found, EXACT[0].run(once).curve()[4:]) < 1e-10, row
 
 
-@pytest.mark.parametrize("command, world", [
-    ("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2),
-])
+SAVERS = [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)]
+
+
+@pytest.mark.parametrize("command, world", sampled(SAVERS, SAVERS[2:3]))
 def test_saving_while_training_goes_on(once, command, world):
     """Every few steps, so that one save still goes on when the next is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 2 --keep 9",
