@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from common import report
 from common.checkpoint import list_checkpoints, step_of
 from common.model import ModelConfig
 from common.options import default_dtype
@@ -58,6 +59,15 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     assert [step_of(path) for path in list_checkpoints(result.out)] == [5, 7]
     # Of no CPU the peak is known.
     assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
+
+
+@pytest.mark.parametrize("name, peak", [
+    ("H100 80GB HBM3", 989), ("H100 PCIe", 756), ("A100-SXM4-80GB", 312), ("GeForce RTX 4090", 165),
+    ("L4", 121), ("L40", 0), ("GB200", 0),
+])
+def test_the_peak_of_a_gpu(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA {name}")
+    assert report._peak_tflops(torch.device("cuda")) == peak
 
 
 def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
