@@ -188,6 +188,8 @@ def parse_options(parser, argv=None):
     refuse([
         (args.profile and args.steps < 4,
          f"--profile with --steps {args.steps}: it traces from the fourth step, use at least 4"),
+        (args.resume_from and not args.resume, f"--no-resume with --resume-from "
+         f"{args.resume_from}: the one starts anew, the other does not; give one of them"),
         (args.wandb == "", "--wandb: it is empty: name a project"),
         (args.wandb and not _is_installed("wandb"), missing.format("wandb")),
         (args.tensorboard and not _is_installed("tensorboard"), missing.format("tensorboard")),

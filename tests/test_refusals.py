@@ -167,6 +167,7 @@ RESUMES = [(f"{script} --out done {options}", world, words)
         ("--seed", 0, 1)]],
     ("--steps 4 --data other", "samples in --data ... resume with the same"),
     ("--steps 4 --resume-from 1", "--resume-from 1: done has no such checkpoint; it has 2"),
+    ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2: the one starts anew"),
 ]]
 
 # What a launcher sets: the first of two processes, with these changes
@@ -215,6 +216,9 @@ DIFFERENCES = [
         ("length", "the number of samples in --data is 78 on rank 0 and 79 on rank 1")]],
     ("ddp.py --out ../out --data ../file --val-data letters", "os.chdir(str(rank))",
      "the hash of some samples in --val-data is ... on rank 0 and ... on rank 1: start all"),
+    # Before the earlier run is moved aside
+    ("ddp.py --out ../done --data letters --no-resume", "os.chdir(str(rank))",
+     "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
     # A setting of a foreign model
     ("fsdp.py", "settings = common.options.run_settings; common.options.run_settings = "
      "lambda args, data: settings(args, data, {'n_layer': 2 + rank})",
