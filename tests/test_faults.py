@@ -6,8 +6,6 @@ resumes bit for bit is in test_same_run.py)."""
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -70,6 +68,7 @@ FAULTS = [
     ("single.py", 0, "", "at(8, lambda: pathlib.Path('out/summary.json').mkdir())",
      "summary.json cannot be written ... Is a directory", [3, 6, 8]),
     # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
+    ("single.py", 0, "", "at(5, lambda: sys.exit('no data'))", "single.py: error: no data", [3]),
     ("ddp.py", 2, "", "end_reader()", "nobody reads what this process prints", []),
     ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2", "at(5, kill_a_worker)", "DataLoader worker (pid", [3]),
@@ -194,22 +193,11 @@ def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, ne
 @pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys, time; from common.checkpoint import _lock; "
-         "from pathlib import Path; f = _lock(Path('out')); print('held', flush=True); "
-         "time.sleep(600)"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout.readline() == "held\n"
+    with checkpoint._lock(tmp_path / "out"):
         line = one_error(run(command, world, f"{OPTIONS} --data {corpus}", expect_ok=False))
-        assert f"out is in use by process {holder.pid} on " in line
+        assert f"out is in use by process {os.getpid()} on " in line
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
-    finally:
-        holder.kill()
-        holder.wait()
-    run(command, world, f"{OPTIONS} --data {corpus}")  # the lock has died with its holder
+    run(command, world, f"{OPTIONS} --data {corpus}")
 
 
 def test_old_checkpoints_that_cannot_be_removed(run, corpus):
