@@ -399,7 +399,7 @@ def describe_stages(schedule, layers, n, v, M):
     """Lines that say which rank holds what, and the bubble."""
     yield (
         f"pipeline {schedule}: {M} micro-batches through {len(layers)} stages, "
-        f"bubble {bubble(schedule, n, v, M)}"
+        f"bubble {bubble(schedule, n, v, M)[1]}"
     )
     for rank in range(n):
         own = stages_of(rank, n, v, schedule)
@@ -414,13 +414,13 @@ def describe_stage(layers, stage):
 
 
 def bubble(schedule, n, v, M):
-    """The share of a step that ranks wait, with v stages on each of n ranks and M micro-batches:
-    formula and value."""
+    """The share of a step that ranks wait, with v stages on each of n ranks and M micro-batches,
+    and its formula."""
     k = 3 if schedule in SPLIT_BACKWARD else 1
     wait = (n - 1) / (k * v * M + n - 1)
     filled = 2 * n - 1 if schedule in V_SHAPED else n  # micro-batches that fill the pipeline
     least = "" if M >= filled else "at least "
-    return f"{least}(n-1)/({k if k > 1 else ''}vM+n-1) = {wait:.1%}"
+    return wait, f"{least}(n-1)/({k if k > 1 else ''}vM+n-1) = {wait:.1%}"
 
 
 def check(args, n, v):

@@ -1,8 +1,6 @@
 """Draw the pictures of README.md and docs/: docs/pictures/*.svg, from docs/data/*.json.
 
-    python -m docs.draw              every picture
-    python -m docs.draw --measure    first repeat the runs of 8b.json, grid.json and curves.json:
-                                     half an hour on two cores
+    python -m docs.draw
 
 The colours follow the light or dark scheme of the reader.
 """
@@ -12,12 +10,7 @@ import itertools
 import json
 import math
 import pathlib
-import subprocess
-import sys
-import tempfile
 import types
-
-import torch
 
 import cp
 
@@ -315,37 +308,5 @@ def draw():
         save(name, 860, 206, title, timeline(ranks))
 
 
-# The data
-
-
-def python(*words):
-    print("+ python", *words, flush=True)
-    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True,
-                   stdout=subprocess.DEVNULL)
-
-
-def measure():
-    """Repeat the dry runs of 8b.json and grid.json, and the real runs of curves.json."""
-    large, grid, curves = read("8b"), read("grid"), read("curves")
-    with tempfile.TemporaryDirectory() as folder:
-        counts = pathlib.Path(folder, "counts.json")
-        for row in [*large.values(), grid]:
-            _, module, tool, *options = row["command"].split()
-            python(module, tool, "--json", counts, *options)
-            found = json.loads(counts.read_text())
-            row |= {kind: found[kind] for kind in row if kind != "command"}
-        for script, n in curves["processes"].items():
-            python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
-                   *script.split(), *curves["options"].split(), "--device", "cpu", "--save-every",
-                   "0", "--no-resume", "--out", folder)
-            lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
-            curves["loss"][script] = [json.loads(line)["loss"] for line in lines]
-    curves["torch"] = torch.__version__
-    for name, found in ("8b", large), ("grid", grid), ("curves", curves):
-        (DATA / f"{name}.json").write_text(json.dumps(found).replace("}, ", "},\n") + "\n")
-
-
 if __name__ == "__main__":
-    if "--measure" in sys.argv:
-        measure()
     draw()

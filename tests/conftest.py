@@ -114,9 +114,3 @@ def once(server, corpus, held_out, shared):
         return Result([0], output.read_text(), shared / name)
 
     return once
-
-
-@pytest.fixture(scope="session")
-def single(once):
-    """The curve of single.py, by options."""
-    return lambda options: once("single.py", 0, options).curve()

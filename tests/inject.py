@@ -247,18 +247,6 @@ def count_compiled(backend):
     ))
 
 
-def counts_of_ranks():
-    """Each rank writes what it counted to rank0.json, rank1.json and so on, in the run folder."""
-    def write(self, *_):
-        counter = self.counter
-        collectives = [[*key, counter.calls[key], size] for key, size in counter.sent.items()]
-        (self.args.out / f"rank{rank}.json").write_text(json.dumps({
-            "held": counter.held, "peak": counter.peak, "collectives": sorted(collectives),
-        }))
-
-    before(Report, "close", write)
-
-
 def note_place():
     """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
     tokens that its model gets, to rank-N.json in the run folder."""

@@ -11,22 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
-import cp
 import ddp
 import ep
 import fsdp
 import pp
 import tp
 import zero
-from common.checkpoint import Checkpoints
-from common.counting import StepCounter
-from common.data import BatchSampler
 from common.experts import MixtureOfExperts
 from common.launch import launch
-from common.model import ModelConfig, causal_attention
-from common.validation import Validation
+from common.model import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -138,67 +132,6 @@ def use_ep(mesh, inputs, targets):
         torch.testing.assert_close(own.grad.full_tensor(), parameter.grad, rtol=0, atol=1e-12)
 
 
-def use_attention(mesh):
-    """Each kind of attention: output and gradients of the positions of this rank."""
-    q, k, v, weight = (torch.randn(2, heads, 16, 8, dtype=torch.double) for heads in (4, 2, 2, 4))
-    whole = [x.requires_grad_() for x in (q, k, v)]
-    out = causal_attention(*whole)
-    expected = [out, *torch.autograd.grad((out * weight).sum(), whole)]
-    for attention, more in (
-        (cp.ring_attention, {}), (cp.allgather_attention, {}),
-        (cp.ulysses_attention, {"attention": causal_attention}),
-    ):
-        positions = cp.shard_positions(16, mesh.size(), zigzag=not more)[mesh.get_rank()]
-        own = [x.detach()[:, :, positions].requires_grad_() for x in whole]
-        out = attention(*own, **more, group=mesh.get_group())
-        found = [out, *torch.autograd.grad((out * weight[:, :, positions]).sum(), own)]
-        for part, all_of_it in zip(found, expected):
-            torch.testing.assert_close(part, all_of_it[:, :, positions], rtol=0, atol=1e-12)
-
-
-def use_services(model, inputs, targets, mesh):
-    """What common/ has, taken alone: it needs no options, and no launcher of ours."""
-    dataset, rank, n = TensorDataset(inputs, targets), mesh.get_rank(), mesh.size()
-    fsdp.shard(model, [[part] for part in model], mesh)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-    def checkpoints_of(model, optimizer, stop):
-        return Checkpoints("run", ({"seed": 0}, {}), model.state_dict(keep_vars=True), optimizer,
-                           stop=stop, every=1)
-
-    sampler = BatchSampler(len(dataset), 4, rank=rank, world_size=n, stop=2)
-    validation = Validation(dataset, sampler, CPU, 1, 2)
-    checkpoints = checkpoints_of(model, optimizer, stop=2)
-    assert checkpoints.resume(False) == 0
-    for step, indices in enumerate(sampler):
-        with StepCounter(optimizer, [model, *model], mesh) as counter:
-            x, y = dataset[indices]
-            mean_loss(model(x), y).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-            optimizer.step()
-            optimizer.zero_grad()
-        checkpoints.after_step(step, norm)
-    checkpoints.finish()
-    P = sum(p.nbytes for p in model.parameters())
-    assert counter.failed is None and counter.held["parameters"] == P / n
-    sent = 3 * P * (n - 1) / n  # without the gathers of groups that stay gathered
-    assert 0.8 * sent < sum(counter.sent.values()) < 1.1 * sent
-
-    other = make_model()  # on one rank or many, sharded or whole
-    resumed = checkpoints_of(other, torch.optim.SGD(other.parameters(), 0.1), stop=3)
-    assert resumed.resume() == 2
-    for name, parameter in other.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name).full_tensor())
-
-    def summed_loss(micro_batch):
-        x, y = micro_batch
-        return F.cross_entropy(other(x).flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
-
-    assert validation.due(0)
-    expected = mean_loss(other(inputs), targets).item()
-    assert abs(validation.loss(other, summed_loss) - expected) < 1e-12
-
-
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -214,8 +147,6 @@ def main():
             expected = whole.get_parameter(name).grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
     use_ep(mesh, inputs, targets)
-    use_attention(mesh)
-    use_services(make_model(), inputs, targets, mesh)
     print(f"rank {dist.get_rank()}: all is right", flush=True)
 
 

@@ -2,17 +2,13 @@
 
 import itertools
 import pathlib
-import shutil
 import sys
-import threading
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import common.materialise
@@ -46,52 +42,6 @@ def buffers_agree(folder, rank):
     assert len(found) == 14 and found["everywhere"] == 0
     for stage, (i, dtype) in itertools.product((0, 1), enumerate(types)):
         assert torch.equal(found[f"stage{stage}.buffer{i}"], torch.full((3, 2), i).to(dtype))
-
-
-def each_part_is_written_once(folder, rank):
-    """Three saves in the background. All ranks write about as much; what is saved is the value at
-    the time of saving; one plan serves all saves; another thread removes old checkpoints."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    tensors = {f"copy{i}": nn.Parameter(torch.randn(8, 8)) for i in range(8)}
-    for i in range(4):  # as in hybrid sharding: each half on two ranks
-        whole = torch.randn(8, 8)
-        tensors[f"half{i}"] = nn.Parameter(
-            distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
-        )
-    checkpoints = checkpoints_of(folder, tensors, keep=1, in_background=True)
-    checkpoints.resume()
-    plans, make_plan = [], DefaultSavePlanner._create_global_plan
-    DefaultSavePlanner._create_global_plan = lambda *args: plans.append(1) or make_plan(*args)
-    removers, remove = [], shutil.rmtree
-    checkpoint.shutil.rmtree = lambda path, **options: (
-        removers.append(threading.current_thread()), remove(path, **options)
-    )
-    for step in (1, 2, 3):
-        for parameter in tensors.values():
-            parameter.grad = torch.ones_like(parameter)
-        checkpoints.owner[parameter].step()
-        expected = {name: _whole(tensor).clone() for name, tensor in checkpoints.named().items()}
-        checkpoints.save(step)
-        for parameter in tensors.values():  # the next step begins while the save still runs
-            parameter.detach().mul_(2)
-    checkpoints.finish()
-    found = checkpoint.read(folder / "step-00000003", prefix="")
-    assert found.keys() == expected.keys() and len(found) == 12 * 4
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    index = checkpoint.SafeReader(folder / "step-00000003").read_metadata()
-    parts = list(index.storage_data)
-    assert len(parts) == 8 * 4 + 4 * (3 * 2 + 1)  # halves of all but the count of steps
-    files = [path.stat().st_size for path in folder.glob("step-00000003/*.distcp")]
-    assert len(files) == 4 and max(files) < 2 * min(files), files
-    if rank == 0:
-        assert len(plans) == 1, plans
-        assert len(removers) == 2 and threading.main_thread() not in removers
-        assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000003"]
-
-
-def _whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def rank_0_decides(folder, rank):

@@ -91,16 +91,8 @@ os.fsync, pathlib.Path.rename, shutil.rmtree = fsync_or_die, rename_or_die, rmtr
 """
 
 
-def test_a_new_run_moves_the_old_one_aside(run, corpus):
-    options = f"{SMALL} --data {corpus} --steps 2 --save-every 2"
-    first = run("single.py", 0, options).curve()
-    again = run("single.py", 0, f"{options} --no-resume")
-    assert again.curve() == first and len(again.history) == 2
-    assert_bit_equal(tensors(again.out, 2), tensors(again.out / "previous-1", 2))
-
-
 CLAIMS = [  # the last one of each replaces functions
-    ("buffers_agree each_part_is_written_once", 4),
+    ("buffers_agree", 4),
     ("two_folders_are_noticed a_failure_reaches_all_ranks rank_0_decides", 2),
     ("initial_weights_are_parts_of_the_same", 4),
 ]
@@ -144,30 +136,6 @@ def test_read_gives_the_models_state_dict(tmp_path):
     model.norm(torch.randn(8, 4) + 3)
     other.load_state_dict(checkpoint.read(saved(tmp_path, model) / "step-00000001"))
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-
-
-def test_buffers_and_the_states_of_several_optimizers(tmp_path):
-    """They come back, each to its optimizer."""
-    def train(model, optimizers, steps):
-        for step in steps:
-            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    runs = []
-    for _ in range(2):
-        model = Small()
-        runs.append((model, [torch.optim.SGD(model.linear.parameters(), 0.1, 0.9),
-                             torch.optim.AdamW(model.norm.parameters())]))
-    train(*runs[0], range(2))
-    saved(tmp_path, runs[0][0], optimizer=runs[0][1])
-    train(*runs[0], range(2, 4))
-    assert checkpoints_of(tmp_path, *runs[1]).resume() == 1
-    train(*runs[1], range(2, 4))
-    model, other = (run[0].state_dict() for run in runs)
-    assert all(map(torch.equal, model.values(), other.values()))
-    assert other["norm.num_batches_tracked"] == 4
 
 
 def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):

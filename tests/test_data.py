@@ -1,14 +1,13 @@
 """The data: one order for every number of ranks, whose only state is the step."""
 
 import collections
-import math
 import os
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from common import data
 from common.data import BatchSampler, TokenDataset, load_batches, permute
@@ -77,44 +76,12 @@ def test_epochs(size):
     assert order(size=size, seed=1) == order(size=size, seed=1)
 
 
-def test_what_distributed_sampler_does_otherwise():
-    """README's table: 10 samples in batches of 4, on 1, 2 and 4 ranks."""
-    def samples(ranks, **options):
-        return [i for rank in range(ranks)
-                for i in DistributedSampler(range(10), ranks, rank, **options)]
-
-    assert len(samples(4)) == 12 and len(set(samples(4))) == 10  # two samples twice
-    assert len(set(samples(4, drop_last=True))) == 8  # two samples never
-    sampler = DistributedSampler(range(10), 1, 0)
-    assert list(sampler) == list(sampler)  # without set_epoch each epoch has the same order
-    assert not hasattr(sampler, "state_dict")  # a resumed run begins the epoch again
-    flat = [i for batch in BatchSampler(10, 4, stop=5) for i in batch]
-    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
-
-
 def test_replicas_are_equal():
     def rows(rank, **options):
         return list(BatchSampler(SIZE, BATCH, stop=5, rank=rank, **options))
 
     for rank in range(8):
         assert rows(rank, world_size=8, replication=2) == rows(rank // 2, world_size=4)
-
-
-def test_a_mesh_says_the_rank():
-    class Mesh:  # the data-parallel dimensions of a DeviceMesh
-        def __init__(self, coordinate, shape):
-            self.coordinate, self.shape = coordinate, shape
-
-        def get_coordinate(self):
-            return self.coordinate
-
-        def size(self):
-            return math.prod(self.shape)
-
-    for mesh in (Mesh([2], (4,)), Mesh([1, 0], (2, 2))):  # hybrid sharding has two dimensions
-        assert list(BatchSampler(SIZE, BATCH, stop=5, mesh=mesh)) == list(
-            BatchSampler(SIZE, BATCH, stop=5, rank=2, world_size=4)
-        )
 
 
 def test_large_data_costs_what_small_data_costs(monkeypatch):
@@ -199,16 +166,6 @@ def test_the_default_is_real_text():
     assert text.count(b"import ") > 10 and text.count(b"def ") > 10
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_workers_change_nothing(tmp_path, workers):
-    np.arange(SIZE * 8 + 1, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = TokenDataset(tmp_path / "tokens.bin", 8)
-    sampler = BatchSampler(len(dataset), BATCH, 2, start=1, stop=9)
-    loaded = list(load_batches(dataset, sampler, torch.device("cpu"), workers))
-    assert len(loaded) == len(sampler) == 16
-    assert [[row[0].item() // 8 for row in inputs] for inputs, _ in loaded] == list(sampler)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_any_structure_of_tensors_is_moved(workers):
     """A map-style dataset of dicts: lists, tuples, named tuples and text in them."""
@@ -222,17 +179,6 @@ def test_any_structure_of_tensors_is_moved(workers):
 
 
 Point = collections.namedtuple("Point", "x y")
-
-
-def test_a_token_beyond_the_vocabulary_is_refused_by_a_worker(tmp_path):
-    """In one line."""
-    np.full(1000, 300, np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = TokenDataset(tmp_path / "tokens.bin", 8, vocab_size=256)
-    sampler = BatchSampler(len(dataset), 4, stop=1)
-    with pytest.raises(SettingError) as error:
-        next(load_batches(dataset, sampler, torch.device("cpu"), workers=1))
-    assert "holds token 300, beyond a vocabulary of 256: raise --vocab-size" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_it_serves_a_users_own_dataset():

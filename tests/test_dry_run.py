@@ -2,11 +2,9 @@
 
 import functools
 import json
-import types
 
 import pytest
 
-import pp
 from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
@@ -129,14 +127,6 @@ def test_the_ranks_of_a_pipeline(dry_run, count):
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
     assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
-
-
-@pytest.mark.parametrize("schedule", pp.SCHEDULES)
-def test_the_bubble_of_a_schedule(schedule):
-    """It is what pp.py prints."""
-    v = 1 if schedule in pp.ONE_STAGE else 2
-    args = types.SimpleNamespace(schedule=schedule, stages_per_rank=None, microbatches=8)
-    assert pp.bubble(schedule, 4, v, 8).endswith(f"= {tool.bubble(args, 4):.1%}")
 
 
 @thorough

@@ -22,8 +22,9 @@ import torch
 from common import launch
 from common.checkpoint import list_checkpoints
 from common.errors import SettingError
-from tests.processes import PATIENCE, ROOT, free_port
+from tests.processes import PATIENCE, ROOT, Result, free_port
 from tests.sample import sampled, thorough
+from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --steps 20 "
            "--log-every 1 --dtype float64 --save-every 0")
@@ -62,17 +63,12 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-def curve(folder):
-    """The logged steps, losses and norms."""
-    lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [[record[name] for name in ("step", "loss", "grad_norm")] for record in records]
+def history(out):
+    return Result([0], "", out).history
 
 
-def is_near(found, expected):
-    return len(found) == len(expected) and all(
-        abs(a - b) < 1e-10 for row, other in zip(found, expected) for a, b in zip(row, other)
-    )
+def is_near(out, expected):
+    return furthest(Result([0], "", out).curve(), expected) < 1e-10
 
 
 def has_logged(out):
@@ -123,7 +119,7 @@ def listeners(pids):
 @pytest.fixture(scope="module")
 def expected(once):
     """The curve of one machine with two processes."""
-    return curve(once("ddp.py", 2, OPTIONS).out)
+    return once("ddp.py", 2, OPTIONS).curve()
 
 
 # One machine
@@ -257,9 +253,9 @@ def test_a_killed_process(tmp_path, corpus):
     process = start([*RUN, "ddp.py", *options], tmp_path, NPROC="2", MAX_RESTARTS="1")
     out, dead, logged = tmp_path / "runs" / "ddp", [], 0
     for _ in range(2):
-        wait_until(lambda: has_logged(out) and len(curve(out)) > logged
+        wait_until(lambda: has_logged(out) and len(history(out)) > logged
                    and len(set(children(process.pid)) - {*dead}) == 2)
-        dead, logged = children(process.pid), len(curve(out)) + 4
+        dead, logged = children(process.pid), len(history(out)) + 4
         os.kill(dead[-1], signal.SIGKILL)
     output = finish(process)
     assert process.returncode == 1 and "resuming after step" in output, output
@@ -328,7 +324,7 @@ def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
     outputs = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "resuming after step" in outputs[0] and is_near(curve(out), expected)
+    assert "resuming after step" in outputs[0] and is_near(out, expected)
     # The machines keep their order.
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
 
@@ -408,7 +404,7 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
                        "--out", "two hosts")
     output = finish(process)
     assert process.returncode == 0, output
-    assert is_near(curve(tmp_path / "two hosts"), expected)
+    assert is_near(tmp_path / "two hosts", expected)
     assert output.count("common/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
 
 
@@ -545,7 +541,7 @@ def job(slurm, tmp_path, corpus):
 @thorough
 def test_a_batch_job(job, tmp_path, expected):
     output = job(["run.sh", "ddp.py"], OPTIONS)
-    assert is_near(curve(tmp_path / "out"), expected)
+    assert is_near(tmp_path / "out", expected)
     assert output.startswith("+ srun --ntasks-per-node=1 ")
 
 
@@ -566,7 +562,7 @@ def test_srun_starts_a_script(slurm, tmp_path, corpus, expected):
     process = start([*srun, sys.executable, ROOT / "ddp.py", *options], tmp_path, **slurm)
     output = finish(process)
     assert process.returncode == 0, output
-    assert is_near(curve(tmp_path / "out"), expected)
+    assert is_near(tmp_path / "out", expected)
     process = start([*srun, sys.executable, ROOT / "single.py", *options], tmp_path, **slurm)
     assert "single.py is one process and was started as 2" in finish(process)
     process = start(["srun", "--nodes=2", "--ntasks=4", *RUN, "ddp.py"], tmp_path, **slurm)
@@ -612,4 +608,4 @@ def test_the_gpu_of_a_process(monkeypatch):
 def test_the_variables_of_accelerate(run, corpus, expected):
     """It sets those of torchrun; ACCELERATE_* beside them change nothing."""
     env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true"}
-    assert curve(run("ddp.py", 2, f"{OPTIONS} --data {corpus}", env=env).out) == expected
+    assert run("ddp.py", 2, f"{OPTIONS} --data {corpus}", env=env).curve() == expected

@@ -3,17 +3,13 @@ what stands below ``main`` are functions of plain values; most of common/ can be
 
 import ast
 import difflib
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.processes import PATIENCE, ROOT
-from tests.sample import sampled, thorough
-from tests.services import names_in, without_services
+from tests.processes import ROOT
+from tests.sample import sampled
 
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
@@ -39,6 +35,32 @@ def imports(source):
                 path = name.replace(".", "/") + ".py"
                 if (ROOT / path).is_file():
                     yield path
+
+
+SERVICES = {"report", "validation", "checkpoints"}
+
+
+def names_in(node):
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def without_services(source):
+    """``source`` without the statements that name a service, and without the imports that nothing
+    uses then. In the header of the loop ``report.steps(x)`` becomes ``x``."""
+    tree = ast.parse(source)
+    (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
+    (loop,) = (node for node in main.body if isinstance(node, ast.For) and names_in(node.iter)
+               & SERVICES)
+    assert ast.unparse(loop.iter).startswith("report.steps(")
+    (loop.iter,) = loop.iter.args
+    for block in (loop, main):
+        block.body = [node for node in block.body if not names_in(node) & SERVICES]
+    used = names_in(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+    tree.body = [node for node in tree.body if getattr(node, "names", True)]
+    return ast.unparse(tree)
 
 
 def copy(name, folder, services=True):
@@ -77,20 +99,6 @@ def test_a_copy_trains_to_the_same_weights_without_its_services(server, corpus, 
         assert all(torch.equal(a, b) for a, b in zip(rank, other))
     assert (tmp_path / "whole" / "out" / "metrics.jsonl").exists()
     assert not (tmp_path / "bare" / "out").exists()
-
-
-@thorough
-def test_a_copy_of_the_composition_runs_from_another_folder(tmp_path, corpus):
-    """As real processes, with the scripts that it imports."""
-    copy("hybrid_3d", tmp_path / "copy")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [*torchrun, "copy/hybrid_3d.py", *OPTIONS.split(), "--tp", "2", "--data", corpus],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE,
-    )
-    assert result.returncode == 0 and "final loss" in result.stdout, result.stderr
-    assert (tmp_path / "runs" / "hybrid_3d" / "metrics.jsonl").exists()
 
 
 def test_the_functions_below_main_lift_into_another_trainer(run):

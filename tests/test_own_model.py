@@ -1,7 +1,6 @@
 """One's own model: what the scripts cannot know is handled, or refused in words."""
 
 import argparse
-import re
 import shutil
 
 import numpy as np
@@ -164,15 +163,6 @@ def test_tied_parameters_stay_tied_in_one_stage(once):
     found = once("pp.py", 1, UNSAVED, inject="tied()")
     expected = once("single.py", 0, UNSAVED, inject="tied()")
     torch.testing.assert_close(found.curve(), expected.curve(), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("script", ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp"])
-def test_the_comment_on_your_own_model_gives_it_the_type(script):
-    """--dtype float64 is what a run is compared in."""
-    made = re.search(r"MyModel\(\)\.to\(.*?\)", (ROOT / f"{script}.py").read_text())[0]
-    args = argparse.Namespace(param_dtype=torch.float64)
-    model = eval(made, {"MyModel": lambda: nn.Linear(2, 2), "args": args, "device": "cpu"})
-    assert model.weight.dtype == torch.float64
 
 
 def test_each_parameter_group_keeps_its_own_rate():

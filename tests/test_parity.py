@@ -33,10 +33,6 @@ def before(line, more):
     return [line, more + line]
 
 
-def after_record(more):
-    return [RECORD, more + RECORD]
-
-
 # name: script, its options, what it prints, edits. On 2 ranks, with 3 micro-batches, in float32.
 FAULTS = {
     "mean-instead-of-sum": (

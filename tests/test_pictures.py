@@ -79,7 +79,7 @@ def test_timelines(name):
             assert kinds in (("FB", "FIW") if name in pp.SPLIT_BACKWARD else ("FB",))
         assert all(a + length <= b for (_, a, length), (_, b, _) in zip(cells, cells[1:]))
     waiting = f"{draw.waiting(ranks):.1%}"
-    assert pp.bubble(name, 4, v, 8).endswith(f"= {waiting}")
+    assert pp.bubble(name, 4, v, 8)[1].endswith(f"= {waiting}")
     assert words(name)[0] == f"{name}: each rank waits for {waiting} of the step"
     assert len(words(name)) > sum(map(len, ranks))
     page = pathlib.Path(ROOT, "docs", "pipelines.md").read_text()

@@ -4,8 +4,6 @@ import argparse
 import itertools
 import types
 
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
-
 import pp
 from common.errors import SettingError
 from common.model import ModelConfig
@@ -99,8 +97,8 @@ def test_the_bubble_is_the_one_of_the_schedule():
         # it is interleaved1f1b with one stage on each rank.
         if name == "1f1b" or not allowed(name, p, M, V):
             continue
-        formula = pp.bubble(name, p, V, M)
-        waiting, _ = play(build(name, p, M, V).pipeline_order, p * V)
+        _, formula = pp.bubble(name, p, V, M)
+        waiting = play(build(name, p, M, V).pipeline_order, p * V)
         value = float(formula.partition("= ")[2].rstrip("%")) / 100
         if formula.startswith("at least"):
             assert waiting > value - 6e-4, (name, p, M, V)
@@ -109,40 +107,13 @@ def test_the_bubble_is_the_one_of_the_schedule():
 
 
 SECONDS = {"F": 1, "I": 1, "W": 1, "B": 2}  # forward; gradients of inputs, of weights, of both
-LETTERS = "abcdefghijkl"
-SIGNS = {"F": [*map(str, range(12))], "I": LETTERS, "W": LETTERS.upper(), "B": LETTERS}
-
-
-def test_the_drawings_are_the_schedules():
-    """Those of the docstring, rank by rank."""
-    for name in ("gpipe", "1f1b", "zerobubble"):
-        _, drawn = play(order_of(name, 3, 4), 3)
-        found = pp.__doc__.partition(f"\n    {name} ")[2].splitlines()[:3]
-        assert [line.partition("rank ")[2][2:].strip() for line in found] == drawn, name
-
-
-def order_of(name, p, M):
-    """The engine's order; of 1f1b it says another than it runs: p-r forwards, then one backward,
-    one forward, in turn, and the rest of the backwards."""
-    if name != "1f1b":
-        return build(name, p, M, 1).pipeline_order
-    return {rank: one_f_one_b(rank, p - rank, M) for rank in range(p)}
-
-
-def one_f_one_b(rank, warm_up, M):
-    forward = [_Action(rank, _ComputationType.FORWARD, i) for i in range(M)]
-    backward = [_Action(rank, _ComputationType.FULL_BACKWARD, i) for i in range(M)]
-    steady = itertools.zip_longest(backward, forward[warm_up:])
-    return forward[:warm_up] + [action for pair in steady for action in pair if action]
 
 
 def play(order, num_stages):
-    """The share of time in which ranks wait, if each works its actions off as soon as it can; and
-    a drawing of each rank's time, as in the docstring of pp.py."""
+    """The share of time in which ranks wait, if each works its actions off as soon as it can."""
     todo = {rank: actions_of(actions) for rank, actions in order.items()}
     work = sum(SECONDS[kind] for actions in todo.values() for kind, _, _ in actions)
     ready, clock = {}, dict.fromkeys(todo, 0)  # when a result is there; where a rank is in time
-    drawn = {rank: [] for rank in todo}
     while any(todo.values()):
         for rank, actions in todo.items():
             while actions:
@@ -153,15 +124,10 @@ def play(order, num_stages):
                 needs = [need for need in needs if 0 <= need[1] < num_stages]
                 if not all(need in ready for need in needs):
                     break
-                begins = max([clock[rank], *(ready[need] for need in needs)])
-                drawn[rank] += ["."] * (begins - clock[rank])
-                drawn[rank] += [SIGNS[kind][M]] * SECONDS[kind]
-                clock[rank] = begins + SECONDS[kind]
+                clock[rank] = max([clock[rank], *(ready[need] for need in needs)]) + SECONDS[kind]
                 ready["I" if kind == "B" else kind, stage, M] = clock[rank]
                 actions.pop(0)
-    end = max(clock.values())
-    drawn = [" ".join(signs + ["."] * (end - len(signs))) for signs in drawn.values()]
-    return 1 - work / end / len(order), drawn
+    return 1 - work / max(clock.values()) / len(order)
 
 
 def actions_of(actions):

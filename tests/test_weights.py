@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common import checkpoint, options
 from common.data import BatchSampler, TokenDataset
 from common.errors import SettingError
-from common.model import LLAMA_3_1, ModelConfig, Transformer, rotary_table
+from common.model import ModelConfig, Transformer
 from common.weights import load_weights, read_config
 from tests.sample import sampled, thorough
 from tools import export
@@ -111,22 +111,6 @@ def test_logits_are_those_of_transformers(tmp_path, scaling):
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=2e-4)
         model.config = dataclasses.replace(model.config, rope_scaling=None if scaling else SCALING)
         assert (model(tokens) - expected).abs().max() > 0.1
-
-
-def test_the_angles_of_llama_3_1():
-    """Pairs that keep their speed, that turn 8 times more slowly, and those between."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    expected = LlamaRotaryEmbedding(transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=1, rope_theta=500000.0, rope_scaling=dict(LLAMA_3_1),
-        max_position_embeddings=131072,
-    )).inv_freq
-    cos, sin = rotary_table(torch.tensor(1), 128, 500000.0, torch.float64, LLAMA_3_1)
-    found = torch.atan2(sin, cos)
-    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
-    slower = 500000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128) / found
-    assert slower.min() == pytest.approx(1) and slower.max() == pytest.approx(8)
-    assert ((slower > 1.01) & (slower < 7.99)).sum() > 3
 
 
 def test_a_tied_head_gets_the_values_of_the_embedding(tmp_path):
@@ -413,13 +397,6 @@ def test_shards_in_another_type(trained, tmp_path, dtype):
     for name, tensor in checkpoint.read(step).items():
         assert torch.equal(found[name], tensor.to(model.dtype)), name
         assert torch.equal(again[name], found[name].float()), name
-
-
-def test_which_tensors_share_a_file():
-    sizes = {"a": 4, "b": 4, "c": 1, "d": 20, "e": 3, "f": 7}
-    assert export.split(sizes, 9) == [["a", "b", "c"], ["d"], ["e"], ["f"]]
-    assert export.split(sizes, 10) == [["a", "b", "c"], ["d"], ["e", "f"]]
-    assert export.split(sizes, 1000) == [list(sizes)]
 
 
 def break_settings(**values):

@@ -317,7 +317,11 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                 if "pp" in counted["grid"]:  # the first rank of each stage
                     ranks = self.mesh.mesh.movedim(self.mesh.mesh_dim_names.index("pp"), 0)
                     counted["stages"] = ranks.reshape(len(ranks), -1)[:, 0].tolist()
-                    counted["bubble"] = bubble(self.args, len(ranks))
+                    schedule = getattr(self.args, "schedule", "1f1b")
+                    v = getattr(self.args, "stages_per_rank", 1) or (
+                        1 if schedule in pp.ONE_STAGE else 2)
+                    counted["bubble"], _ = pp.bubble(
+                        schedule, len(ranks), v, self.args.microbatches)
 
         def say(self, line):
             counted["description"].append(str(line))
@@ -358,15 +362,6 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         "read_counts": experts.read_counts,
         "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
-
-
-def bubble(args, n):
-    """The share of a step in which ``n`` ranks wait for the pipeline to fill and drain; a lower
-    bound if there are fewer micro-batches than stages. See pp.py."""
-    schedule = getattr(args, "schedule", "1f1b")
-    v = getattr(args, "stages_per_rank", 1) or (1 if schedule in pp.ONE_STAGE else 2)
-    parts = 3 if schedule in pp.SPLIT_BACKWARD else 1
-    return (n - 1) / (parts * v * args.microbatches + n - 1)
 
 
 def as_if_before(prepare):

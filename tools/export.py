@@ -58,16 +58,6 @@ def check_is_free(folder):
         raise SettingError(f"{folder} exists: name a folder that does not, or remove it")
 
 
-def config_of(settings, checkpoint):
-    """The ModelConfig of a run, from the settings in its run.json.
-
-    Raises:
-        SettingError: the run has not trained our model.
-    """
-    found = {key.removeprefix("--").replace("-", "_"): value for key, value in settings.items()}
-    return config_from({"model_type": "llama"} | found, checkpoint / "run.json")
-
-
 def huggingface_config(config, dtype, seq_len):
     """The content of a config.json. Its names are from before transformers 5, which still reads
     them. Our data has no special tokens."""
@@ -141,8 +131,9 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """
     check_is_free(folder)
     reader, stored, saved = open_checkpoint(checkpoint)
-    settings = saved[MUST]
-    config = config_of(settings, checkpoint)
+    settings = {key.removeprefix("--").replace("-", "_"): value
+                for key, value in saved[MUST].items()}
+    config = config_from({"model_type": "llama"} | settings, checkpoint / "run.json")
     found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
              if name.startswith("model.")}
     for name in [name for name in found if name.endswith(".mlp.bias")]:
@@ -184,7 +175,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
                 "weight_map": {name: path for path, names in zip(files, shards) for name in names},
             })
         _write_json(temporary / "config.json",
-                    huggingface_config(config, dtype, settings.get("--seq-len") or 1))
+                    huggingface_config(config, dtype, settings.get("seq_len") or 1))
     return files
 
 
