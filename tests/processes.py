@@ -8,7 +8,6 @@ goes through the end of the interpreter.
 import contextlib
 import gc
 import importlib
-import itertools
 import json
 import os
 import pathlib
@@ -21,7 +20,6 @@ import time
 import weakref
 
 ROOT = pathlib.Path(__file__).parent.parent
-PORTS = itertools.count(os.getpid() * 101)  # see free_port
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 
@@ -108,13 +106,13 @@ class ProcessServer:
         return result
 
 
+@contextlib.contextmanager
 def free_port():
-    """Below the ports that the kernel gives to whoever asks for any port: it might give this one
-    away before a rank listens. Processes that share the tests begin at different ports."""
-    for number in PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):  # the next if it is in use
-            probe.bind(("127.0.0.1", 10_000 + number % 20_000))
-            return probe.getsockname()[1]
+    """A port that nobody else gets while this lasts, but on which a rank can listen."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as whoever listens sets it
+        yield held.getsockname()[1]
 
 
 def serve():
@@ -178,8 +176,7 @@ def serve():
 
     for line in sys.stdin:
         job = json.loads(line)
-        with tempfile.TemporaryFile() as output:
-            port = free_port()
+        with tempfile.TemporaryFile() as output, free_port() as port:
             running = {start_rank(job, rank, port, output.fileno()): rank
                        for rank in range(max(1, job["world_size"]))}
             statuses = [-signal.SIGKILL] * len(running)

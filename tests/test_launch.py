@@ -308,21 +308,18 @@ def test_settings_that_cannot_be(tmp_path, environment, message):
 # Several machines, by hand: here one machine plays both
 
 
-def two_machines(tmp_path, options, **environment):
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [start([*RUN, "ddp.py", *options], tmp_path, NODE_RANK=str(rank), **environment)
-            for rank in (0, 1)]
-
-
 @thorough
 def test_all_machines_start_again_after_a_kill(tmp_path, corpus, expected):
     """A process of the second machine is killed: both resume, and end as if undisturbed."""
     options = [*OPTIONS.split(), "--save-every", "2", "--data", corpus]
-    processes = two_machines(tmp_path, options, NNODES="2", MAX_RESTARTS="1")
     out = tmp_path / "runs" / "ddp"
-    wait_until(lambda: out.exists() and list_checkpoints(out))
-    os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
-    outputs = [finish(process) for process in processes]
+    with free_port() as port:
+        processes = [start([*RUN, "ddp.py", *options], tmp_path, NNODES="2", NODE_RANK=str(rank),
+                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MAX_RESTARTS="1")
+                     for rank in (0, 1)]
+        wait_until(lambda: out.exists() and list_checkpoints(out))
+        os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
+        outputs = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "resuming after step" in outputs[0] and is_near(out, expected)
     # The machines keep their order.
@@ -482,12 +479,18 @@ PartitionName=all Nodes=ALL Default=YES
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def ports():
+    with free_port() as one, free_port() as two, free_port() as three:
+        yield one, two, three
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory, ports):
     """A Slurm of two nodes, both on this machine. Gives the variable by which commands find it."""
     munged, slurmctld, slurmd, _ = needs_root_and("munged", "slurmctld", "slurmd", "sbatch")
     folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname().partition(".")[0]
     conf, nodes = folder / "slurm.conf", [host, f"{host}-b"]
-    conf.write_text(SLURM.format(host=host, folder=folder, ports=[free_port() for _ in range(3)]))
+    conf.write_text(SLURM.format(host=host, folder=folder, ports=ports))
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
     for name in ("state", *(f"spool-{node}" for node in nodes)):

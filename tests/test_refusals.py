@@ -319,9 +319,9 @@ def test_a_command(refused, command, world, words):
 
 @pytest.mark.parametrize("change, words", ENVIRONMENTS)
 def test_an_environment(refused, change, words):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, free_port() as free:
         port = taken.getsockname()[1]
-        env = {**TWO, "MASTER_PORT": str(free_port()), **change}
+        env = {**TWO, "MASTER_PORT": str(free), **change}
         env = {name: value and value.replace("{taken}", str(port)) for name, value in env.items()}
         refused("ddp.py", 0, words.replace("{taken}", str(port)), env=env)
 

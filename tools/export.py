@@ -8,11 +8,11 @@ ranks. It writes config.json, and model.safetensors or shards with an index. Che
 tokenizer: copy one into the folder. One process is enough, without a GPU or further packages.
 
 It reads, converts and writes one tensor after the other. So it does not need memory for the model
-or for a shard, but at most for three times the largest tensor.
+or for a shard, but for some four times the largest tensor.
 """
 
 import contextlib
-import functools
+import itertools
 import json
 import os
 import pathlib
@@ -106,16 +106,17 @@ def header(shapes, dtype):
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensor(file, name, tensor, dtype):
-    """Write the numbers of a tensor.
+def write_parts(file, tensor, experts, dtype):
+    """Write ``{name: number of the expert, or None for the whole tensor}``.
 
     Raises:
-        SettingError: one of them is too large for ``dtype``.
+        SettingError: a number is too large for ``dtype``.
     """
-    tensor = tensor.to(dtype)
-    if not torch.stack(tensor.aminmax()).isfinite().all():  # it makes no copy
-        raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
-    file.write(tensor.view(torch.uint8).numpy())
+    for name, expert in experts.items():
+        part = (tensor if expert is None else tensor[expert]).to(dtype)
+        if not torch.stack(part.aminmax()).isfinite().all():  # it makes no copy
+            raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
+        file.write(part.view(torch.uint8).numpy())
 
 
 def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
@@ -144,7 +145,6 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
             )
         del found[name]
     check_shapes(found, shapes_of(config), checkpoint)
-    read_tensor = functools.lru_cache(1)(reader.read_tensor)  # all experts of a matrix at once
     parts = parts_of(config)
     shapes = {name: shape for name, (_, _, shape) in parts.items()}
     dtype = dtype or stored["model.model.embed_tokens.weight"].properties.dtype
@@ -161,12 +161,11 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
         for path, names in zip(files, shards):
             with open(temporary / path, "wb") as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
-                for name in names:
-                    ours, expert, _ = parts[name]
-                    tensor = read_tensor(f"model.{ours}")
-                    tensor = tensor if expert is None else tensor[expert]
-                    write_tensor(file, name, tensor, dtype)
-                    bar.update(sizes[name])
+                # All experts of a matrix are one tensor. It is freed before the next one is read.
+                for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
+                    experts = {name: parts[name][1] for name in group}
+                    write_parts(file, reader.read_tensor(f"model.{ours}"), experts, dtype)
+                    bar.update(sum(sizes[name] for name in experts))
                 file.flush()
                 os.fsync(file.fileno())
         if len(shards) > 1:
