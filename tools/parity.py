@@ -472,7 +472,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")
-    parser.add_argument("--table", action="store_true", help="print the gradients of the first step")
+    parser.add_argument("--table", action="store_true", help="print gradients of the first step")
     args = parser.parse_args(argv)
     try:
         one, two = ([json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
