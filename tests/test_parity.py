@@ -46,10 +46,10 @@ FAULTS = {
         "fsdp.py", "", "all gradients: divided by 6: ranks x micro-batches; the loss is right",
         ["(micro_loss * n).backward()", "(micro_loss / 3).backward()"]),
     "norms-not-reduced": (
-        "tp.py", "", "not reduced: ranks .0. and .1. hold different gradients of the norms: they must "
-        "be added up", ["dist.all_reduce(whole, group=group)", "pass"]),
+        "tp.py", "", "not reduced: ranks .0. and .1. hold different gradients of the norms: they "
+        "must be added up", ["dist.all_reduce(whole, group=group)", "pass"]),
     "another-ranks-samples": (
-        "ddp.py", "", "samples: 12 of 24 are missing, one is read 2 times, by ranks .0, 1.",
+        "ddp.py", "", "samples: 12 of 24 are missing, one is read 2 times, by ranks .0, 1",
         ["stop=args.steps, mesh=mesh\n", "stop=args.steps, rank=0, world_size=n\n"]),
     "a-sample-repeated": (
         "ddp.py", "", "samples: [36] of 24 are missing, one is read [24] times, by ranks ....?",
@@ -70,7 +70,8 @@ FAULTS = {
         [REDUCED, "pass\n"],
         before(CP_REDUCTION, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
     "initial-weights": (
-        "cp.py", "", "initial weights: ranks .0. and .1. hold different values of all but the norms",
+        "cp.py", "",
+        "initial weights: ranks .0. and .1. hold different values of all but the norms",
         ["device, args.seed)", "device, args.seed + cp_rank)"]),
     "no-mask-on-a-rank": (
         "ddp.py", "", "forward pass: the loss is",

@@ -404,9 +404,9 @@ def compare(one, two):
         if off.any():
             who = "all gradients" if everywhere else f"gradients of {group(off)}"
             for i, j in itertools.combinations(off.nonzero().flatten().tolist(), 2):
-                tied, still = (z.sketch[i].equal(z.sketch[j]) for z in (x, y))
-                right = (x.sketch[i] - y.sketch[i] - y.sketch[j]).norm() <= allowed[i]
-                if tied and not still and right:
+                was_tied, is_tied = (z.sketch[i].equal(z.sketch[j]) for z in (x, y))
+                both = y.sketch[i] + y.sketch[j]
+                if was_tied and not is_tied and (x.sketch[i] - both).norm() <= allowed[i]:
                     pair = f"{names[i]} and {names[j]}"
                     return f"{at} a tie is lost: the sum of the gradients of {pair} is right"
 
