@@ -382,8 +382,8 @@ def compare(one, two):
         if bad.any():
             r, by = (other / way)[bad], (gap / way.maximum(other))[bad].max()
             words = f", {factor(b, r[0].item(), 0.02)}" if r.max() < 1.02 * r.min() else ""
-            return (f"{at} update: weights of {group(bad)} go another way, by up to {by:.0e} of "
-                    f"it{words}: learning rate, weight decay, the optimizer, or a rank without it")
+            return (f"{at} update: weights of {group(bad)} go another way, by up to {by:.0e} of it"
+                    f"{words}: learning rate, weight decay, the optimizer, or a rank that skips it")
 
         last = max(off.nonzero(), default=0)  # a backward pass begins at the last parameter
         right = (~off & ~unclear)[:last].sum()
