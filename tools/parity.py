@@ -82,6 +82,8 @@ class Parity:
         if any(x and math.isfinite(x) and math.frexp(x)[0] * 2**36 % 1 == 0 for x in losses):
             self.types.add(torch.float32)  # a float of so few bits was a tensor of this type
         micro_batches = [*map(tensors_in, batch if isinstance(batch, list) else [batch])]
+        targets = [int((x != -100).sum()) for tensors in micro_batches
+                   for x in list(tensors.values())[-1:]]
         gradients = {name: self.parts(name, p.grad)
                      for name, p in self.parameters.items() if p.grad is not None}
         self.squares = {name: square(parts) for name, parts in gradients.items()}
@@ -92,8 +94,8 @@ class Parity:
             "weight_eps": [torch.finfo(p.dtype).eps for p in self.parameters.values()],
             "eps": [torch.finfo(t).eps for t in self.types if t and t.is_floating_point],
             "samples": [{name: hashes(x) for name, x in batch.items()} for batch in micro_batches],
-            "targets": [int((x != -100).sum()) for batch in micro_batches
-                        for x in list(batch.values())[-1:]],
+            "targets": targets,  # of micro-batches; and of what each loss is the mean:
+            "counts": targets if len(targets) == len(losses) else [sum(targets)],
         }
         everyone, self.factors = [own], []
         if dist.is_available() and dist.is_initialized():
@@ -228,17 +230,6 @@ def distance(x, y, r=1.0):
 
 def of_all_ranks(step, key):
     return [item for rank in step["ranks"] for item in rank[key]]
-
-
-def mean_of_means(step):
-    """The targets of micro-batches, or of ranks, and by which factor the loss is larger if each
-    weighs as much as it has targets."""
-    counts, losses = of_all_ranks(step, "targets"), of_all_ranks(step, "losses")
-    if len(counts) != len(losses):
-        ranks = [rank for rank in step["ranks"] if rank["losses"]]
-        counts, losses = ([sum(rank[key]) for rank in ranks] for key in ("targets", "losses"))
-    weighted = sum(n * x for n, x in zip(counts, losses)) / (sum(counts) or 1)
-    return counts, weighted * len(losses) / (sum(losses) or 1)
 
 
 def factor(step, r, near):
@@ -444,10 +435,13 @@ def compare(one, two):
                 return f"{at} {how}: record the loss, to tell whether the forward pass is right"
 
         if ratio and not loss_right:
-            counts, weighted = mean_of_means(b)
-            uneven = len({*counts}) > 1
-            if uneven and abs(ratio * weighted - 1) <= loss_tolerance + slack:
-                return f"{at} a mean of means: weighted by targets, {counts[:4]}, the loss is right"
+            pairs = [pair for rank in b["ranks"] for pair in zip(rank["counts"], rank["losses"])]
+            counts = [n for n, _ in pairs]
+            if uneven := len({*counts}) > 1:
+                weighted = sum(n * x for n, x in pairs) / sum(counts)
+                mean = sum(x for _, x in pairs) / len(pairs)
+                if abs(ratio * weighted / mean - 1) <= loss_tolerance + slack:
+                    return f"{at} a mean of means: weighted by targets, {counts[:4]}, it is right"
             words = f"the loss is {b['loss']}, not {a['loss']}"
             if off.any():
                 return (f"{at} forward pass: {words}; {how}: mask, positions, arithmetic, weights "
