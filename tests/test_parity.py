@@ -147,6 +147,10 @@ FAULTS = {
         "ddp.py", "", "a tie is lost: .* of model.embed_tokens.weight and lm_head.weight is right",
         before(BEFORE_AUTOCAST, "    model.lm_head.weight = torch.nn.Parameter(\n"
                "        model.model.embed_tokens.weight.detach().clone())\n")),
+    "a-tie-kept-and-halved": (
+        "ddp.py", "", "all gradients: divided by 2: the ranks",
+        before(BEFORE_AUTOCAST, f"    {TIED}\n"),
+        ["(micro_loss * n).backward()", "micro_loss.backward()"]),
     # In a trainer with tensor parallelism by hand
     "a-layers-all-reduce-missing": (
         TRAINER, "", "not reduced: .*; wrong from blocks.1.norm.bias on down, right above it; the "
@@ -355,6 +359,41 @@ def test_parts_add_up_without_requires_grad(small):
 
 def scale_first(step, model):
     model[0].weight.grad *= 0.5
+
+
+class Attention(torch.nn.Module):
+    """Its softmax makes the gradient of the keys' bias, a third of qkv.bias, nothing but noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = torch.nn.Embedding(11, 16), torch.nn.Linear(16, 48)
+        self.out = torch.nn.Linear(16, 11)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.embed(x)).unsqueeze(1).chunk(3, -1)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.squeeze(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_in_a_part_of_a_parameter(tmp_path, dtype):
+    """Adam moves it by whole steps, otherwise with other micro-batches. The large loss keeps Adam's
+    eps from damping it."""
+    for accumulate in 1, 4:
+        torch.manual_seed(0)
+        model = Attention().to(dtype)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        recorded = parity.Parity(tmp_path / f"{accumulate}", model, optimizer)
+        for step in range(4):
+            batch = list(torch.randint(11, (8, 12)).chunk(accumulate))
+            losses = [torch.nn.functional.cross_entropy(
+                model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()) * 1e6 / accumulate
+                for x in batch]
+            sum(losses).backward()
+            recorded.record(step, losses, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert compare(tmp_path / "1", tmp_path / "4") == (None, 4)
 
 
 def test_only_recorded_steps_accuse(small):
