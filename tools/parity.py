@@ -1,4 +1,4 @@
-"""Is your trainer on N processes the run of one? Record both runs, and compare them.
+"""Is your trainer on N processes the run of one? Record both and compare them.
 
     parity = Parity("two.parity", model, optimizer)     # after the model is parallelised
     parity.record(step, loss, batch)    # every rank; gradients are reduced, and not yet clipped
