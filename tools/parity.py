@@ -84,7 +84,7 @@ class Parity:
             "gradients": gradients, "norm": sum(self.squares.values()) ** 0.5,
             "losses": losses, "factors": self.factors, "dropout": self.dropout,
             "weight_eps": [torch.finfo(p.dtype).eps for p in self.parameters.values()],
-            "eps": [torch.finfo(t).eps for t in self.types if t and t.is_floating_point],
+            "eps": [torch.finfo(t).eps for t in self.types if getattr(t, "is_floating_point", 0)],
             "samples": samples, "numbers": numbers, "targets": targets,  # of these, in each loss:
             "counts": targets if len(targets) == len(losses) else [sum(targets)],
         }
@@ -157,7 +157,7 @@ def sums(tensor, offsets, shape):
 
 def read(batch):
     """({name: a hash of each sample}, [targets of each micro-batch], numbers in all) of a list of
-    micro-batches. 0, -100 and what a mask hides count nothing in a hash: rows may be padded."""
+    micro-batches. 0, -100 and what a mask hides count nothing in hashes: rows may be padded."""
     samples, targets, numbers = collections.defaultdict(list), [], 0
     for tensors in batch:
         tensors = [tensors] if torch.is_tensor(tensors) else tensors or ()
@@ -167,7 +167,7 @@ def read(batch):
         numbers += max((x.numel() for x in tensors.values()), default=0)
         mask = tensors.get("attention_mask", torch.ones(0))
         for name, x in tensors.items():
-            x = x.masked_fill(mask == 0, 0) if x.shape == mask.shape else x
+            x = x * mask if name in ("input_ids", "position_ids") and mask.shape == x.shape else x
             x = x.reshape(len(x), math.prod(x.shape[1:]))
             x = x.double().view(torch.int64) if x.is_floating_point() else x.long()
             mixed = mix(x ^ mix(torch.arange(1, x.shape[1] + 1, device=x.device)))
@@ -326,8 +326,8 @@ def compare(one, two):
         everywhere, known = bool((off | unclear).all()), [] not in (a["loss"], b["loss"])
         want, have = (step["loss"] if known else math.nan for step in (a, b))
         ratio = have / (want or math.nan)
-        loose_loss = (x.length + longest) @ (eps_acc * w.length + slack * way)  # weights are off
-        loss_right = abs(have - want) <= loss_tolerance * abs(want) + loose_loss
+        room = eps_acc * x.length.norm() * w.length.norm() + slack * (x.length + longest) @ way
+        loss_right = abs(have - want) <= loss_tolerance * abs(want) + room
         behind = "; the loss is right: look behind it" if loss_right else (
             "; nor is the loss right: look at the forward pass" * known)
         last = max(off.nonzero(), default=0)  # a backward pass begins at the last parameter
@@ -411,8 +411,8 @@ def compare(one, two):
             if 0 < r < math.inf and abs(r - 1) > limit:
                 return f"{words} not by {max(want):.6g} ({factor(b, r, 0.01)})"
 
-        new = g == 0  # parameters that had no gradient
-        noise[new], g[new] = x.noise.maximum(y.noise)[new, int(eps < 1e-12)].sqrt(), x.length[new]
+        noise = torch.where(g == 0, x.noise.maximum(y.noise)[:, int(eps < 1e-12)].sqrt(), noise)
+        g = torch.where(g == 0, x.length.maximum(y.length), g)  # the first gradient that is not 0
         x_before, longest, together = x, longest.maximum(x.length), together + 1
         before, largest = largest, max(largest, share.max().item())
         # Adam moves an element by a whole step even if its gradient is only rounding: hence the
