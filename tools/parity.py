@@ -260,7 +260,7 @@ def compare(one, two):
     N, m = len(names), max(sum(a["targets"]), sum(b["targets"])) or 2**16
     M = max(sum(rank["numbers"] for rank in step["ranks"]) for step in (a, b)) or 2**16
     # Roundings of products make a random walk through the layers, and sums one over the batch.
-    fine = eps * N**0.5 + 2 * eps_acc * min(M, 2**18) ** 0.5
+    fine = eps * N**0.5 + 2 * eps_acc * min(M, 2**16) ** 0.5
     tolerance = max(fine, 0.3 if min(types) > 2**-12 else 1e-12)  # 16 bits flip ReLUs and routers
     loss_tolerance = 2 * eps * max(N / m, 1.0) ** 0.5 + 16 * eps_acc
     slack = largest = together = 0
