@@ -553,6 +553,15 @@ def test_a_loss_of_zero_is_a_loss(small):
     assert parity.compare(one, two).startswith("DIFFERENT: step 0: loss only: the loss is inf")
 
 
+def test_a_type_that_one_run_alone_has_is_named(small):
+    """A module in bfloat16 in a run in float64 makes its tolerance that of bfloat16."""
+    one, two = read(small("one")), read(small("two"))
+    assert "though" not in parity.compare(one, two)
+    two[0]["ranks"][0]["eps"] = [torch.finfo(torch.bfloat16).eps]
+    assert re.match("EQUAL .* steps, though one computes in a coarser type: ",
+                    parity.compare(one, two))
+
+
 def test_replicas_of_a_partial_sum_count_once():
     """Two parts, each on two ranks, as of norms under data and tensor parallelism."""
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]

@@ -2,7 +2,6 @@
 
     parity = Parity("two.parity", model, optimizer)     # after the model is parallelised
     parity.record(step, loss, batch)    # every rank; gradients are reduced, and not yet clipped
-
     python -m tools.parity one.parity two.parity        # --table prints every parameter
 
 Record some five steps of any two layouts: one process and n ranks, DDP and TP, yesterday's commit
@@ -420,7 +419,8 @@ def compare(one, two):
         growth = min(10.0, largest / (before or largest or 1.0))
         slack = max(2 * (0.8 * tolerance) ** 0.5, 10 * growth * largest)
     verdict = "EQUAL up to rounding" if together else "DIFFERENT: the reference is not finite"
-    return (f"{verdict}, {together} of {k + 1} steps: gradients up to {tolerance:.1e}, "
+    though = ", though one computes in a coarser type" * (types[0] != types[1])
+    return (f"{verdict}, {together} of {k + 1} steps{though}: gradients up to {tolerance:.1e}, "
             f"the loss up to {loss_tolerance:.1e} in the first; largest difference: {largest:.1e}")
 
 
