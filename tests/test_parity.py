@@ -455,6 +455,11 @@ HARD = {
         torch.nn.Conv2d(3, 8, 3), torch.nn.InstanceNorm2d(8, affine=True), torch.nn.GELU(),
         torch.nn.Conv2d(8, 4, 3)), lambda: (IMAGES, torch.arange(8) % 4), pixels, 4, {}),
     "loss-of-zero": (lambda: torch.nn.Linear(6, 3), advantages, policy, 4, {}),
+    "loss-of-zero-with-adapters": (lambda: Adapter(), advantages, policy, 4, {}),
+    # The gradient of the bias is 0, and nothing but rounding in parts.
+    "a-critic": (lambda: torch.nn.Linear(6, 1), lambda: (torch.randn(33, 6), torch.randn(24, 6)),
+                 lambda model, x, z: model(z).mean() - model(x).mean(), 3,
+                 {"optimizer": torch.optim.Adam}),
     # One step to the optimum: from there on gradients are rounding.
     "optimum": (lambda: torch.nn.Linear(6, 1, bias=False), lambda: (
         ORTHOGONAL, ORTHOGONAL @ torch.ones(6, 1)), squared_error, 2, {"lr": 0.5}),
@@ -487,6 +492,8 @@ def test_samples_that_are_padded_by_a_mask(tmp_path):
         recorded = parity.Parity(tmp_path / str(pad), model)
         recorded.record(0, None, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
     assert compare(tmp_path / "0", tmp_path / "3") == (None, 1)
+    samples, *_ = parity.read([{"attention_mask": mask, "labels": ids}])  # of a decoder
+    assert samples["labels"] == parity.read([ids])[0]["0"]
 
 
 def test_gradients_that_overflow(small, tmp_path):
