@@ -83,9 +83,6 @@ FAULTS = {
                "enable_gqa=True))\n")),
     "mean-of-means": ("ddp.py", "", "a mean of means",
                       ["count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n"]),
-    "mean-of-means-of-micro-batches": (
-        "ddp.py", "", "a mean of means", ["step, loss, batch)", "step, [loss / 3] * 3, batch)"],
-        ["count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n"]),
     "reduction-in-bfloat16": (
         "cp.py", "", "rounding: .* bfloat16",
         [REDUCED, "half = parameter.grad.bfloat16()\n"
@@ -558,6 +555,16 @@ def test_a_loss_of_zero_is_a_loss(small):
     assert parity.compare(one, two).startswith("DIFFERENT: step 0: loss only: the loss is 0.0")
     two[0]["loss"] = math.inf
     assert parity.compare(one, two).startswith("DIFFERENT: step 0: loss only: the loss is inf")
+
+
+def test_a_mean_of_ranks_means(small):
+    """Each of two ranks gives the losses of two micro-batches, which add up to its own mean."""
+    one, two = read(small("one")), read(small("two"))
+    ranks = [two[0]["ranks"][0] | {"targets": targets, "counts": targets, "losses": losses}
+             for targets, losses in (([1, 1], [1.0, 2.0]), ([4, 2], [2.0, 0.5]))]
+    one[0]["loss"] = (2 * 3.0 + 6 * 2.5) / 8
+    two[0] |= {"ranks": ranks, "loss": (3.0 + 2.5) / 2}
+    assert parity.compare(one, two).startswith("DIFFERENT: step 0: a mean of means")
 
 
 def test_a_type_that_one_run_alone_has_is_named(small):
