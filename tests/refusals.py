@@ -6,10 +6,11 @@ import sys
 
 from tools.command import run
 
-tool = importlib.import_module(f"tools.{sys.argv[1]}")
-for words in json.loads(sys.argv[2]):
-    try:
-        run(tool.main, words)
-        print("it ended well")
-    except SystemExit as end:
-        print(end.code)
+if __name__ == "__main__":  # a process that counts imports this file too
+    tool = importlib.import_module(f"tools.{sys.argv[1]}")
+    for words in json.loads(sys.argv[2]):
+        try:
+            run(tool.main, words)
+            print("it ended well")
+        except SystemExit as end:
+            print(end.code)

@@ -1,6 +1,5 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
-import functools
 import json
 
 import pytest
@@ -9,7 +8,6 @@ from common.model import PRESETS
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tools import dry_run as tool
-from tools import plan
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -42,18 +40,11 @@ RUNS = [
 SAMPLE = RUNS[:1]
 
 
-@pytest.fixture(scope="module")
-def count():
+def count(command, world_size, rank=0, nproc_per_node=8):
     """What a dry run counts as one rank."""
-    first = functools.partial(plan.warm_up, "--model tiny --seq-len 128 --dtype float32".split())
-    with tool.process_pool(1, first) as pool:
-
-        def count(command, world_size, rank=0, nproc_per_node=8):
-            script, *more = command.split()
-            job = str(ROOT / script), ["--dtype", "float32", *more]
-            return pool.submit(tool.count_apart, *job, world_size, rank, nproc_per_node).result()
-
-        yield count
+    script, *more = command.split()
+    options = ["--dtype", "float32", *more]
+    return tool.count_apart(str(ROOT / script), options, world_size, rank, nproc_per_node)
 
 
 @pytest.fixture
@@ -87,7 +78,7 @@ Report.close = write_and_close
 
 
 @pytest.mark.parametrize("command, world, ranks", sampled(RUNS, SAMPLE))
-def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
+def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
     byte. Activations too, unless a thread of gloo still holds a tensor that it has sent: on a busy
     machine it may hold several, so there is a second and a third attempt."""
@@ -119,7 +110,7 @@ def test_the_fake_world(server, tmp_path):
 
 
 @thorough
-def test_the_ranks_of_a_pipeline(dry_run, count):
+def test_the_ranks_of_a_pipeline(dry_run):
     """Without --rank it is the stage that holds most: here the last, which has the head."""
     options = "--vocab-size 32768 --batch-size 4 --microbatches 4"
     result, most = dry_run(f"pp.py {options}", 2)
@@ -130,7 +121,7 @@ def test_the_ranks_of_a_pipeline(dry_run, count):
 
 
 @thorough
-def test_floating_point_operations(count):
+def test_floating_point_operations():
     """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
     is one more forward pass of each, without its last product, whose result nobody needs."""
     config, T, B = PRESETS["small"], 256, 2
@@ -150,13 +141,13 @@ def test_floating_point_operations(count):
 
 
 @thorough
-def test_a_ring_crosses_machines_at_some_edges(count):
+def test_a_ring_crosses_machines_at_some_edges():
     found = count("ddp.py", 8, nproc_per_node=4)
     assert found["between_machines"] == pytest.approx(found["sent"] * 2 / 8, abs=1)
 
 
 @thorough
-def test_an_all_to_all_crosses_machines_at_some_pairs(count):
+def test_an_all_to_all_crosses_machines_at_some_pairs():
     found = count("cp.py --attention ulysses --num-key-value-heads 4", 4, nproc_per_node=2)
     crossing = {part["collective"]: part["between_machines"] / part["bytes"]
                 for part in found["collectives"]}
@@ -165,7 +156,7 @@ def test_an_all_to_all_crosses_machines_at_some_pairs(count):
 
 @thorough
 @pytest.mark.parametrize("rank, share", [(0, 0), (1, 1 / 2)])
-def test_a_pipeline_knows_to_whom_it_sends(count, rank, share):
+def test_a_pipeline_knows_to_whom_it_sends(rank, share):
     """Of ranks 0 and 1 on one machine, and 2 and 3 on another, 1 sends to 0 and to 2."""
     found = count("pp.py", 4, rank, nproc_per_node=2)
     (part,) = [part for part in found["collectives"] if part["collective"] == "send"]

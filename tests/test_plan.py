@@ -1,45 +1,19 @@
 """tools/plan.py: a table of dry runs."""
 
 import dataclasses
-import functools
 import json
 import math
+import os
 import types
-from unittest import mock
 
 import pytest
+import torch
 
 from common.model import PRESETS
 from tests.sample import thorough
-from tools import dry_run, plan
+from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """A process that counts; this one stays as it is."""
-    first = functools.partial(plan.warm_up, TINY.split())
-    with dry_run.process_pool(1, first) as pool:
-        yield pool
-
-
-def evaluate_and_count(strategy, options, args, folder):
-    """What ``plan.evaluate`` finds, the depths that it has counted, and the whole depth counted."""
-    depths, cached = [], plan.cached
-
-    def count(script, words, *where):
-        depths.append(int(words[words.index("--num-hidden-layers") + 1]))
-        return cached(script, words, *where)
-
-    with mock.patch.object(plan, "cached", count), \
-            mock.patch.dict("os.environ", XDG_CACHE_HOME=folder):
-        found = plan.evaluate(strategy, options, args)
-        words = [*options, "--num-hidden-layers", str(args.config.num_hidden_layers)]
-        return found, depths, cached(
-            str(plan.ROOT / strategy.command), [*words, "--batch-size", str(args.batch_size)],
-            args.devices, found["rank"], args.nproc_per_node,
-        )
 
 
 # Script and options, its world size, pipeline stages, and whether three depths are enough.
@@ -58,7 +32,7 @@ DEEP = [
 @thorough
 @pytest.mark.parametrize("command, world, stages, exact", DEEP)
 def test_a_deep_model_is_extended_where_that_is_exact(
-    pool, tmp_path, command, world, stages, exact
+    monkeypatch, tmp_path, command, world, stages, exact
 ):
     """What is counted at three depths gives what the whole depth gives, to the byte."""
     script, *options = command.split()
@@ -67,10 +41,18 @@ def test_a_deep_model_is_extended_where_that_is_exact(
         config=dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers), batch_size=16,
         devices=world, nproc_per_node=8, device_memory=math.inf,
     )
-    strategy = plan.Strategy(script, world, stages, stages)
-    job = pool.submit(evaluate_and_count, strategy, options, args, str(tmp_path))
-    found, depths, whole = job.result()
+    depths, cached = [], plan.cached
+
+    def count(script, words, *where):
+        depths.append(int(words[words.index("--num-hidden-layers") + 1]))
+        return cached(script, words, *where)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(plan, "cached", count)
+    found = plan.evaluate(plan.Strategy(script, world, stages, stages), options, args)
     assert (max(depths) < layers) == exact
+    words = [*options, "--num-hidden-layers", str(layers), "--batch-size", str(args.batch_size)]
+    whole = cached(str(plan.ROOT / script), words, world, found["rank"], args.nproc_per_node)
     del found["parts"], whole["parts"]  # of these the highest is exact, and is in "peak"
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
 
@@ -272,6 +254,16 @@ def test_strategies_and_why_not():
     commands = [each.command for each in plan.strategies(8, 8, 8, 128, 4, experts=12)[0]]
     assert [command for command in commands if command.startswith(("ep", "tp", "hy"))] == [
         "ep.py --ep 2", "ep.py --ep 4"]
+
+
+def test_no_process_is_forked(monkeypatch, capsys, tmp_path):
+    """Where torch has CUDA packages, a fork of a process that has run a backward pass cannot run
+    one itself. All processes that count come from a server, which runs none."""
+    torch.ones(1, requires_grad=True).sum().backward()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("this process was forked"))
+    plan.main([*TINY.split(), *"--devices 2 --device-memory 1 --only fsdp.py pp.py".split()])
+    assert capsys.readouterr().out.count("pp.py --schedule") == 3
 
 
 @thorough

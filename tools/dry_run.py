@@ -22,8 +22,6 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
-import gc
-import importlib
 import importlib.util
 import itertools
 import json
@@ -57,6 +55,10 @@ from common.options import at_least
 from tools import pretend
 from tools.command import make_parser, refuse, run
 
+PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
+    "pp", "common.report", "tools.pretend", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 
 
@@ -375,21 +377,19 @@ def as_if_before(prepare):
     return uncounted
 
 
-def process_pool(processes=None, first=None):
-    """Processes, one on each core, that have imported what this one has, and have called
-    ``first``."""
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
-        importlib.import_module(name)  # the scripts import these too
-    gc.freeze()  # garbage collections in the processes do not visit what this one has
-    return concurrent.futures.ProcessPoolExecutor(
-        processes or len(os.sched_getaffinity(0)), multiprocessing.get_context("fork"), first
-    )
-
-
 def count_apart(*job, **options):
-    """``count``, in a process of its own: DTensor's caches keep the groups of an earlier world."""
-    with process_pool(1) as pool:
-        return pool.submit(count, *job, **options).result()
+    """``count``, in a process of its own: DTensor's caches keep the groups of an earlier world. The
+    process is forked off a server that has imported torch, and no more: where torch has CUDA
+    packages, a fork of a process that has run a backward pass cannot run one itself."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+        return process.submit(count, *job, **options).result()
+
+
+def threads():
+    """As many threads as cores, each to wait for a ``count_apart``."""
+    return concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
 def most(found):
@@ -442,10 +442,10 @@ def main(argv=None):
     if args.rank is not None:
         counted = count(*job, args.rank, args.nproc_per_node)
     else:
-        with process_pool() as pool:
-            first = pool.submit(count_apart, *job, 0, args.nproc_per_node).result()
-            others = first.get("stages", [0])[1:]
-            as_rank = functools.partial(count_apart, *job, nproc_per_node=args.nproc_per_node)
+        as_rank = functools.partial(count_apart, *job, nproc_per_node=args.nproc_per_node)
+        first = as_rank(0)
+        others = first.get("stages", [0])[1:]
+        with threads() as pool:
             found = pool.map(as_rank, others)
             counted = most([first, *tqdm(found, "other stages", len(others), leave=False,
                                          disable=not others)])

@@ -261,14 +261,6 @@ def cached(script, options, world_size, rank, nproc_per_node):
     return counted
 
 
-def warm_up(options):
-    """What torch prepares at its first use of an operation, the processes that this one starts
-    then have."""
-    small = "--num-hidden-layers 1 --batch-size 1".split()
-    with contextlib.suppress(SettingError):
-        dry_run.count(str(ROOT / "single.py"), [*options, *small], 1, 0, 1)
-
-
 @functools.cache
 def sources():
     """A hash of the scripts and of what counts them."""
@@ -444,8 +436,7 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     rows = []
-    first = functools.partial(warm_up, options)
-    with dry_run.process_pool(first=first) as pool, tqdm(total=len(tried), leave=False) as bar:
+    with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}
         for each in concurrent.futures.as_completed(searches):
             try:
