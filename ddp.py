@@ -22,22 +22,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
-from common.experts import balance_experts
+from common.data import BatchSampler, load_steps, open_dataset
 from common.launch import launch, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 
 def main(argv=None):
-    args = parse_options(option_parser(__doc__), argv)
+    parser = option_parser(__doc__)
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
+    args = parse_options(parser, argv)
     device = start_process_group(args)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
@@ -52,7 +57,7 @@ def main(argv=None):
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
@@ -63,12 +68,13 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -76,33 +82,29 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     # DDP: a resumed run then adds gradients in the same order as one that was not stopped.
     share = args.batch_size // (n * args.grad_accum), args.seq_len
     zeros = torch.zeros(share, dtype=torch.int64, device=device)
     arrange_buckets(replica, zeros, zeros)
-    balance_experts(model, 0.0)  # DDP: forget the tokens of this pass
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # DDP: of all ranks
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
-            last = micro_batch == args.grad_accum - 1
+            last = i == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
                 micro_loss = replica(inputs, targets) / count
                 (micro_loss * n).backward()  # DDP: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
-        balance_experts(model, args.balance_rate, dist.group.WORLD)  # DDP: of all ranks
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

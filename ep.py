@@ -45,37 +45,41 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
 from common.experts import balance_experts, read_counts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
 from fsdp import reshard, shard
+
+# Services: each comes off with the lines that name it
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, experts=True)
     parser.add_argument("--ep", type=at_least(1), metavar="N", help="ranks over which the experts "
                         "of each layer are spread; None: all ranks")
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
                         default=True, help="free the gathered parameters of a layer after its "
                         "forward pass, and gather them again for the backward pass")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
-    args.ep = args.ep or n
-    check(args, n)
+    ep = args.ep or n
+    check(args, n, ep)
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
     expert_mesh = init_device_mesh(  # the ranks that exchange tokens are adjacent
-        device.type, (n // args.ep, args.ep), mesh_dim_names=("expert_dp", "ep")
+        device.type, (n // ep, ep), mesh_dim_names=("expert_dp", "ep")
     )
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
@@ -85,18 +89,18 @@ def main(argv=None):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" else None  # FSDP: instead of autocast
+    dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
     # EP: first the experts of each layer, then FSDP for the rest of it
     for layer in layers:
         shard_experts(layer.mlp.experts, expert_mesh, dtype, args.reshard_after_forward)
         layer.mlp.dispatch = functools.partial(
             to_experts_and_back, group=expert_mesh.get_group("ep")
         )
-    groups = [
+    units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    shard(model, groups, mesh, dtype, args.reshard_after_forward)
+    shard(model, units, mesh, dtype, args.reshard_after_forward)
     for layer in layers:  # EP: gather its experts before its attention, not after the wait
         layer.set_modules_to_forward_prefetch([layer.mlp.experts])
     add_gradients_up(model)
@@ -108,12 +112,13 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -121,9 +126,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, expert_mesh)
@@ -132,14 +135,14 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # EP: of all ranks
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/n/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/n/accum, T)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
-                model.set_reshard_after_backward(micro_batch == args.grad_accum - 1)
+                model.set_reshard_after_backward(i == args.grad_accum - 1)
             micro_loss = model(inputs, targets) / count
             micro_loss.backward()  # EP: not times n: see add_gradients_up
             loss += micro_loss.detach()
 
-        grad_norm = clip_grad_norm(model.parameters(), args.grad_clip)  # EP: of all ranks' experts
+        grad_norm = clip_over_meshes(model.parameters(), args.max_norm)  # EP: of all ranks' experts
         optimizer.step()
         balance_experts(model, args.balance_rate, dist.group.WORLD)  # EP: of all ranks
         optimizer.zero_grad()
@@ -150,7 +153,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory.ep(args, n))
+    return report.close()
 
 
 def shard_experts(experts, mesh, dtype=None, reshard_after_forward=True):
@@ -209,12 +212,12 @@ def to_experts_and_back(rows, counts, experts, group):
     leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
     sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
 
-    rows = AllToAll.apply(rows, sent, received, group)  # (R, D), by source, then by expert
+    rows = SendRows.apply(rows, sent, received, group)  # (R, D), by source, then by expert
     rows = transpose_blocks(rows, coming)  # by expert, then by source
     by_expert = list(zip(*coming))  # the same numbers, [e][r]
     rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
     rows = transpose_blocks(rows, by_expert)  # by source, then by expert
-    return AllToAll.apply(rows, received, sent, group)  # (tK, D)
+    return SendRows.apply(rows, received, sent, group)  # (tK, D)
 
 
 def transpose_blocks(rows, sizes):
@@ -225,7 +228,7 @@ def transpose_blocks(rows, sizes):
     return torch.cat([block for j in range(columns) for block in blocks[j::columns]])
 
 
-class AllToAll(torch.autograd.Function):
+class SendRows(torch.autograd.Function):
     """Of ``rows`` the first ``sent[0]`` go to rank 0, the next ``sent[1]`` to rank 1, and so on.
     Returns the rows from rank 0, which are ``received[0]``, from rank 1, and so on. In the backward
     pass the gradients go back; torch's own all-to-all would lose them without an error."""
@@ -239,11 +242,11 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_rows = AllToAll.apply(grad_out, ctx.received, ctx.sent, ctx.group)
+        grad_rows = SendRows.apply(grad_out, ctx.received, ctx.sent, ctx.group)
         return grad_rows, None, None, None
 
 
-def clip_grad_norm(parameters, max_norm):
+def clip_over_meshes(parameters, max_norm):
     """``torch.nn.utils.clip_grad_norm_`` for DTensors on several meshes, which it refuses. Each
     rank must hold a part of the gradients that no other rank holds: then the global norm is the
     root of the sum of the squares of the ranks' norms. Returns it."""
@@ -257,13 +260,13 @@ def clip_grad_norm(parameters, max_norm):
     return norm
 
 
-def check(args, n):
+def check(args, n, ep):
     """Refuse experts that n ranks cannot share evenly.
 
     Raises:
         SettingError: the message says how they can be shared.
     """
-    ep, config = args.ep, args.config
+    config = args.config
     E, sharers = config.num_experts, n // ep  # ranks that hold the same experts
     fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0)
     widths = config.hidden_size, config.expert_size or 0

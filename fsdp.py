@@ -1,7 +1,7 @@
 """Fully sharded data parallel (ZeRO-3, FSDP2): each rank stores 1/n of everything.
 
 Split: the batch; parameters, gradients and optimizer states, each parameter by its rows. The ranks
-gather the parameters of one group at a time, such as a layer, and free them after it. Use it if the
+gather the parameters of one unit at a time, such as a layer, and free them after it. Use it if the
 model does not fit on one device beside its gradients and optimizer states. (ZeRO, arXiv:1910.02054;
 FSDP, arXiv:2304.11277)
 
@@ -9,10 +9,10 @@ FSDP, arXiv:2304.11277)
     torchrun --nproc_per_node=8 fsdp.py --model small --dtype bfloat16 --compile --lr 1e-3
     torchrun --nproc_per_node=8 fsdp.py --replicate 2    # hybrid: 2 replicas, each on 4 ranks
 
-Sent for a micro-batch: for each group an all-gather of the parameters before the forward pass,
-another one before the backward pass, and a reduce-scatter of the gradients after it. The last group
+Sent for a micro-batch: for each unit an all-gather of the parameters before the forward pass,
+another one before the backward pass, and a reduce-scatter of the gradients after it. The last unit
 (norm and head) stays gathered in between. P: bytes of the parameters. G: bytes that are gathered, P
-or with bfloat16 P/2; E: those of the last group. Each of n ranks sends (2G - E + P)(n-1)/n. With
+or with bfloat16 P/2; F: those of the last unit. Each of n ranks sends (2G - F + P)(n-1)/n. With
 --no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
 micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
 share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
@@ -20,9 +20,9 @@ gradients over the R replicas, 2P/s (R-1)/R. Use the number of machines as R: th
 all-reduce crosses machines. One number more is all-reduced in a step: how many targets the global
 batch has (8 bytes, 16(n-1)/n sent).
 
-Overlap, on GPUs: while a group computes, the next one is gathered, and backward the gradients of
-the one before are reduced. Exposed: the gather of the first group, the reduce-scatter of the last
-one in the backward pass (both the embedding's), the norm, and what a group's computing does not
+Overlap, on GPUs: while a unit computes, the next one is gathered, and backward the gradients of
+the one before are reduced. Exposed: the gather of the first unit, the reduce-scatter of the last
+one in the backward pass (both the embedding's), the norm, and what a unit's computing does not
 hide: long sequences hide most, since they compute more with the same parameters.
 """
 
@@ -37,19 +37,20 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
-from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 
 def main(argv=None):
@@ -61,6 +62,9 @@ def main(argv=None):
                         help="replicas of the model, each sharded over world size / R ranks")
     parser.add_argument("--cpu-offload", action="store_true",
                         help="keep parameters, gradients and optimizer states in host memory")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
@@ -78,14 +82,14 @@ def main(argv=None):
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
-    groups = [
+    units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    # FSDP: a mesh of two dimensions adds an all-reduce for each group, even over one replica
+    # FSDP: a mesh of two dimensions adds an all-reduce for each unit, even over one replica
     shard(
-        model, groups, mesh if args.replicate > 1 else mesh["dp_shard"],
-        dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,  # FSDP: instead of autocast
+        model, units, mesh if args.replicate > 1 else mesh["dp_shard"],
+        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
@@ -96,12 +100,13 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -109,9 +114,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -120,10 +123,10 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
             # set_requires_gradient_sync(last) sends less, but holds whole gradients on each rank.
-            last = micro_batch == args.grad_accum - 1
+            last = i == args.grad_accum - 1
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
@@ -132,9 +135,8 @@ def main(argv=None):
             loss += micro_loss.detach()
 
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
-        balance_experts(model, args.balance_rate, dist.group.WORLD)  # FSDP: of all ranks
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):
@@ -146,37 +148,37 @@ def main(argv=None):
     return report.close(theory.fsdp(args, n))
 
 
-def shard(model, groups, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
+def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
     """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
     dimensions, with replicas along the first (hybrid sharding).
 
-    ``groups`` are lists of modules whose parameters are gathered together, in the order of their
-    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more group.
+    ``units`` are lists of modules whose parameters are gathered together, in the order of their
+    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more unit.
     ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
-    free gathered parameters between forward and backward; the last group keeps them, since its
+    free gathered parameters between forward and backward; the last unit keeps them, since its
     backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
-    SettingError if two groups share a parameter.
+    SettingError if two units share a parameter.
     """
-    parameters = [p for group in groups for p in nn.ModuleList(group).parameters()]
+    parameters = [p for unit in units for p in nn.ModuleList(unit).parameters()]
     if len(parameters) > len(set(parameters)):
-        raise SettingError("two groups share a parameter: put modules with tied weights in one")
+        raise SettingError("two units share a parameter: put modules with tied weights in one")
     policy = MixedPrecisionPolicy(dtype, dtype and torch.float32)
-    # The root casts float inputs of the model. Groups do not: rotary angles stay in float32.
+    # The root casts float inputs of the model. Units do not: rotary angles stay in float32.
     inner = dataclasses.replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     options = {"mesh": mesh, "offload_policy": offload}
-    for group in groups:
-        reshard = reshard_after_forward and group is not groups[-1]
-        fully_shard(group, reshard_after_forward=reshard, mp_policy=inner, **options)
+    for unit in units:
+        frees = reshard_after_forward and unit is not units[-1]
+        fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
 
 
 def reshard(model):
     """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
     the next forward pass uses them again, even if the shards have changed."""
-    if hasattr(model, "reset_iter_state"):  # it also forgets which groups the forward pass used
+    if hasattr(model, "reset_iter_state"):  # it also forgets which units the forward pass used
         return model.reset_iter_state()
-    for module in model.modules():  # torch 2.11: the next backward pass gathers one group too many
+    for module in model.modules():  # torch 2.11: the next backward pass gathers one unit too many
         if isinstance(module, FSDPModule):
             module.reshard()
 

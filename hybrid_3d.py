@@ -43,110 +43,119 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
 from cp import allgather_attention, shard_positions
 from fsdp import reshard, shard
 from pp import (
-    check_stages, clip_grad_norm, cost_of_head, forward_only, keep_stage, make_schedule,
+    check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
     split_layers,
 )
-from tp import parallelize, plan, wait_for_output
+from tp import llama_plan, parallelize, wait_for_output
+
+# Services: each comes off with the lines that name it
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 
 def main(argv=None):
     parser = option_parser(__doc__)
-    group = parser.add_argument_group("grid", "The product of the four is the world size.")
+    grid = parser.add_argument_group("grid", "The product of the four is the world size.")
     for name, what in (
-        ("dp", "data-parallel ranks; None: what the other three leave"),
-        ("cp", "context-parallel ranks, shards of each sequence"),
-        ("tp", "tensor-parallel ranks"),
-        ("pp", "pipeline stages"),
+        ("dp", "data-parallel ranks; None: what the other three leave"),  # DP
+        ("cp", "context-parallel ranks, shards of each sequence"),  # CP
+        ("tp", "tensor-parallel ranks"),  # TP
+        ("pp", "pipeline stages"),  # PP
     ):
         variable = f"{name.upper()}_SIZE"
-        group.add_argument(f"--{name}", type=at_least(1), metavar="N",
-                           help=f"{what}; taken from {variable} if that is set",
-                           default=os.environ.get(variable, None if name == "dp" else "1"))
-    group.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
-                       help="replicas of the parameters, each sharded over dp / R x cp ranks")
-    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-                       help="with --tp: split the norms and the residual stream along the sequence")
-    group.add_argument("--microbatches", type=at_least(1), metavar="M",
-                       help="micro-batches into which the pipeline cuts each of the --grad-accum "
-                       "micro-batches; None: as many as stages")
+        grid.add_argument(f"--{name}", type=at_least(1), metavar="N",
+                          help=f"{what}; taken from {variable} if that is set",
+                          default=os.environ.get(variable, None if name == "dp" else "1"))  # DP
+    grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP
+                      help="replicas of the parameters, each sharded over dp / R x cp ranks")
+    grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
+                      help="with --tp: split the norms and the residual stream along the "  # TP
+                      "sequence")
+    grid.add_argument("--microbatches", type=at_least(1), metavar="M",  # PP
+                      help="micro-batches into which the pipeline cuts each of the --grad-accum "
+                      "micro-batches; None: as many as stages")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
-    args.dp = args.dp or max(1, n // (args.cp * args.tp * args.pp))
-    args.microbatches = args.microbatches or args.pp
-    check(args, n)
-    dp, cp, tp, pp, M = args.dp, args.cp, args.tp, args.pp, args.microbatches
+    cp, tp, pp = args.cp, args.tp, args.pp  # CP, TP, PP
+    dp = args.dp or max(1, n // (cp * tp * pp))  # DP: what CP, TP and PP leave
+    M = args.microbatches or pp  # PP
+    check(args, n, dp, M)  # DP, PP
 
-    # Start-up: one mesh. Ranks of one `dp` coordinate read the same samples; parameters are sharded
-    # over `dp_shard` and `cp` together, since for them cp is more data parallelism
+    # Start-up: one mesh for DP, CP, TP and PP
     device = start_process_group(args)
     mesh = init_device_mesh(
         device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
-    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # DP: who reads other samples
+    # DP, CP: parameters are sharded over both, since for them CP is more data parallelism.
     shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     if args.replicate > 1:
         shard_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
-    stage, cp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("cp")
-    tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
-    positions = shard_positions(args.seq_len, cp).to(device)[cp_rank]  # (T/cp,)
+    stage = mesh.get_local_rank("pp")  # PP
+    cp_rank = mesh.get_local_rank("cp")  # CP
+    positions = shard_positions(args.seq_len, cp).to(device)[cp_rank]  # CP: (T/cp,)
+    tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # TP: of residual stream
     # DTensor warns that a flattened mesh would be faster for the gradient norm.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # Model: this rank's stage, built on the meta device; see pp.py, tp.py, cp.py and fsdp.py
     with torch.device("meta"):
         whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
+    # PP: delete what other stages have
     stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
     keep_stage(model, stage_layers, stage)
     check_stages(whole, [model], mesh.get_group("pp"))
     layers = model.model.layers.values()
-    # 1. TP: the matrices of each layer are split
+    # TP: the matrices of each layer are split
     if tp > 1:
-        parallelize(model, mesh["tp"], plan(args.sequence_parallel), whole)
+        parallelize(model, mesh["tp"], llama_plan(args.sequence_parallel), whole)
         wait_for_output(model.model.embed_tokens, model.lm_head)
-    # 2. CP: attention reads the keys and values of all ranks of a sequence
+    # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
     attention = functools.partial(allgather_attention, group=mesh.get_group("cp"))
     for layer in layers if cp > 1 else ():
         layer.self_attn.attention = attention
     wrap_layers(layers, args.compile, args.activation_checkpointing)
-    # 3. FSDP: in a pipeline a stage keeps its parameters gathered for all micro-batches
-    groups = [
+    # FSDP: what is gathered together
+    units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    groups = [group for group in groups if list(nn.ModuleList(group).parameters())]  # of this stage
+    # PP: of this stage; it keeps its parameters gathered for all micro-batches of the pipeline
+    units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]
     shard(
-        model, groups, shard_mesh, reshard_after_forward=pp == 1,
-        dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
+        model, units, shard_mesh, reshard_after_forward=pp == 1,
+        dtype=torch.bfloat16 if args.bfloat16 else None,
     )
     materialise(model, device, args.seed)
-    # 4. PP: the stages are connected, for what travels: tokens, hidden states, the loss
+
+    def loss_fn(micro_loss, targets):  # a mean over the batch of this step
+        return micro_loss * dp * cp / count  # DP, CP: FSDP averages gradients over both
+
+    # PP: what travels between stages: tokens, hidden states, the loss
     with torch.device("meta"):
-        size = args.batch_size // (dp * args.grad_accum * M)
+        size = args.batch_size // (dp * args.grad_accum * M)  # DP: this rank's sequences
         tokens = torch.empty(size, len(positions), dtype=torch.int64)
-        length = len(positions) // (tp if args.sequence_parallel else 1)
+        length = len(positions) // (tp if args.sequence_parallel else 1)  # TP: of residual stream
         hidden = torch.empty(size, length, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
-
-    def loss_fn(micro_loss, targets):  # a mean over the batch: FSDP averages over dp x cp ranks
-        return micro_loss * dp * cp / count
-
+    # PP: connect the stages
     if pp > 1:
         forward_backward = make_schedule(
             "1f1b", [model], [stage], pp, M, tokens, hidden, output, loss_fn, mesh.get_group("pp"),
@@ -155,7 +164,7 @@ def main(argv=None):
     else:
         forward_backward = functools.partial(one_stage, model, M, loss_fn)
 
-    def loss_of_part(micro_batch):  # CP, PP: of this rank's positions and stage, to evaluate
+    def loss_of_part(micro_batch):  # CP, PP: of this rank's positions and stage, for validation
         inputs, targets = (x[:, positions] for x in micro_batch)
         return forward_only(
             {stage: model}, range(pp), range(M), inputs, targets, hidden, mesh.get_group("pp")
@@ -167,13 +176,14 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=dp_mesh,  # the tp, cp and pp ranks read the same samples
+        mesh=dp_mesh,  # DP: the other ranks read the same samples
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -181,22 +191,19 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
-    grid = describe_grid(mesh.mesh.view(pp, dp, cp, tp).tolist(), stage_layers)
     report = Report(
-        args, model, optimizer, [sampler, dataset, *grid], device, mesh,
-        size=sum(p.numel() for p in whole.parameters()),
+        args, model, optimizer, [sampler, dataset, *describe_grid(mesh, stage_layers)], device,
+        mesh, size=sum(p.numel() for p in whole.parameters()),
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
-        # FSDP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
+        # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
-        count = count_targets(batch, dp_mesh.get_group())  # FSDP: of all samples
+        count = count_targets(batch, dp_mesh.get_group())  # DP: of all samples
         for inputs, targets in batch:  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
@@ -209,10 +216,10 @@ def main(argv=None):
             loss += sum(micro_loss.detach() for micro_loss in losses)
 
         # PP: the norm of the gradients of all stages.
-        grad_norm = clip_grad_norm(model.parameters(), args.grad_clip, mesh.get_group("pp"))
+        grad_norm = clip_over_stages(model.parameters(), args.max_norm, mesh.get_group("pp"))
         optimizer.step()
         optimizer.zero_grad()
-        # DP, CP: the factor of loss_fn. TP: tp copies
+        # DP, CP: without the factor of loss_fn. TP: all ranks of tp have the same loss.
         report.log(step, loss / (dp * cp * tp), grad_norm)
         if validation.due(step):
             with loss_parallel():
@@ -221,7 +228,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close(theory.hybrid_3d(args, model, stage))
+    return report.close()
 
 
 def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
@@ -234,9 +241,10 @@ def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs
         losses.append(loss)
 
 
-def describe_grid(grid, layers):
-    """Lines that say where each rank is; ``grid[pp][dp][cp][tp]`` is a rank."""
-    for p, stage in enumerate(grid):
+def describe_grid(mesh, layers):
+    """Lines that say where each rank of ``mesh`` is, and which ``layers`` each stage has."""
+    ranks_of = mesh.mesh.flatten(1, 2).tolist()  # [pp][dp][cp][tp]
+    for p, stage in enumerate(ranks_of):
         held = f"layers {layers[p][0]}-{layers[p][-1]}" if layers[p] else "no layers"
         for d, replica in enumerate(stage):
             shards = "   ".join(
@@ -245,14 +253,14 @@ def describe_grid(grid, layers):
             yield f"pp {p} dp {d} | {shards} | {held}"
 
 
-def check(args, n):
+def check(args, n, dp, M):
     """Refuse a grid that n ranks do not fill, and sizes that it cannot split.
 
     Raises:
         SettingError: the message says what to change.
     """
-    dp, cp, tp, pp, config = args.dp, args.cp, args.tp, args.pp, args.config
-    product, pieces = dp * cp * tp * pp, dp * args.grad_accum * args.microbatches
+    cp, tp, pp, config = args.cp, args.tp, args.pp, args.config
+    product, pieces = dp * cp * tp * pp, dp * args.grad_accum * M
     sizes = (
         ("--num-attention-heads", config.num_attention_heads, tp, "--tp"),
         ("--num-key-value-heads", config.num_key_value_heads, tp, "--tp"),
@@ -262,12 +270,11 @@ def check(args, n):
         ("--seq-len", args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
     )
     refuse([
-        (config.num_experts, "--num-experts: hybrid_3d.py splits no experts; use ep.py"),
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
          f"change one of them, or start {product} processes"),
-        (args.microbatches < pp,
-         f"--microbatches {args.microbatches} leaves stages without work: use at least --pp {pp}"),
+        (M < pp,
+         f"--microbatches {M} leaves stages without work: use at least --pp {pp}"),
         (pp > config.num_hidden_layers,
          f"--pp {pp} stages are more than the {config.num_hidden_layers} layers: use fewer stages, "
          f"or raise --num-hidden-layers"),

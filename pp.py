@@ -64,19 +64,20 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
-from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -101,6 +102,9 @@ def main(argv=None):
                         "micro-batches")
     parser.add_argument("--stages-per-rank", type=at_least(1), metavar="N",
                         help="stages on each rank; None: 1 for gpipe and 1f1b, otherwise 2")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     M, v = args.microbatches, args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
     rank, n = rank_and_world_size()
@@ -121,7 +125,7 @@ def main(argv=None):
     parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
     check_stages(whole, parts, group)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     for part in parts:
         wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
@@ -152,13 +156,14 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # PP: of one rank, so that all ranks read the same samples
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -167,10 +172,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        for part in parts:
-            load_weights(part, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     diagram = describe_stages(args.schedule, stage_layers, n, v, M)
@@ -191,9 +193,8 @@ def main(argv=None):
             )
             loss += sum(micro_loss.detach() for micro_loss in losses)
 
-        grad_norm = clip_grad_norm(parameters, args.grad_clip, group)  # PP: of all stages
+        grad_norm = clip_over_stages(parameters, args.max_norm, group)  # PP: of all stages
         optimizer.step()
-        balance_experts(nn.ModuleList(parts), args.balance_rate)  # PP: of these stages
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):
@@ -380,10 +381,10 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
             ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-    return loss, (targets != -100).sum() * (last in parts)
+    return loss, (targets != -100).sum() if last in parts else 0
 
 
-def clip_grad_norm(parameters, max_norm, group):
+def clip_over_stages(parameters, max_norm, group):
     """``torch.nn.utils.clip_grad_norm_`` for parameters that are spread over pipeline stages: the
     global norm is the root of the sum of the squares of the stages' norms. Returns it."""
     parameters = list(parameters)
@@ -407,10 +408,14 @@ def describe_stages(schedule, layers, n, v, M):
 
 
 def describe_stage(layers, stage):
-    words, held = ["embedding"] * (stage == 0), layers[stage]
+    words, held = [], layers[stage]
+    if stage == 0:
+        words.append("embedding")
     if held:
         words.append(f"layers {held[0]}-{held[-1]}" if len(held) > 1 else f"layer {held[0]}")
-    return ", ".join(words + ["head"] * (stage == len(layers) - 1))
+    if stage == len(layers) - 1:
+        words.append("head")
+    return ", ".join(words)
 
 
 def bubble(schedule, n, v, M):

@@ -6,7 +6,8 @@
 #   bash run.sh test                  a sample of every kind of test; arguments go to pytest
 #   bash run.sh test --all            every test
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
-#   bash run.sh plan --help           a tool: bench, dry_run, export, parity, plan, plot or prepare
+#   bash run.sh plan --help           a tool: bench, dry_run, export, import_hf, parity, plan, plot
+#                                     or prepare
 #
 # On several machines, in one of three ways; each machine needs this folder and the working folder
 # at the same path, and --out on a file system that all share:
@@ -73,7 +74,7 @@ show_and_run() {
 
 # Start the processes of this machine by torchrun, which watches them.
 run_here() {
-  local processes threads nodes=() variables=()
+  local processes threads address interface nodes=() variables=()
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     fail "NPROC is '$processes': it must be a whole number, at least 1"
@@ -91,9 +92,15 @@ run_here() {
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
       fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
         "the address of machine 0"
-    "$python" -P -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' \
-      "$MASTER_ADDR" 2>/dev/null ||
+    address=$("$python" -P -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' \
+      "$MASTER_ADDR" 2>/dev/null) ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
+    # gloo would take the address of this machine's own name, which is 127.0.1.1 on many systems: no
+    # other machine can reach that. Take the interface of the most specific route to machine 0.
+    interface=$({ ip route show match "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p' | tail -1
+      } 2>/dev/null || true)
+    [[ -z $interface || $address = 127.* || -v GLOO_SOCKET_IFNAME ]] ||
+      variables+=("GLOO_SOCKET_IFNAME=$interface")
     # c10d: when one machine restarts its processes, all machines do. It numbers the machines in the
     # alphabetical order of --local-addr, and all processes connect to the first one's. So machine 0
     # gives its address, and the others a name that sorts behind it, such as ~00001.
@@ -105,7 +112,7 @@ run_here() {
     # Each start gets its own store: that of the rendezvous has the addresses of dead processes.
     variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
-  show_and_run "${variables[@]}" "$python" -P "$here/common/torchrun.py" "${nodes[@]}" \
+  show_and_run "${variables[@]}" "$python" -P "$here/tools/torchrun.py" "${nodes[@]}" \
     "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
@@ -191,7 +198,7 @@ if [ "$command" = test ]; then
   exec "$python" -m pytest "$@"
 fi
 # -P: a json.py in the working folder is not Python's.
-if [[ " bench plan dry_run export parity prepare plot " = *" $command "* ]]; then
+if [[ " bench plan dry_run export import_hf parity prepare plot " = *" $command "* ]]; then
   find_python
   PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "tools.$command" "$@"
 fi

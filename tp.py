@@ -43,24 +43,29 @@ from torch.distributed.tensor.parallel import (
     loss_parallel, parallelize_module,
 )
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 
 def main(argv=None):
     parser = option_parser(__doc__)
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                         help="split the norms and the residual stream along the sequence")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
@@ -75,12 +80,12 @@ def main(argv=None):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
-    parallelize(model, mesh["tp"], plan(args.sequence_parallel))  # TP: before the optimizer
+    parallelize(model, mesh["tp"], llama_plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:
         wait_for_output(model.model.embed_tokens)
     materialise(model, device, args.seed)  # only the rows and columns of this rank
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
 
@@ -90,13 +95,14 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # TP: of one rank, so that all ranks read the same samples
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -104,9 +110,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -124,7 +128,7 @@ def main(argv=None):
 
         redistribute_gradients(model, mesh.get_group("tp"))  # TP: before anything uses them
         # TP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).full_tensor()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss / n, grad_norm)  # TP: all ranks have the same loss
@@ -137,7 +141,7 @@ def main(argv=None):
     return report.close(theory.tp(args, n))
 
 
-def plan(sequence_parallel):
+def llama_plan(sequence_parallel):
     """How the weights of each module are split, and which layouts its inputs and outputs have.
 
     A linear layer multiplies by the transpose of its weight (out, in). ColwiseParallel splits
@@ -275,7 +279,6 @@ def check(args, n):
         SettingError: the message says which sizes can be split.
     """
     config, sequence = args.config, args.seq_len if args.sequence_parallel else n
-    refuse([(config.num_experts, "--num-experts: tp.py splits no experts; use ep.py, or fsdp.py")])
     refuse([
         (size % n,
          f"{name} {size} cannot be split over {n} tensor-parallel ranks: use a multiple of {n}, or "

@@ -28,19 +28,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common import theory
-from common.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
-from common.experts import balance_experts
 from common.launch import launch, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import option_parser, parse_options, run_settings
-from common.report import Report
+from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
 
 # torch 2.11 has only the old names of these functions.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,6 +52,9 @@ def main(argv=None):
     parser = option_parser(__doc__)
     parser.add_argument("--stage", type=int, default=2,
                         help="1: shard the optimizer states; 2: shard the gradients too")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     check(args)
     device = start_process_group(args)
@@ -66,7 +70,7 @@ def main(argv=None):
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
     # ZeRO: what is reduced and gathered together; before the optimizer, which updates the shards
@@ -82,12 +86,13 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     # Resume: the step number is the only state of the data
@@ -95,9 +100,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors_to_save(model, shards), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -116,9 +119,8 @@ def main(argv=None):
 
         reduce_gradients(buckets)  # ZeRO: of parameters that the last backward pass did not reach
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
-        grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.grad_clip).full_tensor()
+        grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()
         optimizer.step()
-        balance_experts(model, args.balance_rate, dist.group.WORLD)  # ZeRO: of all ranks
         start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see there
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)

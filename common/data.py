@@ -9,20 +9,16 @@ data-parallel rank takes its share of them. So the step number is the only state
 ``len(dataset)`` and ``dataset[index]``.
 """
 
-import contextlib
-import errno
-import hashlib
 import os
 import pathlib
-import stat
 import sys
 import sysconfig
 import tempfile
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map  # torch has no public ones
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils._pytree import tree_map  # torch has no public one
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from common.errors import SettingError, refuse
 
@@ -163,15 +159,19 @@ class TokenDataset(Dataset):
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
             a token, or is too short for one sample; when a sample is read: a token is not in the
-            vocabulary, or the file has changed.
+            vocabulary, or a file is missing or has changed.
     """
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
         self.data, self.seq_len, self.vocab_size = data, seq_len, vocab_size
-        self.option = option
-        with _in_words(option):
+        try:
             self.files = _find_files(data, option)
-            self.stamps = [_read(path)[1] for path in self.files]
+            self.stamps = [_stamp(os.stat(path)) for path in self.files]
+        except OSError as error:
+            raise SettingError(
+                f"{option}: {error.filename} cannot be read ({error.strerror}): remove it, or see "
+                f"to its rights"
+            ) from None
         binary = [path.suffix == ".bin" for path in self.files]
         if token_dtype == "auto":
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
@@ -210,44 +210,33 @@ class TokenDataset(Dataset):
 
     def read(self, first, last):
         """The tokens [first, last) of all files."""
-        bounds, size, pieces = self.bounds, self.dtype.itemsize, []
+        bounds, pieces = self.bounds, []
         for i in range(np.searchsorted(bounds, first, "right") - 1, np.searchsorted(bounds, last)):
-            path, start, stop = self.files[i], max(first, bounds[i]), min(last, bounds[i + 1])
-            with _in_words(self.option, path):
-                piece, stamp = _read(path, (start - bounds[i]) * size, (stop - start) * size)
+            start, stop = max(first, bounds[i]) - bounds[i], min(last, bounds[i + 1]) - bounds[i]
+            try:
+                with open(self.files[i], "rb") as file:
+                    stamp = _stamp(os.fstat(file.fileno()))
+                    offset = start * self.dtype.itemsize
+                    pieces.append(np.fromfile(file, self.dtype, stop - start, offset=offset))
+            except OSError as error:
+                raise SettingError(
+                    f"{self.files[i]} cannot be read ({error.strerror}): put it back, or see to "
+                    f"its rights"
+                ) from None
             if stamp != self.stamps[i]:
                 raise SettingError(
-                    f"{path} has changed since the run began: put the file back, or start anew "
-                    f"with --no-resume or another --out"
+                    f"{self.files[i]} has changed since the run began: put the file back, or start "
+                    f"anew with --no-resume or another --out"
                 )
-            pieces.append(np.frombuffer(piece, self.dtype))
         return np.concatenate(pieces)
 
 
-def open_datasets(args):
-    """The TokenDatasets of --data and --val-data; None without --val-data."""
-    return [
-        None if path is None
-        else TokenDataset(path, args.seq_len, args.token_dtype, args.config.vocab_size, option)
-        for path, option in ((args.data, "--data"), (args.val_data, "--val-data"))
-    ]
-
-
-def fingerprint(dataset, option="--data"):
-    """What tells one dataset from another: its number of samples, and a hash of a few of them, as a
-    dict. A sample is any structure of tensors, arrays, numbers and strings."""
-    digest = hashlib.sha256()
-    last = len(dataset) - 1
-    for index in sorted({last * place // 15 for place in range(16)}):
-        for value in tree_leaves(dataset[index]):
-            if isinstance(value, torch.Tensor):  # NumPy has no bfloat16
-                value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            array = isinstance(value, np.ndarray)
-            digest.update(value.tobytes() if array else repr(value).encode())
-    return {
-        f"the number of samples in {option}": len(dataset),
-        f"the hash of some samples in {option}": digest.hexdigest()[:16],
-    }
+def open_dataset(args, option="--data"):
+    """The TokenDataset that ``option`` names; None if it names none."""
+    data = getattr(args, option.removeprefix("--").replace("-", "_"))
+    if data is None:
+        return None
+    return TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
 
 
 def load_batches(dataset, sampler, device, workers=0):
@@ -260,14 +249,30 @@ def load_batches(dataset, sampler, device, workers=0):
             f"most 70 characters"
         )
     loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
+        _Batches(dataset), sampler=sampler, batch_size=None,  # the sampler yields whole batches
+        num_workers=workers, pin_memory=device.type == "cuda", worker_init_fn=_leave_group,
         generator=torch.Generator(),  # otherwise it would advance the random state of training
-        worker_init_fn=_leave_group,
     )
     for batch in loader:
+        if isinstance(batch, SettingError):
+            raise batch
         yield tree_map(
             lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch
         )
+
+
+class _Batches(Dataset):
+    """The micro-batches of ``dataset``, by lists of indices; or the SettingError that reading one
+    has raised: if a worker raised it, its words would be lost in a traceback."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, indices):
+        try:
+            return default_collate([self.dataset[index] for index in indices])
+        except SettingError as error:
+            return error
 
 
 def _leave_group(worker):
@@ -285,30 +290,9 @@ def load_steps(dataset, sampler, device, workers=0):
         yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
 
 
-def _read(path, offset=0, size=0):
-    """``size`` bytes of a regular file; and its inode, size and time, which another file in its
-    place does not have."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        file.seek(offset)
-        return file.read(size), (found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-@contextlib.contextmanager
-def _in_words(option, path=None):
-    try:
-        yield
-    except OSError as error:
-        raise SettingError(
-            f"{option}: {error.filename or path} cannot be read ({error.strerror}): remove it, or "
-            f"see to its rights"
-        ) from None
-
-
 def _find_files(data, option):
+    """The files of ``data``, in the order of their paths. Raises OSError for a folder that cannot
+    be read, which os.walk would leave out."""
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
     if data == "" or not os.path.exists(path):
@@ -318,22 +302,20 @@ def _find_files(data, option):
         )
     if not path.is_dir():
         return [path]
-    files = _files_below(path, SKIPPED_FOLDERS if standard else ())
+    skipped, files = SKIPPED_FOLDERS if standard else set(), []
+
+    def cannot_be_read(error):
+        raise error
+
+    for folder, below, names in os.walk(path, onerror=cannot_be_read, followlinks=True):
+        below[:] = [name for name in below if not name.startswith(".") and name not in skipped]
+        files += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(file for file in files if file.suffix == ".py" or not standard)
 
 
-def _files_below(folder, skipped, above=()):
-    """``above``: the folders that lead here. A link to one of them would lead here again."""
-    real = os.path.realpath(folder)
-    if real in above:
-        raise OSError(errno.ELOOP, "a link to a folder above it", str(folder))
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if not os.path.isdir(path):
-            yield path
-        elif path.name not in skipped:
-            yield from _files_below(path, skipped, (*above, real))
+def _stamp(status):
+    """What another file in the place of a file does not have."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _count(number, noun):

@@ -1,27 +1,19 @@
-"""The command line that all scripts share."""
+"""The command line that all scripts share. Each service adds its own options."""
 
 import argparse
 import dataclasses
-import importlib.util
 import math
 import os
-import pathlib
 import sys
 
 import torch
 
-from common.data import STANDARD_LIBRARY, open_datasets
-from common.data import fingerprint as fingerprint_of_data
-from common.errors import SettingError, refuse
+from common.data import STANDARD_LIBRARY
+from common.errors import refuse
 from common.launch import pick_device, rank_and_world_size
-from common.model import PRESETS, ModelConfig
-from common.weights import fingerprint, is_tied, read_config
+from common.model import PRESETS, ModelConfig, read_config
 
-# When a run is resumed, these must stay the same, and those may change.
-MUST = "seed", "batch_size", "seq_len"
-# Checkpoints adds the settings of the optimizer, such as its betas.
-MAY = "steps", "lr", "min_lr", "warmup_steps", "grad_clip", "dtype"
-EXPERTS = {  # what the options of a mixture of experts are
+EXPERTS = {  # the options of a mixture of experts: fields of ModelConfig
     "num_experts": "experts in each layer, in place of its MLP; 0: the MLP (default: 0)",
     "experts_per_token": "experts that compute a token (default: 2, if there are experts)",
     "expert_size": "width of an expert (default: that of the MLP, --intermediate-size)",
@@ -47,31 +39,39 @@ def at_least(minimum, kind=int, above=False, most=2**31 - 1):
     return parse
 
 
-def _folder(text):
-    return pathlib.Path(_path(text))
-
-
-def _path(text):
-    """An argparse type: an empty path would be the working folder."""
+def not_empty(text):
+    """An argparse type for paths: an empty one would be the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or a folder")
     return text
+
+
+def flag(name):
+    """The option of a name in the parsed options."""
+    return f"--{name.replace('_', '-')}"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Prints the docstring as it stands, and the default of every option."""
 
 
-def option_parser(doc, model=True, text=True):
-    """A parser with the options of every script; a script adds its own to it.
+def option_parser(doc, model=True, text=True, experts=False):
+    """A parser with the options of training, data, model and device. A script adds its own to it,
+    and so does each service.
 
     ``model=False`` leaves out the options of the Llama of common/model.py, ``text=False`` those of
-    the text that it is trained on: for a script with a model, or data, of its own.
+    the text that it is trained on: for a script with a model, or data, of its own. ``experts=True``
+    adds those of a mixture of experts: for a script that can train one.
+
+    Functions in the list ``parser.checks`` get the parsed options, to refuse what cannot be.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
-    parser.error = lambda message: refuse([(True, message)])
+    parser.checks = []
+    parser.error = lambda message: refuse([
+        ("--num-experts" in message and not experts, no_experts(parser)), (True, message)
+    ])
     if rank_and_world_size()[0] != 0:
         parser.print_help = lambda: None  # rank 0 prints it
     whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
@@ -103,12 +103,6 @@ def option_parser(doc, model=True, text=True):
         add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
             "text file, or a folder of either; text is read as bytes; "
             f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
-        add("--val-data", type=_path, metavar="PATH", help="held-out data, of the kinds that "
-            "--data takes: evaluate the model on it; None: no validation")
-        add("--val-every", type=whole, default=100, metavar="N",
-            help="steps between evaluations; the last step has one too")
-        add("--val-batches", type=whole, default=10, metavar="N", help="batches of --batch-size "
-            "sequences in each evaluation, always the same; fewer if the data has fewer")
         add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
             "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
         add("--seq-len", type=whole, default=128, metavar="T", help="tokens in a sequence")
@@ -116,22 +110,19 @@ def option_parser(doc, model=True, text=True):
         help="processes per rank that read ahead; 0: the training process reads")
 
     if model:
-        add = parser.add_argument_group("model", "A preset; every dimension can be changed, by its "
-                                        "name in Hugging Face's config.").add_argument
-        add("--model", default=argparse.SUPPRESS, metavar="PRESET",
-            help=f"{', '.join(PRESETS)} (default: tiny, without --init-from)")
-        add("--init-from", type=_folder, metavar="FOLDER", help="start from the weights of a Llama "
-            "or Mixtral of Hugging Face, in a folder with config.json, which gives the dimensions, "
-            "and safetensors files; needs the package safetensors; None: start from weights drawn "
-            "by --seed")
+        add = parser.add_argument_group("model", "A preset or a config.json of Hugging Face; every "
+                                        "dimension can be changed, by its name there.").add_argument
+        add("--model", default="tiny", metavar="NAME",
+            help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")
         for field in dataclasses.fields(ModelConfig):
-            if field.name != "rope_scaling":  # presets and a config.json have it
-                kind = float if field.type is float else int
-                above = field.name != "num_experts"
-                add(_flag(field.name), type=at_least(0, kind, above),
-                    default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                    help=EXPERTS.get(field.name) or "overrides the preset; tiny has "
-                    f"{getattr(PRESETS['tiny'], field.name)}")
+            if field.name == "rope_scaling" or (field.name in EXPERTS and not experts):
+                continue  # only a preset or a config.json has rope_scaling
+            kind = float if field.type is float else int
+            add(flag(field.name), type=at_least(0, kind, above=field.name != "num_experts"),
+                default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
+                help=EXPERTS.get(field.name) or "overrides the preset; tiny has "
+                f"{getattr(PRESETS['tiny'], field.name)}")
+    if experts:
         add("--balance-rate", type=number, default=0.0, metavar="X", help="with experts: how much "
             "each step changes the biases that balance their load; 0: not at all")
 
@@ -141,7 +132,7 @@ def option_parser(doc, model=True, text=True):
     add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="what carries "
         "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
     add("--timeout", type=whole, default=600, metavar="SECONDS",
-        help="fail if a rank does not take part in a collective for this long")
+        help="fail if a rank does not start, or take part in a collective, for this long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
         "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
         "products in bfloat16, and what is sent of them; weights, optimizer states, sums of "
@@ -149,69 +140,41 @@ def option_parser(doc, model=True, text=True):
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--activation-checkpointing", action="store_true", help="keep only the input of each "
         "layer, and compute the layer again in the backward pass")
-
-    add = parser.add_argument_group("run folder").add_argument
-    add("--out", type=_folder, default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem),
-        metavar="FOLDER", help="run folder, for checkpoints and metrics.jsonl; with several "
-        "machines, a folder that they share")
-    add("--save-every", type=at_least(0), default=100, metavar="N",
-        help="steps between checkpoints; the last step saves one too; 0: save none")
-    add("--keep", type=whole, default=2, metavar="N",
-        help="how many of the newest checkpoints to keep")
-    add("--async-save", action="store_true", help="write checkpoints while training continues")
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
-        "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew")
-    add("--resume-from", type=whole, metavar="STEP", help="resume from the checkpoint of this step")
-    add("--count", action=argparse.BooleanOptionalAction, default=True, help="count the bytes that "
-        "one step holds and sends")
-    add("--log-every", type=whole, default=10, metavar="N", help="steps between lines of "
-        "metrics.jsonl; the first and the last step have a line too")
-    add("--wandb", metavar="PROJECT", help="log into this project of Weights & Biases, offline if "
-        "there is no API key; needs the package wandb")
-    add("--tensorboard", action="store_true",
-        help="log for TensorBoard, in --out; needs the package tensorboard")
-    add("--profile", action="store_true",
-        help="write a Chrome trace of a few steps to --out, for each rank")
     return parser
 
 
 def parse_options(parser, argv=None):
-    """Parse, and add what follows: ``param_dtype`` (the torch.dtype of weights and optimizer
-    states), ``compute_dtype`` (of matrix products), ``betas`` and, with the options of
-    common/model.py, ``config`` (ModelConfig). ``resume`` becomes what Checkpoints.resume takes.
+    """Parse the options, and add what follows from them: ``config`` (ModelConfig, with the options
+    of common/model.py), ``param_dtype`` (the torch.dtype of weights and optimizer states),
+    ``compute_dtype`` (of matrix products), ``bfloat16`` (whether that is bfloat16), ``betas``,
+    ``max_norm`` (of gradients; infinite: no clipping) and ``on_all_ranks`` (a dict: what must be
+    the same on all ranks).
 
     Raises:
         SettingError: an option is wrong.
     """
     args = parser.parse_args(argv)
-    missing = "--{0} needs the package {0}: python -m pip install {0}"
-    refuse([
-        (args.profile and args.steps < 4,
-         f"--profile with --steps {args.steps}: it traces from the fourth step, use at least 4"),
-        (args.resume_from and not args.resume, f"--no-resume with --resume-from "
-         f"{args.resume_from}: the one starts anew, the other does not; give one of them"),
-        (args.wandb == "", "--wandb: it is empty: name a project"),
-        (args.wandb and not _is_installed("wandb"), missing.format("wandb")),
-        (args.tensorboard and not _is_installed("tensorboard"), missing.format("tensorboard")),
-    ])
-    if "init_from" in args:
+    for check in parser.checks:
+        check(args)
+    args.on_all_ranks = {flag(name): value for name, value in vars(args).items()}
+    if "model" in args:
         args.config = _model_config(args)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-        args.resume = True  # torchrun has restarted this process: from the newest checkpoint
-    else:
-        args.resume = args.resume and (args.resume_from or True)
-    args.grad_clip = args.grad_clip or math.inf
+        refuse([(args.config.num_experts and "balance_rate" not in args, no_experts(parser))])
+        args.on_all_ranks |= {flag(name): value for name, value in vars(args.config).items()}
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = default_dtype(pick_device(args.device, share=True))
+    args.param_dtype = torch.float64 if dtype == "float64" else torch.float32
+    args.compute_dtype = getattr(torch, dtype)
+    args.bfloat16 = dtype == "bfloat16"
     args.betas = args.beta1, args.beta2
-    if args.dtype == "auto":
-        args.dtype = default_dtype(pick_device(args.device, share=True))
-    args.param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    args.compute_dtype = getattr(torch, args.dtype)
+    args.max_norm = args.grad_clip or math.inf
     return args
 
 
-def _is_installed(package):
-    """A mere folder wandb/, which W&B itself makes in the working folder, has no origin."""
-    return bool(getattr(importlib.util.find_spec(package), "origin", None))
+def no_experts(parser):
+    return (f"{parser.prog} trains no experts: use ep.py (with --ep 1 it is FSDP for experts), or "
+            f"single.py")
 
 
 def default_dtype(device):
@@ -221,53 +184,15 @@ def default_dtype(device):
 
 
 def _model_config(args):
-    """The preset, with the dimensions that the command line changes; or the config of --init-from,
-    which the command line may repeat and not change. Sets ``args.model``, a name for people."""
-    chosen = getattr(args, "model", "tiny")
-    refuse([(chosen not in PRESETS,
-             f"--model {chosen}: no such preset, choose from {', '.join(PRESETS)}")])
-    fields = [field.name for field in dataclasses.fields(ModelConfig)]
-    given = {name: getattr(args, name) for name in fields if name in args}
-    preset = vars(PRESETS[chosen])
-    if args.init_from:
-        there, out = os.path.realpath(args.init_from), os.path.realpath(args.out)
-        if pathlib.Path(there).is_relative_to(out):  # a run moves and removes files in its folder
-            raise SettingError(
-                f"--init-from {args.init_from} lies in --out {args.out}: choose another --out"
-            )
-        config = read_config(args.init_from)
-        for name, value in ((preset if "model" in args else {}) | given).items():
-            if value != getattr(config, name):
-                option = _flag(name) if name in given else f"--model {chosen} with {name}"
-                raise SettingError(
-                    f"{option} {value} contradicts --init-from {args.init_from}, whose config.json "
-                    f"has {getattr(config, name)}: leave out the option, or change the file"
-                )
-        tied = ", its head trained apart from its embedding" * is_tied(args.init_from)
-        # With a hash of the weights: each machine may have a folder of its own.
-        args.model = f"of {args.init_from} ({fingerprint(args.init_from)}){tied}"
-        return config
-    args.model = chosen
+    """The preset or the config.json, with the dimensions that the command line changes."""
+    if args.model not in PRESETS:
+        refuse([(not os.path.exists(args.model),
+                 f"--model {args.model}: no such preset or file: choose from "
+                 f"{', '.join(PRESETS)}, or give a config.json or its folder")])
+        config = read_config(args.model)
+    else:
+        config = PRESETS[args.model]
+    given = {name: getattr(args, name) for name in vars(config) if name in args}
     if {"hidden_size", "num_attention_heads"} & given.keys():
         given.setdefault("head_dim", None)  # follows from the two
-    return ModelConfig(**preset | given)
-
-
-def run_settings(args, dataset, config=None):
-    """Two dicts. The settings that must stay the same when a run is resumed: those of the model
-    (``config``, a dict; None: ``args.config``), and those that decide which samples a step reads.
-    And the settings that may change, but change what is trained."""
-    config = vars(args.config) if config is None else config
-    # None for 0, the number of experts: earlier checkpoints do not have it.
-    must = {_flag(name): value or None for name, value in config.items()}
-    must |= {_flag(name): getattr(args, name) for name in MUST if name in args}
-    may = {_flag(name): getattr(args, name) for name in MAY if name in args}
-    if config.get("num_experts"):
-        may["--balance-rate"] = args.balance_rate
-    if getattr(args, "val_data", None):
-        may |= fingerprint_of_data(open_datasets(args)[1], "--val-data")
-    return must | fingerprint_of_data(dataset), may
-
-
-def _flag(name):
-    return f"--{name.replace('_', '-')}"
+    return dataclasses.replace(config, **given)

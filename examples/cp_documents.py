@@ -11,17 +11,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.checkpoint import Checkpoints
+from common.services.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps, open_datasets
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options, run_settings
-from common.report import Report
+from common.services.report import Report
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.validation import Validation
-from common.weights import load_weights
+from common.services.validation import Validation
+from common.services.hf_weights import load_weights
 
 
 def main(argv=None):

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from common.checkpoint import Checkpoints
+from common.services.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps
 from common.launch import launch, start_process_group
 from common.options import option_parser, parse_options, run_settings
-from common.report import Report
+from common.services.report import Report
 from common.step import count_targets, seed_step
 
 

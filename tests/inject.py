@@ -29,10 +29,10 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
-from common.checkpoint import Checkpoints  # noqa: F401
+from common.services.checkpoint import Checkpoints  # noqa: F401
 from common.data import BatchSampler, TokenDataset  # noqa: F401
-from common.report import Report  # noqa: F401
-from common.validation import Validation  # noqa: F401
+from common.services.report import Report  # noqa: F401
+from common.services.validation import Validation  # noqa: F401
 
 rank = int(os.environ.get("RANK", 0))
 

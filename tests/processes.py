@@ -2,7 +2,7 @@
 
 A server process imports torch once and forks the ranks of each run off itself. A rank then is an
 ordinary process: it runs the script as ``__main__``, with the variables that a launcher sets, and
-goes through the end of the interpreter.
+goes through the end of the interpreter. If one fails, the server ends the others, as torchrun does.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def serve():
     import torch.utils.data  # noqa: F401
     from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
 
-    for name in ("checkpoint", "launch", "materialise", "options", "report", "validation"):
+    for name in ("materialise", "services.checkpoint", "services.report", "services.validation"):
         importlib.import_module(f"common.{name}")
     import tests  # noqa: F401
 
@@ -141,7 +141,7 @@ def serve():
     # More ranks than cores: a rank that wakes does not interrupt another. That is a fifth faster.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-    def start_rank(job, rank, port, output):
+    def start_rank(job, rank, port, output, folder):
         pid = os.fork()
         if pid:
             return pid
@@ -154,6 +154,7 @@ def serve():
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
                 "LOCAL_WORLD_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_ERROR_FILE": os.path.join(folder, str(rank), "error.json"),
             }
         for name, value in job["env"].items():
             os.environ.pop(name, None)
@@ -176,8 +177,9 @@ def serve():
 
     for line in sys.stdin:
         job = json.loads(line)
-        with tempfile.TemporaryFile() as output, free_port() as port:
-            running = {start_rank(job, rank, port, output.fileno()): rank
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder, \
+                free_port() as port:
+            running = {start_rank(job, rank, port, output.fileno(), folder): rank
                        for rank in range(max(1, job["world_size"]))}
             statuses = [-signal.SIGKILL] * len(running)
             deadline = time.monotonic() + job["timeout"]
@@ -185,6 +187,10 @@ def serve():
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid in running:
                     statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+                    if status:  # end the others, as torchrun does: by SIGTERM, in 30 s by SIGKILL
+                        for other in running:
+                            os.kill(other, signal.SIGTERM)
+                        deadline = min(deadline, time.monotonic() + 30)
                 elif time.monotonic() > deadline:
                     for pid in running:
                         os.killpg(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import common.materialise
-from common import checkpoint
+from common.services import checkpoint
 from common.launch import launch
 from common.materialise import local_slices, materialise
 from common.model import ModelConfig

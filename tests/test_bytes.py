@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from common import theory
+from common.services import theory
 from common.model import PRESETS, ModelConfig, Transformer
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
@@ -68,7 +68,7 @@ def row(section, command):
 
 
 def theory_of(command, n, **options):
-    """What common/theory.py says of a command of docs/bytes.md."""
+    """What common/services/theory.py says of a command of docs/bytes.md."""
     script, *flags = command.split()
     defaults = dict(
         config=PRESETS["tiny"], param_dtype=torch.float32, compute_dtype=torch.float32,
@@ -140,7 +140,7 @@ def test_the_formulas_are_those_of_the_theory():
 def test_every_symbol_has_one_meaning():
     """Those of all formulas are in the table of docs/bytes.md, each once."""
     assert len(SYMBOLS) == len(set(SYMBOLS)) > 20
-    formulas = " ".join(re.findall(r'"([^"]*[(/+][^"]*)"', (ROOT / "common/theory.py").read_text()))
+    formulas = " ".join(re.findall(r'"([^"]*[(/+][^"]*)"', (ROOT / "common/services/theory.py").read_text()))
     cells = BYTES.partition("\n## Formulas")[2].partition("\n## ")[0]
     cells = " ".join(" ".join(line.split("|")[3:]) for line in cells.splitlines() if "`" in line)
     words = set(re.findall(r"grad_kv|(?<![a-z])kv|KV|[A-Z]|(?<![a-z])[a-z](?![a-z.])", cells))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from common import checkpoint
-from common.checkpoint import Checkpoints
+from common.services import checkpoint
+from common.services.checkpoint import Checkpoints
 from common.errors import SettingError
 from tests.sample import sampled
 

@@ -16,7 +16,7 @@ import sys
 import pytest
 import torch
 
-from common import checkpoint
+from common.services import checkpoint
 from tests.conftest import VISIBLE_GPUS
 from tests.processes import ROOT
 from tests.test_same_run import furthest

@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from common import checkpoint, options
-from common.checkpoint import Checkpoints, write_hash
+from common import options
+from common.services import checkpoint
+from common.services.checkpoint import Checkpoints, write_hash
 from common.errors import SettingError
 from tests.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors

@@ -66,7 +66,7 @@ def dry_run(server, tmp_path):
 # Every rank writes what it has counted.
 EVERY_RANK = """
 import json
-from common.report import Report
+from common.services.report import Report
 close = Report.close
 def write_and_close(report, theory=None):
     counter = report.counter

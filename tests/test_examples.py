@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from common import checkpoint
+from common.services import checkpoint
 from common.data import BatchSampler, TokenDataset
 from common.materialise import materialise
 from common.model import Transformer

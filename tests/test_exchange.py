@@ -4,7 +4,7 @@ of the table resumes its own checkpoint bit for bit: test_same_run.py."""
 import pytest
 import torch
 
-from common import checkpoint
+from common.services import checkpoint
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.table import EXACT, OPTIONS

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint
+from common.services import checkpoint
 from common.errors import SettingError
 from common.experts import MixtureOfExperts, grouped_product
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.weights import load_weights, read_config
+from common.services.hf_weights import load_weights, read_config
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest

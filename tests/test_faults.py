@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from common import checkpoint
+from common.services import checkpoint
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.test_refusals import in_order

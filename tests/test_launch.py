@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common import launch
-from common.checkpoint import list_checkpoints
+from common.services.checkpoint import list_checkpoints
 from common.errors import SettingError
 from tests.processes import PATIENCE, ROOT, Result, free_port
 from tests.sample import sampled, thorough

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import common.model
-from common.counting import StepCounter
+from common.services.counting import StepCounter
 from common.materialise import draw_weight, materialise
 from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import cp
-from common import checkpoint
+from common.services import checkpoint
 from common.data import BatchSampler, fingerprint, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.step import count_targets, seed_step, set_learning_rate
-from common.validation import Validation
+from common.services.validation import Validation
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest, resumed

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from common import checkpoint
+from common.services import checkpoint
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.table import AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row

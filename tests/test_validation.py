@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import report
+from common.services import report
 from common.data import BatchSampler
 from common.errors import SettingError
-from common.validation import Validation
+from common.services.validation import Validation
 from tests.sample import thorough
 from tests.table import OPTIONS, TRAINING
 from tests.test_same_run import furthest

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, options
+from common import options
+from common.services import checkpoint
 from common.data import BatchSampler, TokenDataset
 from common.errors import SettingError
 from common.model import ModelConfig, Transformer
-from common.weights import load_weights, read_config
+from common.services.hf_weights import load_weights, read_config
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tools import export

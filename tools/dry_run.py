@@ -46,9 +46,10 @@ from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 import pp
-from common import counting, experts, materialise, report
+from common import experts, materialise
+from common.services import counting, report
 from common import options as common_options
-from common.counting import StepCounter, bytes_table, group_of
+from common.services.counting import StepCounter, bytes_table, group_of
 from common.errors import SettingError, printable
 from common.model import wrap_layers
 from common.options import at_least
@@ -56,7 +57,7 @@ from tools import pretend
 from tools.command import make_parser, refuse, run
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
-    "pp", "common.report", "tools.pretend", "torch._dynamo", "torch.distributed.fsdp",
+    "pp", "common.services.report", "tools.pretend", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 ]
 NEEDED = ("main", "load_steps", "Checkpoints", "Report")

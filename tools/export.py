@@ -21,10 +21,10 @@ import shutil
 import torch
 from tqdm import tqdm
 
-from common.checkpoint import MUST, list_checkpoints, open_checkpoint
+from common.services.checkpoint import MUST, list_checkpoints, open_checkpoint
 from common.errors import SettingError
 from common.options import at_least
-from common.weights import check_shapes, config_from, parts_of, shapes_of
+from common.services.hf_weights import check_shapes, config_from, parts_of, shapes_of
 from tools.command import make_parser, run
 
 NAMES = {  # safetensors' names of the types that we write

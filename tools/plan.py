@@ -44,7 +44,7 @@ from tqdm import tqdm
 from common.errors import SettingError, printable
 from common.model import PRESETS, Transformer
 from common.options import at_least
-from common.weights import read_config
+from common.services.hf_weights import read_config
 from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.command import make_parser, refuse, run

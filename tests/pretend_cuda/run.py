@@ -36,7 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
-from common import checkpoint, experts, report
+from common import experts
+from common.services import checkpoint, report
 from tools import dry_run, pretend
 
 aten = torch.ops.aten

@@ -1,0 +1,425 @@
+"""Checkpoints that any script writes and any other reads, at any number of ranks.
+
+A run folder holds ``step-00000100/`` for each of the newest checkpoints; common/services/stored.py
+says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
+written: a folder named step-NNNNNNNN is always complete, and finite.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from common.errors import SettingError, printable, refuse
+from common.launch import refuse_differences
+from common.options import at_least
+from common.services.run_folder import (
+    RUN_FILES, add_out, lock_folder, move_aside, remove, this_process
+)
+from common.services.signals import catch_stop_signals, stop_requested
+from common.services.stored import (
+    ANEW, CHANGEABLE, FIXED, IMPORTED, HashingWriter, instead_of, list_checkpoints,
+    open_checkpoint, reason, step_of, write_settings,
+)
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks call each method.
+
+    Args:
+        folder: the run folder; with several machines, one that they share.
+        settings: two dicts: the settings that must stay the same when the run is resumed, such as
+            the seed, and those that may change, such as the learning rate. The settings of the
+            optimizer may change too. Changes are printed.
+        tensors: a state dict of the trained tensors themselves, not of copies, whole or DTensors,
+            such as ``model.state_dict(keep_vars=True)``.
+        optimizer: an optimizer, or a list of them. Their states are saved under the names of the
+            tensors that they update.
+        stop: number of steps in the whole run; the last step saves too.
+        every: steps between checkpoints; 0: save none at all.
+        keep: how many of the newest checkpoints to keep.
+        in_background: write while training continues, from a copy in host memory.
+    """
+
+    def __init__(self, folder, settings, tensors, optimizer, *, stop, every=100, keep=2,
+                 in_background=False):
+        self.folder, self.tensors = pathlib.Path(folder), tensors
+        self.stop, self.every, self.keep, self.in_background = stop, every, keep, in_background
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.owner = {
+            parameter: optimizer for optimizer in optimizers
+            for group in optimizer.param_groups for parameter in group["params"]
+        }
+        for name, tensor in tensors.items():
+            if tensor.requires_grad and tensor not in self.owner:
+                raise SettingError(f"{name} is trained, but by none of the optimizers to be saved")
+        for parameter in self.owner.keys() - set(tensors.values()):
+            raise SettingError(
+                f"an optimizer updates a parameter of shape {tuple(parameter.shape)} that is not "
+                f"among the tensors to be saved: add it to them"
+            )
+        fixed, changeable = settings
+        fixed = fixed | {"the optimizer": ", ".join(type(each).__name__ for each in optimizers)}
+        # Without those of parameter groups: a stage of a pipeline may have groups of its own.
+        self.on_all_ranks = fixed | changeable
+        changeable = changeable | _settings_of(optimizers)
+        for name in ("amsgrad", "centered"):  # these decide which states an optimizer has
+            if name in changeable:
+                fixed[name] = changeable.pop(name)
+        # As a JSON file returns them: tuples become lists, keys become strings.
+        self.fixed, self.changeable = json.loads(json.dumps([fixed, changeable], default=str))
+        self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
+        self.stopping, self.vote = 0, None  # whether any rank shall stop, and its all-reduce
+        self.saving = None  # the Future of a save in the background
+        self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop does not wait for
+        self.staged = {}  # the copies in host memory, which the first save in the background makes
+        # For collectives on the CPU, which wait for no GPU. The thread needs a group of its own.
+        self.group = self.group_aside = None
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo")
+            self.group_aside = dist.new_group(backend="gloo") if in_background else self.group
+
+    @staticmethod
+    def add_options(parser):
+        """Add the options of the run folder to a parser of common/options.py."""
+        add_out(parser)
+        add = parser.add_argument_group("checkpoints").add_argument
+        add("--save-every", type=at_least(0), default=100, metavar="N",
+            help="steps between checkpoints; the last step saves one too; 0: save none")
+        add("--keep", type=at_least(1), default=2, metavar="N",
+            help="how many of the newest checkpoints to keep")
+        add("--async-save", action="store_true", help="write checkpoints while training continues")
+        add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
+            "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew, "
+            "from imported weights if there are any")
+        add("--resume-from", type=at_least(0), metavar="STEP", help="resume from the checkpoint of "
+            "this step; 0: imported weights")
+        parser.checks.append(lambda args: refuse([(
+            args.resume_from is not None and not args.resume,
+            f"--no-resume with --resume-from {args.resume_from}: the one starts anew, the other "
+            f"does not; give one of them",
+        )]))
+
+    # Resuming
+
+    def resume(self, *, newest=True, step=None):
+        """Lock and prepare the run folder, and load a checkpoint: that of ``step``, or by default
+        the newest one. Without ``newest`` the run starts anew, from imported weights if there are
+        any. What it does not continue moves into ``previous-N``. Returns the number of steps done.
+        From now on signals ask the run to stop.
+
+        Raises:
+            SettingError: the folder cannot be written, another run uses it, its run has finished,
+                ranks have different settings, or the checkpoint cannot be loaded.
+        """
+        refuse_differences(self.on_all_ranks, self.group)
+        start = None
+        with together(self.group, f"--out {self.folder} cannot be written", "choose another"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if _rank() == 0:
+                start = self.prepare(newest, step)
+        # Rank 0 alone decides: a network file system may show another rank other checkpoints.
+        start, rank_0 = gather((start, this_process()), self.group)[0]
+        if self.every or start is not None:  # otherwise the ranks need no shared folder
+            with together(self.group):
+                self.check_that_it_is_shared(rank_0)
+        done = start or 0
+        if done >= self.stop:
+            raise SettingError(
+                f"{self.folder} holds a run that has finished step {done}, and --steps is "
+                f"{self.stop}: raise --steps to train on, or {ANEW}"
+            )
+        if start is not None:
+            self.load(self.path(start))
+            if _rank() == 0:
+                newer = [path for path in list_checkpoints(self.folder) if step_of(path) > start]
+                move_aside(self.folder, newer)
+        catch_stop_signals()
+        return done
+
+    def prepare(self, newest, step):
+        """Rank 0: lock the folder, remove what was cut short, and move the earlier run aside if
+        this one starts anew. Returns the step of the checkpoint to load, or None."""
+        used = (self.folder / "lock").exists()  # otherwise only checkpoints are known to be ours
+        self.lock = lock_folder(self.folder)
+        for path in self.folder.iterdir():
+            if re.fullmatch(r"step-\d{8,}\.(tmp|old)", path.name):
+                remove(path)
+        checkpoints = list_checkpoints(self.folder)
+        steps = [step_of(path) for path in checkpoints]
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+            newest, step = True, None  # torchrun has started this process again
+        if step is not None and step not in steps:
+            raise SettingError(
+                f"--resume-from {step}: {self.folder} has no such checkpoint; it has "
+                f"{', '.join(map(str, steps)) or 'none'}"
+            )
+        if step is None and steps:
+            step = max(steps) if newest else IMPORTED if IMPORTED in steps else None
+        if not step:  # a new run: from imported weights, or from none
+            earlier = [path for path in checkpoints if step_of(path) != IMPORTED]
+            kinds = RUN_FILES if used else ()
+            move_aside(self.folder, earlier + [p for k in kinds for p in self.folder.glob(k)])
+        return step
+
+    def check_that_it_is_shared(self, rank_0):
+        """Raise SettingError unless this rank sees the name of rank 0's process in the lock."""
+        # Rank 0 itself must not read it: closing the file would release its lock.
+        lock = self.folder / "lock"
+        for _ in range(100):  # a network file system may be late by seconds
+            if _rank() == 0 or (lock.exists() and lock.read_text() == rank_0):
+                return
+            time.sleep(0.1)
+        raise SettingError(
+            f"--out {self.folder} is not one folder for all machines: rank {_rank()} does not see "
+            f"the lock of rank 0: choose a shared folder"
+        )
+
+    @torch.no_grad()
+    def load(self, checkpoint):
+        """Load a checkpoint in place: into the tensors and the states of their optimizers."""
+        unreadable = self.group, f"{checkpoint} cannot be read", instead_of(checkpoint)
+        with together(*unreadable):
+            ranks = dist.get_world_size(self.group) if self.group else 1
+            reader, stored, saved = open_checkpoint(checkpoint, slice(_rank(), None, ranks))
+        names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+        # A rank of a pipeline has the tensors of its stages only.
+        unknown = set.intersection(*gather(names - self.tensors.keys(), self.group))
+        with together(self.group):
+            self.compare(checkpoint, stored, saved[FIXED], unknown)
+        self.make_states(stored)
+        with together(*unreadable):
+            dcp.load(self.named(), storage_reader=reader, process_group=self.group)
+        changed = [
+            f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
+            for name, value in self.changeable.items() if saved[CHANGEABLE].get(name) != value
+        ]
+        if changed and step_of(checkpoint) != IMPORTED and _rank() == 0:
+            print(printable(f"changed since {checkpoint}: {'; '.join(changed)}"), flush=True)
+
+    def compare(self, checkpoint, stored, saved, unknown):
+        """Refuse a checkpoint that does not fit this run: its settings that must stay the same are
+        ``saved``, it has the tensors ``stored``, and those that no rank knows are ``unknown``."""
+        for name, value in self.fixed.items():
+            if step_of(checkpoint) == IMPORTED and name not in saved:
+                continue  # imported weights have the settings of a model only
+            if saved.get(name) != value:
+                raise SettingError(
+                    f"{name} is {saved.get(name)} in {checkpoint} and {value} in this run: resume "
+                    f"with the same, or {ANEW}"
+                )
+        for name, tensor in self.tensors.items():
+            entry = stored.get(f"model.{name}")
+            there = tuple(entry.size) if entry else "none"
+            if there != tuple(tensor.shape):
+                raise SettingError(
+                    f"{checkpoint} is of another model: {name} has shape {tuple(tensor.shape)} "
+                    f"here and {there} there"
+                )
+        if unknown:
+            raise SettingError(
+                f"{checkpoint} is of another model: no rank of this run has "
+                f"{', '.join(sorted(unknown))}"
+            )
+
+    def make_states(self, stored):
+        """Allocate the stored optimizer states: an optimizer has none before its first step."""
+        for key, entry in stored.items():
+            name, _, state = key.removeprefix("optimizer.").rpartition(".")
+            tensor = self.tensors.get(name)
+            if key.startswith("optimizer.") and tensor in self.owner:
+                self.owner[tensor].state[tensor][state] = (
+                    torch.zeros_like(tensor) if entry.size == tensor.shape else
+                    torch.zeros(entry.size, dtype=entry.properties.dtype, device=tensor.device)
+                )
+
+    # Saving
+
+    def after_step(self, step, grad_norm):
+        """Call it at the end of every step (counted from 0), with the norm of all gradients. It
+        saves after every ``every`` steps, after the last step, and when a signal has asked any rank
+        to stop. Then it returns True, and the loop must end."""
+        self.norms = self.norms + grad_norm  # stays on the device: only a save waits for it
+        if self.vote:
+            self.vote.wait()
+        stopping = bool(self.stopping)
+        if self.saving and self.saving.done():
+            self.wait()
+        if self.every and (stopping or (step + 1) % self.every == 0 or step + 1 == self.stop):
+            self.save(step + 1)
+        self.stopping = torch.tensor(int(stop_requested()))
+        if self.group:  # the next step reads the answer, so that no step waits for it
+            self.vote = dist.all_reduce(
+                self.stopping, dist.ReduceOp.MAX, group=self.group, async_op=True
+            )
+        return stopping
+
+    @torch.no_grad()
+    def save(self, step):
+        """Write the checkpoint after ``step`` steps, and remove the oldest beyond ``keep``.
+
+        Raises:
+            SettingError: it cannot be written; or a gradient norm, a parameter or an optimizer
+                state is not finite. The checkpoints before it are intact.
+        """
+        self.wait()
+        _share_buffers(self.tensors, self.group)
+        with together(self.group):
+            if name := self.not_finite():
+                raise SettingError(
+                    f"step {step} is not saved, since {name} is not finite: training diverged; "
+                    f"lower --lr; the checkpoints before it are intact"
+                )
+        if self.in_background:
+            for name, tensor in self.named().items():
+                if name not in self.staged:
+                    self.staged[name] = tensor.to("cpu", copy=True)
+                self.staged[name].copy_(tensor)
+            self.saving = self.aside.submit(self.write, self.staged, step)
+        else:
+            self.write(self.named(), step)
+
+    def write(self, tensors, step):
+        """Write ``tensors``, each rank its shards; of what several ranks hold, one of them writes
+        each part. When all ranks have, rank 0 completes the folder and renames it."""
+        temporary = self.path(step).with_suffix(".tmp")
+        try:
+            with together(
+                self.group_aside, f"the checkpoint of step {step} could not be written to "
+                f"{self.folder}", "the ones before it are intact: make room and start again",
+            ):
+                index = dcp.save(
+                    tensors, storage_writer=HashingWriter(temporary),
+                    planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
+                    process_group=self.group_aside,
+                )
+                if _rank() == 0:
+                    write_settings(
+                        temporary, self.fixed, self.changeable, len(index.state_dict_metadata)
+                    )
+                    temporary.rename(self.path(step))
+                    trained = [c for c in list_checkpoints(self.folder) if step_of(c) != IMPORTED]
+                    for old in trained[: -self.keep]:
+                        # Rename first: if the removal is killed, the rest must not look complete.
+                        self.aside.submit(remove, old.rename(old.with_suffix(".old")))
+        except SettingError:
+            if _rank() == 0:
+                remove(temporary)  # it fills a disk that is full
+            raise
+
+    def wait(self):
+        """Wait for a save in the background, if there is one; raise what went wrong."""
+        if self.saving:
+            saving, self.saving = self.saving, None
+            saving.result()
+
+    def finish(self):
+        """Wait for what runs in the background; call it at the end of a run."""
+        self.wait()
+        if self.vote:
+            self.vote.wait()
+        self.aside.shutdown()
+
+    def path(self, step):
+        return self.folder / f"step-{step:08d}"
+
+    def named(self):
+        """All tensors of a checkpoint, by their names in it."""
+        named = {}
+        for name, tensor in self.tensors.items():
+            named[f"model.{name}"] = tensor.detach()
+            states = self.owner[tensor].state.get(tensor, {}) if tensor in self.owner else {}
+            for key, value in states.items():
+                if not isinstance(value, torch.Tensor):
+                    raise SettingError(
+                        f"{key} of the optimizer is {value!r:.40}, and checkpoints hold tensors "
+                        f"only: let the optimizer keep a tensor"
+                    )
+                named[f"optimizer.{name}.{key}"] = value
+        return named
+
+    def not_finite(self):
+        """The name of the first thing that is not finite, although it must be."""
+        if not math.isfinite(self.norms):
+            return "a gradient norm"
+        # A buffer, such as a mask, may hold -inf.
+        buffers = {f"model.{name}" for name, tensor in self.tensors.items() if _is_buffer(tensor)}
+        for name, value in self.named().items():
+            value = value.to_local() if isinstance(value, DTensor) else value
+            if name not in buffers and value.is_floating_point() and value.numel():
+                # aminmax needs little memory, and returns NaN if there is one.
+                if not torch.stack(value.aminmax()).isfinite().all():
+                    return name
+
+
+# Ranks
+
+
+@contextlib.contextmanager
+def together(group, failed="", advice=""):
+    """If the block fails on one rank of ``group``, all of its ranks raise the same SettingError.
+    Without a group: this rank only."""
+    problem = None
+    try:
+        yield
+    except SettingError as error:
+        problem = str(error)
+    except (OSError, dcp.CheckpointException) as error:  # the latter on all ranks if one fails
+        problem = f"{failed} ({reason(error)}): {advice}"
+    if problem := next(filter(None, gather(problem, group)), None):
+        raise SettingError(problem)
+
+
+def gather(value, group):
+    """The values of all ranks of ``group``."""
+    values = [value]
+    if group:
+        values = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _share_buffers(tensors, group):
+    """Give each buffer the values of the first rank that holds it. BatchNorm's differ between
+    ranks, and DCP would save copies of different ranks."""
+    if group is None:
+        return
+    own = [name for name, tensor in tensors.items() if _is_buffer(tensor)]
+    shared = {}
+    for rank, names in enumerate(gather(own, group)):
+        if new := [name for name in names if name not in shared]:
+            values = [[tensors[name].cpu() for name in new] if rank == _rank() else None]
+            dist.broadcast_object_list(values, rank, group)
+            shared |= zip(new, values[0])
+    for name in own:
+        tensors[name].copy_(shared[name])
+
+
+def _settings_of(optimizers):
+    """The settings of all parameter groups but their learning rates, such as the momentum: a list
+    with a value for each group, or the value if all groups have the same."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    settings = {}
+    for name in {name: None for group in groups for name in group}:
+        if name not in ("params", "param_names", "lr", "initial_lr"):
+            values = [group.get(name) for group in groups]
+            settings[name] = values[0] if values.count(values[0]) == len(values) else values
+    return settings
+
+
+def _is_buffer(tensor):
+    return not isinstance(tensor, (torch.nn.Parameter, DTensor))
+
+
+def _rank():
+    return dist.get_rank() if dist.is_initialized() else 0
