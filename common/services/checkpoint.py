@@ -124,7 +124,8 @@ class Checkpoints:
         """
         refuse_differences(self.on_all_ranks, self.group)
         start = None
-        with together(self.group, f"--out {self.folder} cannot be written", "choose another folder"):
+        unwritable = f"--out {self.folder} cannot be written", "choose another folder"
+        with together(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
                 start = self.prepare(newest, step)
