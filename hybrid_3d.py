@@ -50,7 +50,7 @@ from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from cp import allgather_attention, shard_positions
+from cp import allgather_attention, set_attention, shard_positions
 from fsdp import reshard, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
@@ -128,9 +128,9 @@ def main(argv=None):
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
-    attention = functools.partial(allgather_attention, group=mesh.get_group("cp"))
-    for layer in layers if cp > 1 else ():
-        layer.self_attn.attention = attention
+    if cp > 1:
+        attentions = [layer.self_attn for layer in layers]
+        set_attention(attentions, allgather_attention, mesh.get_group("cp"))
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # FSDP: what is gathered together
     units = [

@@ -203,9 +203,10 @@ def parallelize(model, mesh, plan, whole=None):
     for pattern in plan:
         if not matching(every, pattern):
             raise SettingError(f"the plan names {pattern}, but the model has no such module")
-    ties = {}
+    ties, trained = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
+        trained[name] = parameter.requires_grad
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
@@ -219,6 +220,7 @@ def parallelize(model, mesh, plan, whole=None):
                 raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
             setattr(model.get_submodule(owner), attribute, tied)
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
         if not isinstance(parameter, DTensor):
             raise SettingError(
                 f"the plan does not reach {name}: add its module, with Replicated() if its weights "

@@ -1,0 +1,162 @@
+"""Edits that anybody makes to bring a model of their own: exact, or refused in words."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import cp
+from common.errors import SettingError
+from common.services import stored
+from tests.edits import edited
+from tests.sample import sampled, thorough
+from tests.test_same_run import furthest
+
+OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
+           "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 6 --log-every 1 "
+           "--warmup-steps 3 --save-every 4 --dtype float64")
+
+
+# Frozen parameters
+
+
+def test_tensor_parallelism_thaws_nothing(run, once, corpus):
+    """Norms that are frozen stay as they are, in every norm of the plan."""
+    expected = once("single.py", 0, OPTIONS, inject="frozen_norms()")
+    found = run("tp.py", 2, f"{OPTIONS} --data {corpus}", inject="frozen_norms()")
+    assert furthest(found.curve(), expected.curve()) < 1e-10
+    for name, tensor in stored.read(found.out / "step-00000006").items():
+        assert tensor.ndim == 2 or (tensor == 1).all(), name
+
+
+@pytest.mark.parametrize("command, world, layer", sampled([
+    ("pp.py", 2, 0), ("pp.py", 2, 1), ("hybrid_3d.py --pp 2", 2, 1),
+    ("pp.py --schedule zerobubble --stages-per-rank 1", 2, 1),
+], [("pp.py", 2, 1)]))
+def test_a_stage_without_a_trained_parameter(run, once, corpus, command, world, layer):
+    inject = f"trained_only('layers.{layer}.')"
+    expected = once("single.py", 0, OPTIONS, inject=inject).curve()
+    found = run(command, world, f"{OPTIONS} --data {corpus}", inject=inject)
+    assert furthest(found.curve(), expected) < 1e-10
+
+
+@pytest.mark.parametrize("command", ["pp.py", "hybrid_3d.py --pp 2"])
+def test_a_frozen_tie_across_stages(run, once, corpus, tmp_path, command):
+    """Both stages have a copy of the weights that were loaded, which stays equal."""
+    expected = once("single.py", 0, OPTIONS, inject="tied(); frozen()")
+    shutil.copytree(expected.out / "step-00000004", tmp_path / "out" / "step-00000004")
+    found = run(command, 2, f"{OPTIONS} --data {corpus}", inject="tied(); frozen()")
+    assert furthest(found.curve(), expected.curve()[4:]) < 1e-10
+
+
+# Attention
+
+
+@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
+@pytest.mark.parametrize("keyword, value", [
+    ("attn_mask", torch.ones(4, 4).tril()), ("dropout_p", 0.1), ("window_size", 7),
+    ("softcap", 50.0), ("score_mod", None),
+])
+def test_what_an_attention_does_not_compute_is_refused(attention, keyword, value):
+    words = f"{attention.__name__} computes causal or full .* no {keyword}: .* ulysses_attention"
+    with pytest.raises(SettingError, match=words):
+        attention(*torch.zeros(3, 1, 2, 4, 8), group=None, is_causal=True, **{keyword: value})
+
+
+@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
+def test_whether_attention_is_causal_must_be_said(attention):
+    with pytest.raises(TypeError, match="is_causal"):
+        attention(*torch.zeros(3, 1, 2, 4, 8), group=None)
+
+
+def test_attention_is_set_only_where_it_is_read():
+    class Own(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    with pytest.raises(SettingError, match="Own has no attribute attention that could be replac"):
+        cp.set_attention([Own()], cp.ring_attention, None)
+    module = Own()
+    module.attention = functools.partial
+    cp.set_attention([module], cp.ring_attention, "group")
+    assert module.attention.func is cp.ring_attention
+
+
+@thorough
+@pytest.mark.parametrize("heads", ["--num-key-value-heads 2", "--num-key-value-heads 1"])
+def test_ulysses_with_more_ranks_than_key_value_heads(run, once, corpus, heads):
+    expected = once("single.py", 0, f"{OPTIONS} {heads}").curve()
+    result = run("cp.py --attention ulysses", 4, f"{OPTIONS} {heads} --data {corpus}")
+    assert furthest(result.curve(), expected) < 1e-10
+    assert result.summary["sent"] == result.summary["theory"]["sent"]["bytes"]
+
+
+# Weights that are used without their module
+
+
+@pytest.mark.parametrize("script", sampled(["fsdp.py", "tp.py"], ["fsdp.py"]))
+def test_a_weight_without_its_module_is_an_error_in_words(run, corpus, script):
+    inject = ("before(common.model.Transformer, 'forward', lambda self, *args, **more: "
+              "F.linear(torch.ones(1, 48).double(), self.model.embed_tokens.weight))")
+    result = run(script, 2, f"{OPTIONS} --data {corpus}", inject=inject, expect_ok=False)
+    last = result.lines[-1]
+    assert last.startswith(f"{script}: error: a weight was used without calling its module")
+    assert "Traceback" in result.output  # which says where
+
+
+# An average of the weights (EMA)
+
+
+EMA = [
+    ("    # Data\n", "    ema = {f\"ema.{name}\": torch.zeros_like(p) for name, p in "
+     "model.named_parameters()}\n\n    # Data\n"),
+    ("model.state_dict(keep_vars=True), optimizer,",
+     "model.state_dict(keep_vars=True) | ema, optimizer,"),
+    ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
+     "        for name, p in model.named_parameters():\n"
+     "            ema[f\"ema.{name}\"].mul_(0.9).add_(p.detach(), alpha=0.1)\n"),
+]
+
+
+def test_an_average_of_the_weights_is_sharded_saved_and_resumed(run, corpus, tmp_path):
+    """Of each parameter by torch.zeros_like: a DTensor where the parameter is one. A resume on
+    other ranks ends in the average of one process."""
+    options = f"{OPTIONS} --data {corpus}"
+    whole = run(edited(tmp_path / "copy", "single.py", *EMA), 0, options, out="whole")
+    fsdp = edited(tmp_path / "copy", "fsdp.py", *EMA)
+    run(fsdp, 2, options, inject="at(5, lambda: fail('killed'))", expect_ok=False)
+    again = run(fsdp, 3, options)
+    assert "resuming after step 4" in again.output
+    found, expected = (stored.read(out / "step-00000006", "model.ema.")
+                       for out in (again.out, whole.out))
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10)
+        assert tensor.abs().max() > 0
+
+
+# A run that has finished
+
+
+@pytest.mark.parametrize("command, world", [("single.py", 0), ("zero.py", 2)])
+def test_a_finished_run_is_done(run, corpus, command, world):
+    """Started again it ends with status 0 and a line that says so, and writes nothing."""
+    options = f"{OPTIONS} --data {corpus}"
+    first = run(command, world, options)
+    before = {path: path.stat().st_mtime_ns for path in first.out.rglob("*") if path.is_file()}
+    again = run(command, world, options)
+    assert again.lines[-1] == (
+        f"{first.out} holds a run that has finished step 6, its last: raise --steps to train on, "
+        f"or start anew with --no-resume or another --out")
+    after = {path: path.stat().st_mtime_ns for path in first.out.rglob("*") if path.is_file()}
+    lock = first.out / "lock"
+    assert after.keys() == before.keys() and all(
+        after[path] == before[path] for path in before if path != lock)
+    less = run(command, world, f"{options} --steps 5", expect_ok=False)
+    assert "finished step 6, and --steps is 5: raise --steps" in less.lines[-1]
+    data = next((first.out / "step-00000006").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-9])
+    broken = run(command, world, options, expect_ok=False)
+    assert "is damaged" in broken.lines[-1]
