@@ -173,7 +173,8 @@ class TokenDataset(Dataset):
                 f"to its rights"
             ) from None
         binary = [path.suffix == ".bin" for path in self.files]
-        if token_dtype == "auto":
+        guessed = token_dtype == "auto"
+        if guessed:
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
         self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
         sizes = np.array([size for _, size, _ in self.stamps], np.int64)
@@ -190,6 +191,13 @@ class TokenDataset(Dataset):
              f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} takes "
              f"{seq_len + 1}; give more data or a smaller --seq-len"),
         ])
+
+        some = self.read(0, min(self.tokens, 2**14))
+        if guessed and self.dtype == np.uint16 and not some[1::2].any() and some.any():
+            raise SettingError(
+                f"{option} {data}: every second number is 0, as if uint32 were read as uint16: name "
+                f"the type by --token-dtype"
+            )
 
     def __str__(self):
         return f"{_count(len(self), 'sample')} of {_count(self.seq_len, 'token')} in {self.data}"

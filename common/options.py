@@ -160,6 +160,9 @@ def parse_options(parser, argv=None):
     if "model" in args:
         args.config = _model_config(args)
         refuse([(args.config.num_experts and "balance_rate" not in args, no_experts(parser))])
+        refuse([(not args.config.num_experts and getattr(args, "balance_rate", 0),
+                 f"--balance-rate {getattr(args, 'balance_rate', 0)}: this model has no experts: "
+                 f"give --num-experts too, or leave it out")])
         args.on_all_ranks |= {flag(name): value for name, value in vars(args.config).items()}
     dtype = args.dtype
     if dtype == "auto":

@@ -6,13 +6,14 @@ written: a folder named step-NNNNNNNN is always complete, and finite.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import json
 import math
 import os
 import pathlib
-import re
+import secrets
 import time
 
 import torch
@@ -24,13 +25,15 @@ from common.errors import SettingError, printable, refuse
 from common.launch import refuse_differences
 from common.options import at_least
 from common.services.run_folder import (
-    RUN_FILES, add_out, lock_folder, move_aside, remove, this_process
+    LOCK, TEMPORARY, add_out, lock_folder, move_aside, remove, run_files, write_lock
 )
 from common.services.signals import catch_stop_signals, stop_requested
 from common.services.stored import (
-    ANEW, CHANGEABLE, FIXED, IMPORTED, HashingWriter, instead_of, list_checkpoints,
-    open_checkpoint, reason, step_of, write_settings,
+    CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
+    older_checkpoint, open_checkpoint, reason, run_of, step_of,
 )
+
+ANEW = "start anew with --no-resume or another --out"
 
 
 class Checkpoints:
@@ -89,6 +92,7 @@ class Checkpoints:
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
             self.group_aside = dist.new_group(backend="gloo") if in_background else self.group
+        self.run = gather(secrets.token_hex(8), self.group)[0]  # the id of a run and its resumes
 
     @staticmethod
     def add_options(parser):
@@ -126,42 +130,37 @@ class Checkpoints:
                 more steps, ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
-        start = None
+        start = lock = None
         unwritable = f"--out {self.folder} cannot be written", "choose another folder"
         with together(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                start = self.prepare(newest, step)
+                start, lock = self.prepare(newest, step)
         # Rank 0 alone decides: a network file system may show another rank other checkpoints.
-        start, rank_0 = gather((start, this_process()), self.group)[0]
+        start, lock, self.run = gather((start, lock, self.run), self.group)[0]
         if self.every or start is not None:  # otherwise the ranks need no shared folder
             with together(self.group):
-                self.check_that_it_is_shared(rank_0)
+                self.check_that_it_is_shared(lock)
+        if start is not None:
+            self.load(self.path(start))
         done = start or 0
         if done > self.stop:
             raise SettingError(
                 f"{self.folder} holds a run that has finished step {done}, and --steps is "
                 f"{self.stop}: raise --steps to train on, or {ANEW}"
             )
-        if start is not None:
-            self.load(self.path(start))
+        with together(self.group, *unwritable):
             if _rank() == 0:
-                newer = [path for path in list_checkpoints(self.folder) if step_of(path) > start]
-                move_aside(self.folder, newer)
+                self.take_over(done)
         self.had_finished = done == self.stop
         catch_stop_signals()
         return done
 
     def prepare(self, newest, step):
-        """Rank 0: lock the folder, remove what was cut short, and move the earlier run aside if
-        this one starts anew. Returns the step of the checkpoint to load, or None."""
-        used = (self.folder / "lock").exists()  # otherwise only checkpoints are known to be ours
-        self.lock = lock_folder(self.folder)
-        for path in self.folder.iterdir():
-            if re.fullmatch(r"step-\d{8,}\.(tmp|old)", path.name):
-                remove(path)
-        checkpoints = list_checkpoints(self.folder)
-        steps = [step_of(path) for path in checkpoints]
+        """Rank 0: lock the folder. Returns the step of the checkpoint to load, or None, and the
+        text of the lock."""
+        self.lock, text = lock_folder(self.folder)
+        steps = [step_of(path) for path in list_checkpoints(self.folder)]
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             newest, step = True, None  # torchrun has started this process again
         if step is not None and step not in steps:
@@ -171,18 +170,33 @@ class Checkpoints:
             )
         if step is None and steps:
             step = max(steps) if newest else IMPORTED if IMPORTED in steps else None
-        if not step:  # a new run: from imported weights, or from none
-            earlier = [path for path in checkpoints if step_of(path) != IMPORTED]
-            kinds = RUN_FILES if used else ()
-            move_aside(self.folder, earlier + [p for k in kinds for p in self.folder.glob(k)])
-        return step
+        if step:
+            self.run = run_of(self.path(step))
+        earlier = LOCK.fullmatch(text)
+        self.files_of = earlier["run"] if earlier else None
+        return step, write_lock(self.lock, self.files_of)
 
-    def check_that_it_is_shared(self, rank_0):
-        """Raise SettingError unless this rank sees the name of rank 0's process in the lock."""
+    def take_over(self, done):
+        """Rank 0: remove what this run was killed at, and move aside what is not its own: newer
+        checkpoints, and what another run, or somebody, has left under the name of a run's file."""
+        others = [path for path in list_checkpoints(self.folder) if step_of(path) > done]
+        for path in self.folder.iterdir():
+            if found := TEMPORARY.fullmatch(path.name):
+                if found["run"] == self.run:
+                    remove(path)
+                else:
+                    others.append(path)
+        if self.files_of != self.run:
+            others += run_files(self.folder)
+        move_aside(self.folder, others)
+        write_lock(self.lock, self.run)
+
+    def check_that_it_is_shared(self, text):
+        """Raise SettingError unless this rank sees ``text`` in the lock, as rank 0 wrote it."""
         # Rank 0 itself must not read it: closing the file would release its lock.
         lock = self.folder / "lock"
         for _ in range(100):  # a network file system may be late by seconds
-            if _rank() == 0 or (lock.exists() and lock.read_text() == rank_0):
+            if _rank() == 0 or (lock.exists() and lock.read_text() == text):
                 return
             time.sleep(0.1)
         raise SettingError(
@@ -193,7 +207,11 @@ class Checkpoints:
     @torch.no_grad()
     def load(self, checkpoint):
         """Load a checkpoint in place: into the tensors and the states of their optimizers."""
-        unreadable = self.group, f"{checkpoint} cannot be read", instead_of(checkpoint)
+        older = older_checkpoint(checkpoint)
+        advice = f"there is no older checkpoint: {ANEW}"
+        if older:
+            advice = f"use the older {older}: --resume-from {step_of(older)}"
+        unreadable = self.group, f"{checkpoint} cannot be read", advice
         with together(*unreadable):
             ranks = dist.get_world_size(self.group) if self.group else 1
             reader, stored, saved = open_checkpoint(checkpoint, slice(_rank(), None, ranks))
@@ -297,26 +315,29 @@ class Checkpoints:
     def write(self, tensors, step):
         """Write ``tensors``, each rank its shards; of what several ranks hold, one of them writes
         each part. When all ranks have, rank 0 completes the folder and renames it."""
-        temporary = self.path(step).with_suffix(".tmp")
+        temporary = self.half(self.path(step), "tmp")
         try:
             with together(
                 self.group_aside, f"the checkpoint of step {step} could not be written to "
                 f"{self.folder}", "the ones before it are intact: make room and start again",
             ):
+                writer = HashingWriter(temporary)
                 index = dcp.save(
-                    tensors, storage_writer=HashingWriter(temporary),
+                    tensors, storage_writer=writer, process_group=self.group_aside,
                     planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
-                    process_group=self.group_aside,
                 )
+                of_ranks = gather(writer.sums, self.group_aside)
                 if _rank() == 0:
-                    write_settings(
-                        temporary, self.fixed, self.changeable, len(index.state_dict_metadata)
+                    complete(
+                        temporary, dict(collections.ChainMap(*of_ranks)), run=self.run, step=step,
+                        tensors=len(index.state_dict_metadata), fixed=self.fixed,
+                        changeable=self.changeable,
                     )
                     temporary.rename(self.path(step))
-                    trained = [c for c in list_checkpoints(self.folder) if step_of(c) != IMPORTED]
-                    for old in trained[: -self.keep]:
+                    own = [c for c in list_checkpoints(self.folder) if run_of(c) == self.run]
+                    for old in own[: -self.keep]:
                         # Rename first: if the removal is killed, the rest must not look complete.
-                        self.aside.submit(remove, old.rename(old.with_suffix(".old")))
+                        self.aside.submit(remove, old.rename(self.half(old, "old")))
         except SettingError:
             if _rank() == 0:
                 remove(temporary)  # it fills a disk that is full
@@ -340,6 +361,10 @@ class Checkpoints:
 
     def path(self, step):
         return self.folder / f"step-{step:08d}"
+
+    def half(self, checkpoint, kind):
+        """The name of a checkpoint of this run that is being written, or removed."""
+        return checkpoint.with_name(f"{checkpoint.name}.{self.run}.{kind}")
 
     def named(self):
         """All tensors of a checkpoint, by their names in it."""
@@ -380,6 +405,8 @@ def together(group, failed="", advice=""):
     problem = None
     try:
         yield
+    except Damaged as error:
+        problem = f"{error}; {advice}"
     except SettingError as error:
         problem = str(error)
     except (OSError, dcp.CheckpointException) as error:  # the latter on all ranks if one fails

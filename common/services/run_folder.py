@@ -1,17 +1,22 @@
 """The folder of a run, --out: its lock, and what of an earlier run moves aside."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
+import re
 import shutil
 import socket
+import stat
 import sys
 import time
 
 from common.errors import SettingError
 from common.options import not_empty
 
+LOCK = re.compile(r"process \d+ on \S+(, run (?P<run>[0-9a-f]{16}))?")  # the text of a lock
+TEMPORARY = re.compile(r"step-\d{8,}\.(?P<run>[0-9a-f]{16})\.(tmp|old)")  # half a checkpoint
 # What a run writes beside its checkpoints; a new run moves it aside.
 RUN_FILES = (
     "metrics.jsonl", "summary.json", "wandb.json", "trace-rank*.json", "flight-record-rank*",
@@ -24,15 +29,27 @@ def add_out(parser):
     if parser.get_default("out") is None:
         parser.add_argument_group("run folder").add_argument(
             "--out", type=lambda text: pathlib.Path(not_empty(text)), metavar="FOLDER",
-            default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for checkpoints and metrics.jsonl; with several "
-            "machines, a folder that they share",
+            default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for "
+            "checkpoints and metrics.jsonl; with several machines, a folder that they share",
         )
 
 
 def lock_folder(folder):
     """Lock the run folder until this process ends, however it ends. Returns the open file, which
-    must stay open. The lock is a record lock: children do not inherit it, and NFS has it too."""
-    file = open(folder / "lock", "a+")
+    must stay open, and its text: who has locked it last. The lock is a record lock: children do not
+    inherit it, and NFS has it too.
+
+    Raises:
+        SettingError: another run uses the folder, or its file ``lock`` is not of a run.
+    """
+    foreign = SettingError(
+        f"--out {folder} has a file named lock that no run has made: choose another folder"
+    )
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.fdopen(os.open(folder / "lock", flags, 0o666), "r+")
+    except OSError as error:
+        raise foreign if error.errno in (errno.ELOOP, errno.EISDIR) else error from None
     try:
         for _ in range(50):  # the run before may just be ending
             with contextlib.suppress(BlockingIOError, PermissionError):  # another process holds it
@@ -40,7 +57,6 @@ def lock_folder(folder):
                 break
             time.sleep(0.1)
         else:
-            file.seek(0)
             raise SettingError(
                 f"--out {folder} is in use by {file.read(200).strip()}: wait until that run has "
                 f"ended, or choose another folder"
@@ -48,15 +64,24 @@ def lock_folder(folder):
     except OSError as error:
         print(f"{folder} cannot be locked ({error.strerror}): make sure that no other run uses it",
               file=sys.stderr)
-    file.truncate(0)
-    file.write(this_process())
+    text = file.read(300) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else "no regular file"
+    if text and not LOCK.fullmatch(text):
+        raise foreign
+    return file, text
+
+
+def write_lock(file, run):
+    """Write into a lock which process has it, and of which run it last had the files. Returns this
+    text."""
+    text = f"process {os.getpid()} on {socket.gethostname()}"
+    if run:
+        text += f", run {run}"
+    file.seek(0)
+    file.truncate()
+    file.write(text)
     file.flush()
     os.fsync(file.fileno())  # for the other machines
-    return file
-
-
-def this_process():
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return text
 
 
 def remove(path):
@@ -66,8 +91,13 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
+def run_files(folder):
+    """What has the name of a file of a run, but for checkpoints and the lock."""
+    return [path for kind in RUN_FILES for path in folder.glob(kind)]
+
+
 def move_aside(folder, paths):
-    """Move files of an earlier run into the first free ``previous-N`` of the folder."""
+    """Move what this run has not made into the first free ``previous-N`` of the folder."""
     if paths:
         number = 1
         while (aside := folder / f"previous-{number}").exists():

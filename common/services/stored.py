@@ -1,9 +1,9 @@
 """A checkpoint on disk: which files it has, how they are written, and how they are read.
 
 It is a folder. In it are the shards that ``torch.distributed.checkpoint`` (DCP) wrote, each rank
-its own, in parallel, and DCP's index, .metadata; ``run.json``, the settings of the run; and beside
-each FILE its hash, FILE.sha256 (``sha256sum -c *.sha256 .*.sha256`` checks them). ``model.NAME`` is
-a tensor of the model, ``optimizer.NAME.exp_avg`` an optimizer state of that tensor. How tensors
+its own, in parallel, and DCP's index, .metadata; ``run.json``, the run, the step and the settings;
+and ``SHA256SUMS``, the hash of every file (``sha256sum -c SHA256SUMS`` checks them). ``model.NAME``
+is a tensor of the model, ``optimizer.NAME.exp_avg`` an optimizer state of that tensor. How tensors
 were sharded when they were saved does not matter when they are loaded.
 
 Reading runs no code that a file chose.
@@ -11,6 +11,7 @@ Reading runs no code that a file chose.
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -24,15 +25,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from common.errors import SettingError
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
-ANEW = "start anew with --no-resume or another --out"
 FIXED, CHANGEABLE = "must stay the same", "may change"  # the settings of a run, keys of run.json
 IMPORTED = 0  # the step of weights that no run has trained: see tools/import_hf.py
+NAME, SUMS = r"step-\d{8,}", "SHA256SUMS"
+
+
+class Damaged(SettingError):
+    """A checkpoint that cannot be used."""
 
 
 def list_checkpoints(folder):
     """The complete checkpoints of a run folder, oldest first."""
     paths = pathlib.Path(folder).glob("step-*")
-    return sorted((path for path in paths if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of)
+    return sorted((path for path in paths if re.fullmatch(NAME, path.name)), key=step_of)
 
 
 def step_of(checkpoint):
@@ -40,12 +45,26 @@ def step_of(checkpoint):
     return int(checkpoint.stem.removeprefix("step-"))
 
 
+def older_checkpoint(checkpoint):
+    """The newest checkpoint before ``checkpoint`` in its run folder, or None."""
+    older = [path for path in list_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
+    return older[-1] if older else None
+
+
+def run_of(checkpoint):
+    """The id of the run that has saved a checkpoint; None if it does not say."""
+    try:
+        return json.loads((checkpoint / "run.json").read_text())["run"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def read(checkpoint, prefix="model."):
     """The tensors of a checkpoint whose names start with ``prefix``, whole, on the CPU, by the rest
     of their names: with the default, a ``state_dict`` of the model. One process is enough.
 
     Raises:
-        SettingError: it is not a checkpoint, damaged, or not to be trusted.
+        Damaged: it is not a checkpoint, damaged, or not to be trusted.
     """
     reader, stored, _ = open_checkpoint(pathlib.Path(checkpoint))
     tensors = reader.read_tensors(*(name for name in stored if name.startswith(prefix)))
@@ -57,32 +76,60 @@ def open_checkpoint(checkpoint, share=slice(None)):
     ``share``. Returns its reader, the metadata of each stored tensor, and the content of run.json.
 
     Raises:
-        SettingError: see ``read``.
+        Damaged: see ``read``.
     """
-    first = {".metadata", "run.json"}
-    hashed = first | {path.name.removesuffix(".sha256") for path in checkpoint.glob("*.sha256")}
-    for name in sorted(first) + sorted(hashed - first)[share]:
-        check_hash(checkpoint / name)
+    first, sums = (".metadata", "run.json"), read_sums(checkpoint)
+    for name in (*first, *sorted(sums.keys() - set(first))[share]):
+        check_hash(checkpoint / name, sums)
     try:
         saved = json.loads((checkpoint / "run.json").read_text())
         saved[FIXED].keys(), saved[CHANGEABLE].keys()
+        if re.fullmatch(NAME, checkpoint.name) and step_of(checkpoint) != saved["step"]:
+            raise ValueError(f"it was saved after step {saved['step']}")
         reader = SafeReader(checkpoint)
         index = reader.read_metadata()
         stored = index.state_dict_metadata
         for part in index.storage_data.values():
-            if part.relative_path not in hashed:
-                raise ValueError(f"its index names the file {part.relative_path!r}")
+            if part.relative_path not in sums:
+                raise ValueError(f"its index names {part.relative_path!r}, which {SUMS} lacks")
         for name, entry in stored.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{name} is not a tensor")
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise ValueError(f"it lacks a part of {name}")
         if len(stored) != saved["tensors"]:
             raise ValueError(f"its index has {len(stored)} tensors of {saved['tensors']}")
     except Exception as error:  # whatever a file that somebody else has made may cause
-        raise SettingError(
-            f"{checkpoint} is not a checkpoint of these scripts ({type(error).__name__}: {error}); "
-            f"{instead_of(checkpoint)}"
+        raise Damaged(
+            f"{checkpoint} is not a checkpoint of these scripts ({type(error).__name__}: {error})"
         ) from None
     return reader, stored, saved
+
+
+def read_sums(checkpoint):
+    """The hashes in SHA256SUMS, by the names of the files."""
+    path = checkpoint / SUMS
+    if (checkpoint / ".metadata.sha256").exists():
+        raise Damaged(f"{checkpoint} is of an earlier format, with a .sha256 beside each file")
+    if not path.is_file():  # reading a FIFO or a device might never end
+        raise Damaged(f"{path} is missing, or no regular file: nothing can be checked")
+    found = re.findall(r"(?m)^([0-9a-f]{64})  ([^/\n]+)$", path.read_text(errors="replace"))
+    return {name: digest for digest, name in found}
+
+
+def check_hash(path, sums):
+    """Raise Damaged unless a file of a checkpoint is as it was written."""
+    if path.name not in sums:
+        raise Damaged(f"{path} cannot be checked: {SUMS} lacks it")
+    if not path.is_file():
+        raise Damaged(f"{path} is missing, or no regular file")
+    if hash_of(path) != sums[path.name]:
+        raise Damaged(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")
+
+
+def hash_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -105,9 +152,7 @@ class SafeReader(dcp.FileSystemReader):
         try:
             dcp.load(tensors, storage_reader=self, no_dist=True)
         except (OSError, dcp.CheckpointException) as error:
-            raise SettingError(
-                f"{self.path} cannot be read ({reason(error)}): {instead_of(self.path)}"
-            ) from None
+            raise Damaged(f"{self.path} cannot be read ({reason(error)})") from None
         return tensors
 
     def read_tensor(self, name):
@@ -135,58 +180,43 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def instead_of(checkpoint):
-    """What to do when a checkpoint is broken."""
-    for older in reversed(list_checkpoints(checkpoint.parent)):
-        if older.name < checkpoint.name:
-            return f"use the older {older}: --resume-from {step_of(older)}"
-    return f"there is no older checkpoint: {ANEW}"
-
-
 def reason(error):
     """What an OSError or a CheckpointException says."""
     if isinstance(error, OSError):
         return error.strerror or error
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {cause}"
+    return f"rank {rank}: {str(cause) or type(cause).__name__}"
 
 
 # Writing
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """DCP's writer, which also writes the hash of what this rank writes."""
+    """DCP's writer. ``sums``: the hash of each file that this rank has written, by its name."""
 
     def write_data(self, *args):
         try:
             written = super().write_data(*args)
         except RuntimeError as error:  # torch.save hides that a disk is full
             raise error.__context__ or error
-        for name in {result.storage_data.relative_path for result in written.wait()}:
-            write_hash(self.path / name)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        self.sums = {name: hash_of(self.path / name) for name in names}
         return written
 
 
-def write_hash(path):
-    """Write the hash of a file beside it."""
-    _write(path.with_name(f"{path.name}.sha256"), _hash_line(path))
+def complete(folder, sums, *, run, step, tensors, fixed, changeable):
+    """Write run.json, and last SHA256SUMS: its own, and ``sums``, those of all ranks.
 
-
-def check_hash(path):
-    """Raise SettingError unless a file of a checkpoint is as it was written."""
-    written = path.with_name(f"{path.name}.sha256")
-    if not (path.is_file() and written.is_file()):  # reading a FIFO or a device might never end
-        problem = f"cannot be checked: it or {written.name} is missing, or no regular file"
-    elif written.read_bytes() != _hash_line(path).encode():
-        problem = f"is damaged: its SHA-256 is not the one in {written.name}"
-    else:
-        return
-    raise SettingError(f"{path} {problem}; {instead_of(path.parent)}")
-
-
-def _hash_line(path):
-    with open(path, "rb") as file:
-        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
+    Args:
+        run: the id of the run.
+        step: how many steps it has done.
+        tensors: how many tensors DCP's index has.
+        fixed, changeable: the settings of the run.
+    """
+    settings = {"run": run, "step": step, "tensors": tensors, FIXED: fixed, CHANGEABLE: changeable}
+    _write(folder / "run.json", json.dumps(settings, indent=1))
+    sums = sums | {name: hash_of(folder / name) for name in (".metadata", "run.json")}
+    _write(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
 def _write(path, text):
@@ -195,12 +225,3 @@ def _write(path, text):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_settings(folder, fixed, changeable, tensors):
-    """Write run.json, and the hashes of it and of DCP's index: the last files of a checkpoint.
-    ``tensors``: how many it has."""
-    settings = {FIXED: fixed, CHANGEABLE: changeable, "tensors": tensors}
-    _write(folder / "run.json", json.dumps(settings, indent=1))
-    for name in (".metadata", "run.json"):
-        write_hash(folder / name)
