@@ -89,7 +89,7 @@ run_here() {
   # A script without a common/ of its own, such as those in examples/, imports this folder's.
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
-    [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
+    [[ ${NODE_RANK:-} =~ ^[0-9]{1,9}$ && -n ${MASTER_ADDR:-} ]] ||
       fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
         "the address of machine 0"
     address=$("$python" -P -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' \

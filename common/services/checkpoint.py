@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import json
 import math
-import os
 import pathlib
 import secrets
 import time
@@ -22,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError, printable, refuse
-from common.launch import refuse_differences
+from common.launch import read_number, refuse_differences
 from common.options import at_least
 from common.services.run_folder import (
     LOCK, TEMPORARY, add_out, lock_folder, move_aside, remove, run_files, write_lock
@@ -161,7 +160,7 @@ class Checkpoints:
         text of the lock."""
         self.lock, text = lock_folder(self.folder)
         steps = [step_of(path) for path in list_checkpoints(self.folder)]
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        if read_number("TORCHELASTIC_RESTART_COUNT", 0):
             newest, step = True, None  # torchrun has started this process again
         if step is not None and step not in steps:
             raise SettingError(

@@ -1,7 +1,6 @@
 """The folder of a run, --out: its lock, and what of an earlier run moves aside."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import pathlib
@@ -45,11 +44,9 @@ def lock_folder(folder):
     foreign = SettingError(
         f"--out {folder} has a file named lock that no run has made: choose another folder"
     )
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.fdopen(os.open(folder / "lock", flags, 0o666), "r+")
-    except OSError as error:
-        raise foreign if error.errno in (errno.ELOOP, errno.EISDIR) else error from None
+    if os.path.lexists(folder / "lock") and not stat.S_ISREG(os.lstat(folder / "lock").st_mode):
+        raise foreign
+    file = open(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
         for _ in range(50):  # the run before may just be ending
             with contextlib.suppress(BlockingIOError, PermissionError):  # another process holds it
@@ -64,7 +61,7 @@ def lock_folder(folder):
     except OSError as error:
         print(f"{folder} cannot be locked ({error.strerror}): make sure that no other run uses it",
               file=sys.stderr)
-    text = file.read(300) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else "no regular file"
+    text = file.read(300)
     if text and not LOCK.fullmatch(text):
         raise foreign
     return file, text
