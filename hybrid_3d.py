@@ -78,7 +78,7 @@ def main(argv=None):
         grid.add_argument(f"--{name}", type=at_least(1), metavar="N",
                           help=f"{what}; taken from {variable} if that is set",
                           default=os.environ.get(variable, None if name == "dp" else "1"))  # DP
-    grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP
+    grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP, CP
                       help="replicas of the parameters, each sharded over dp / R x cp ranks")
     grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                       help="with --tp: split the norms and the residual stream along the "  # TP
@@ -137,8 +137,8 @@ def main(argv=None):
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    # PP: of this stage; it keeps its parameters gathered for all micro-batches of the pipeline
-    units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]
+    units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
+    # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
     shard(
         model, units, shard_mesh, reshard_after_forward=pp == 1,
         dtype=torch.bfloat16 if args.bfloat16 else None,
@@ -148,7 +148,7 @@ def main(argv=None):
     def loss_fn(micro_loss, targets):  # a mean over the batch of this step
         return micro_loss * dp * cp / count  # DP, CP: FSDP averages gradients over both
 
-    # PP: what travels between stages: tokens, hidden states, the loss
+    # PP: what travels between stages: tokens, hidden states, the loss. CP: of T/cp positions
     with torch.device("meta"):
         size = args.batch_size // (dp * args.grad_accum * M)  # DP: this rank's sequences
         tokens = torch.empty(size, len(positions), dtype=torch.int64)
@@ -164,7 +164,8 @@ def main(argv=None):
     else:
         forward_backward = functools.partial(one_stage, model, M, loss_fn)
 
-    def loss_of_part(micro_batch):  # CP, PP: of this rank's positions and stage, for validation
+    # CP, PP: the loss of this rank's positions and stage, for validation
+    def loss_of_part(micro_batch):
         inputs, targets = (x[:, positions] for x in micro_batch)
         return forward_only(
             {stage: model}, range(pp), range(M), inputs, targets, hidden, mesh.get_group("pp")
@@ -195,8 +196,9 @@ def main(argv=None):
 
     # Loop
     report = Report(
-        args, model, optimizer, [sampler, dataset, *describe_grid(mesh, stage_layers)], device,
-        mesh, size=sum(p.numel() for p in whole.parameters()),
+        args, model, optimizer,
+        [sampler, dataset, *describe_grid(mesh, stage_layers)],  # PP
+        device, mesh, size=sum(p.numel() for p in whole.parameters()),
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.

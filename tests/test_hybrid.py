@@ -1,10 +1,13 @@
 """hybrid_3d.py: each rank has its place in the grid. Its curves and bytes: test_same_run.py."""
 
+import ast
 import json
+import re
 
 import pytest
 
 from common.data import BatchSampler, TokenDataset
+from tests.processes import ROOT
 from tests.sample import thorough
 from tests.table import OPTIONS, Row
 from tests.test_same_run import furthest
@@ -51,3 +54,31 @@ def test_all_four_on_16_ranks(once, corpus):
     expected = once("single.py", 0, options, inject="ignored()")
     assert furthest(result.curve(), expected.curve()) < 1e-10
     assert furthest(result.curve("val_loss"), expected.curve("val_loss")) < 1e-10
+
+
+AXES = {  # what names an axis in the code of main
+    "DP": r"dp|dp_mesh|dp_shard|dp_replicate|replicate|shard_mesh", "CP": r"cp|cp_rank|positions",
+    "TP": r"tp|tp_rank|sequence_parallel", "PP": r"pp|stage|stage_layers|M|microbatches",
+}
+
+
+def test_every_line_of_an_axis_carries_or_follows_its_mark():
+    """Who deletes an axis finds its lines by their comments, such as ``# TP:``. A mark holds for
+    its statement, or from a comment line on to the next comment line or blank line."""
+    source = (ROOT / "hybrid_3d.py").read_text()
+    (main,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
+    lines, marked = source.splitlines(), {}
+    statements = [node for node in ast.walk(main) if isinstance(node, ast.stmt) and node != main]
+    for number in range(main.lineno, main.end_lineno + 1):
+        code, _, comment = lines[number - 1].partition("#")
+        if not code.strip():  # a comment line, or a blank one
+            marked["above"] = comment
+            continue
+        own = [node for node in statements if node.lineno <= number <= node.end_lineno]
+        simple = [node for node in own if not hasattr(node, "body")]
+        first, last = (simple[-1].lineno, simple[-1].end_lineno) if simple else (number, number)
+        words = marked.get("above", "") + " ".join(
+            line.partition("#")[2] for line in lines[first - 1:last])
+        for axis, names in AXES.items():
+            if re.search(rf"(?<![\w-])({names})(?!\w)", code):
+                assert re.search(rf"\b{axis}\b", words), (axis, lines[number - 1])
