@@ -120,11 +120,11 @@ def test_tied_parameters_in_two_units_are_refused(run, corpus, command):
     """In two units of FSDP they are an error on new torch, and untied in silence on 2.11."""
     result = run(command, 2, f"{OPTIONS} --data {corpus}", inject="tied()", expect_ok=False)
     (line,) = result.lines
-    assert all(result.statuses) and ("in 2 of the groups" in line or "two units share" in line)
+    assert all(result.statuses) and ("in 2 of the units" in line or "two units share" in line)
 
 
 def test_zero_pairs_names_and_shards_by_identity(run):
-    assert "all groups are right" in run("tests/zero_groups.py", 2, pass_out=False).output
+    assert "all units are right" in run("tests/zero_groups.py", 2, pass_out=False).output
 
 
 LOOK = """
