@@ -1,19 +1,17 @@
 """The weights of a Llama or Mixtral of Hugging Face: how they fill our model.
 
-They lie in a folder that ``save_pretrained`` wrote: config.json, and files in the format
-safetensors. No further package is needed to read it.
+They lie in a folder that ``save_pretrained`` wrote: config.json, and safetensors files, which the
+package safetensors reads: ``pip install safetensors``.
 
 tools/import_hf.py makes a checkpoint of such weights, from which every script trains.
 ``load_weights`` is for a script that loads a base model at every start.
 """
 
+import collections.abc
 import functools
-import json
-import math
 import pathlib
 import typing
 
-import numpy as np
 import torch
 
 from common.errors import SettingError
@@ -50,13 +48,13 @@ class Weights:
     model they are two: the head gets the values of the embedding, and the two are trained apart.
 
     Raises:
-        SettingError: a file is missing or damaged; or the names and shapes of the tensors in all
-            files do not follow from ``config``.
+        SettingError: safetensors is not installed; a file is missing or damaged; or the names and
+            shapes of the tensors in all files do not follow from ``config``.
     """
 
     def __init__(self, folder, config):
         folder = pathlib.Path(folder)
-        stored = read_headers(folder)
+        stored = find_tensors(folder)
         ties = read_json(folder / "config.json").get("tie_word_embeddings") is True
         self.tied = ties and HEAD not in stored and EMBEDDING in stored
         if self.tied:
@@ -77,74 +75,62 @@ class Weights:
         is stored. Nothing else of it is read."""
         if ".mlp.experts." in name:
             experts, *slices = slices
-            return torch.stack([part.open()[*slices] for part in self.stored[name][experts]])
+            return torch.stack([stored.read(slices) for stored in self.stored[name][experts]])
         (stored,) = self.stored[name]
-        return stored.open()[slices]
+        return stored.read(slices)
 
 
 class StoredTensor(typing.NamedTuple):
-    """Where a tensor lies in a safetensors file."""
+    """A tensor in a safetensors file, which ``open`` opens."""
 
-    path: pathlib.Path
-    offset: int
+    open: collections.abc.Callable
+    name: str
     dtype: torch.dtype
     shape: tuple
 
-    @property
-    def nbytes(self):
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def open(self):
-        """The tensor, mapped into memory: only what is used of it is read."""
-        # "c": whoever writes to the tensor does not change the file.
-        data = np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
-        return torch.from_numpy(data).view(self.dtype).view(self.shape)
+    def read(self, slices):
+        """A part of it, and nothing else. The file stays open only as long as the part is used."""
+        with self.open() as file:
+            return file.get_slice(self.name)[*slices]
 
 
-def read_headers(folder):
+def find_tensors(folder):
     """The StoredTensors of all safetensors files of ``folder``, by their names there."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise SettingError(
+            "weights are read with the package safetensors: pip install safetensors"
+        ) from None
     stored = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found = read_header(path)
-        if twice := sorted(found.keys() & stored.keys()):
-            raise SettingError(f"{folder} has {twice[0]} in two files")
-        stored |= found
+        open_file = functools.partial(safe_open, path, framework="pt")
+        try:
+            if not path.is_file():  # opening a FIFO might never return
+                raise OSError("it is not a regular file")
+            with open_file() as file:
+                parts = {name: file.get_slice(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise SettingError(
+                f"{path} cannot be read ({error}): download or save the model again"
+            ) from None
+        for name, part in parts.items():
+            dtype = part.get_dtype()
+            if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
+                continue
+            if name in stored:
+                raise SettingError(f"{folder} has {name} in two files")
+            if dtype not in DTYPES:
+                raise SettingError(
+                    f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are supported"
+                )
+            shape = tuple(part.get_shape())
+            stored[name] = StoredTensor(open_file, name, DTYPES[dtype], shape)
     if not stored:
         raise SettingError(
             f"{folder} has no .safetensors file with weights: only these are read, which "
             f"save_pretrained of transformers writes"
         )
-    # Older files also hold a table of rotary angles; our model computes its own.
-    return {name: tensor for name, tensor in stored.items()
-            if not name.endswith(".rotary_emb.inv_freq")}
-
-
-def read_header(path):
-    """The StoredTensors of one file, by name. It begins with the length of a JSON text, in 8 bytes,
-    and the text, which says where each tensor lies behind it:
-    https://huggingface.co/docs/safetensors"""
-    stored = {}
-    try:
-        if not path.is_file():  # opening a FIFO might never return
-            raise ValueError("it is not a regular file")
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if start > size:
-                raise ValueError("it is cut short, or no safetensors file")
-            header = json.loads(file.read(start - 8))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} is in {dtype}: only {', '.join(DTYPES)} are supported")
-            stored[name] = StoredTensor(path, start + begin, DTYPES[dtype], tuple(shape))
-            if begin < 0 or end - begin != stored[name].nbytes or start + end > size:
-                raise ValueError(f"{name} is not where its header says: it is cut short")
-    except Exception as error:  # whatever a file that somebody else has made may cause
-        raise SettingError(
-            f"{path} cannot be read ({error}): download or save the model again"
-        ) from None
     return stored
 
 
