@@ -26,7 +26,7 @@ from common.materialise import local_slices
 from common.model import Transformer, read_config, read_json
 from common.services.hf_weights import Weights
 from common.services.settings import config_settings
-from common.services.stored import IMPORTED, HashingWriter, reason, write_settings
+from common.services.stored import IMPORTED, HashingWriter, complete, reason
 from tools.command import make_parser, run
 from tools.export import check_is_free, renamed_when_complete, write_json
 
@@ -63,7 +63,10 @@ def import_weights(folder, out):
         bar.update(tensors[name].nbytes)
         if name not in weights.stored:  # a buffer: the biases that choose experts
             return torch.zeros_like(tensors[name], device="cpu")
-        return weights.read(name, local_slices(tensors[name]))
+        tensor = weights.read(name, local_slices(tensors[name]))
+        if not torch.stack(tensor.aminmax()).isfinite().all():
+            raise SettingError(f"{folder} has {name} with numbers that are not finite")
+        return tensor
 
     with bar, renamed_when_complete(out) as temporary:
         checkpoint = temporary / f"step-{IMPORTED:08d}"
@@ -74,7 +77,8 @@ def import_weights(folder, out):
                      storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
         except dcp.CheckpointException as error:
             raise SettingError(f"{out} could not be written ({reason(error)})") from None
-        write_settings(checkpoint, config_settings(vars(config)), {}, len(tensors))
+        complete(checkpoint, writer.sums, run=None, step=IMPORTED, tensors=len(tensors),
+                 fixed=config_settings(vars(config)), changeable={})
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
     return config, weights

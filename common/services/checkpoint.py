@@ -208,6 +208,8 @@ class Checkpoints:
         """Load a checkpoint in place: into the tensors and the states of their optimizers."""
         older = older_checkpoint(checkpoint)
         advice = f"there is no older checkpoint: {ANEW}"
+        if step_of(checkpoint) == IMPORTED:
+            advice = "import the weights again, into another folder"
         if older:
             advice = f"use the older {older}: --resume-from {step_of(older)}"
         unreadable = self.group, f"{checkpoint} cannot be read", advice
@@ -226,7 +228,9 @@ class Checkpoints:
             f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
             for name, value in self.changeable.items() if saved[CHANGEABLE].get(name) != value
         ]
-        if changed and step_of(checkpoint) != IMPORTED and _rank() == 0:
+        if step_of(checkpoint) == IMPORTED and _rank() == 0:
+            print(printable(f"starting from the imported weights {checkpoint}"), flush=True)
+        elif changed and _rank() == 0:
             print(printable(f"changed since {checkpoint}: {'; '.join(changed)}"), flush=True)
 
     def compare(self, checkpoint, stored, saved, unknown):
@@ -236,9 +240,11 @@ class Checkpoints:
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
             if saved.get(name) != value:
+                same = f"resume with the same, or {ANEW}"
+                if step_of(checkpoint) == IMPORTED:
+                    same = f"give --model {self.folder}, or another --out"
                 raise SettingError(
-                    f"{name} is {saved.get(name)} in {checkpoint} and {value} in this run: resume "
-                    f"with the same, or {ANEW}"
+                    f"{name} is {saved.get(name)} in {checkpoint} and {value} in this run: {same}"
                 )
         for name, tensor in self.tensors.items():
             entry = stored.get(f"model.{name}")
