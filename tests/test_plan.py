@@ -345,6 +345,8 @@ OTHERS = {
     "--model tiny --devices 0 --device-memory 1 --seq-len 128": "0 is not allowed",
     "--model tiny --devices 2 --device-memory 1": "required: --seq-len",
     "--model tiny --devices 2 --device-memory 1 --seq-len 128 --network 1": "give --link too",
+    "--model tiny --devices 2 --device-memory 1 --seq-len 128 --only foo.py":
+        "--only foo.py: nothing of that name is tried; there are ddp.py, zero.py",
     "--model tiny --devices 12 --device-memory 1 --seq-len 128": "--devices 12 is no multiple of",
     "--model gpt2.json --devices 2 --device-memory 1 --seq-len 128": "has model_type 'gpt2'",
 }

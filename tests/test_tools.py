@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from common.data import TokenDataset
+from common.errors import SettingError
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
-from tools import command, plot, prepare
+from tools import bench, command, plot, prepare
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +126,11 @@ def test_split_is_by_document(run_prepare, tmp_path):
     assert sorted(train + validation) == sorted(documents + documents[:100])
     assert 0.13 < len(validation) / 700 < 0.27
     parts = [write_jsonl(tmp_path / f"{i}.jsonl", documents[::-1][i::7]) for i in range(7)]
-    sides, _ = run_prepare(*parts, "--val", 0.2)
+    sides, _ = run_prepare(*parts, "--val", 0.2, out="parts")
     assert [set(side) for side in sides] == [set(train), set(validation)]
-    (_, more), _ = run_prepare(path, "--val", 0.4)
+    (_, more), _ = run_prepare(path, "--val", 0.4, out="more")
     assert set(validation) < set(more)
-    first = {name: (tmp_path / "tokens" / name).read_bytes() for name in ("train.bin", "val.bin")}
+    first = {name: (tmp_path / "more" / name).read_bytes() for name in ("train.bin", "val.bin")}
     run_prepare(path, "--val", 0.4, out="again")
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
 
@@ -153,38 +154,54 @@ def test_memory_does_not_grow(bpe, tmp_path, monkeypatch, name):
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(prepare.read_documents, "__defaults__", (2**9,))
     path, peaks = tmp_path / name, []
-    for lines in (2000, 500, 2000):  # the first time only to import and to allocate what stays
+    # The first time only to import and to allocate what stays
+    for out, lines in enumerate((2000, 500, 2000)):
         text = "the lazy dog " * 20 + ("" if name == "one line.txt" else "\n")
         if name == "a.jsonl":
             write_jsonl(path, [text] * lines)
         else:
             path.write_text(text * lines)
         tracemalloc.start()
-        prepare.main([str(path), "--tokenizer", str(bpe), "--out", str(tmp_path / "out"),
+        prepare.main([str(path), "--tokenizer", str(bpe), "--out", str(tmp_path / f"{out}"),
                       "--val", "0", "--eod", "</s>"])
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.2 * peaks[1]
 
 
-@pytest.mark.parametrize("end", ["killed", "failed"])
-def test_no_half_file_has_the_name_of_a_whole_one(run_prepare, bpe, tmp_path, end):
-    """An earlier output stays as it was."""
+def test_an_earlier_output_is_not_overwritten(run_prepare, tmp_path):
     good = write_jsonl(tmp_path / "good.jsonl", stories(99))
     run_prepare(good, "--val", 0.5)
-    out = tmp_path / "tokens"
-    old = {path.name: path.read_bytes() for path in out.iterdir()}
+    old = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
     assert set(old) == {"train.bin", "val.bin"}
+    with pytest.raises(SettingError, match="tokens/train.bin exists: name another folder by --out"):
+        run_prepare(good, "--val", 0.2)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()} == old
+
+
+@pytest.mark.parametrize("end", ["killed", "failed", "stopped"])
+def test_no_half_file_has_the_name_of_a_whole_one(bpe, tmp_path, end):
+    """After an error or Ctrl-C nothing is left, and one line says why."""
+    pytest.importorskip("tokenizers")
+    out = tmp_path / "tokens"
     bad = write_jsonl(tmp_path / "bad.jsonl", [*stories(200), 3])
-    code = "import sys; from tools import prepare; prepare.main(sys.argv[1:])"
-    if end == "killed":  # where it would refuse the last line
+    code = "import sys; from tools import command, prepare; " \
+           "command.run(prepare.main, sys.argv[1:])"
+    if end != "failed":  # where it would refuse the last line
+        number = {"killed": 9, "stopped": 2}[end]
         code = "import os; from tools import prepare; " \
-               "prepare.refuse = lambda _: os.kill(os.getpid(), 9); " + code
+               f"prepare.refuse = lambda _: os.kill(os.getpid(), {number}); " + code
     words = [bad, "--tokenizer", bpe, "--out", out, "--val", "0.5", "--eod", "</s>"]
-    status = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT).returncode
-    assert status == (-signal.SIGKILL if end == "killed" else 1)
-    assert {name: (out / name).read_bytes() for name in old} == old
-    assert {path.name for path in out.iterdir()} - set(old) == {"train.bin.part", "val.bin.part"}
+    result = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
+                            stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert result.returncode == (-signal.SIGKILL if end == "killed" else 1)
+    left = ["train.bin.part", "val.bin.part"] if end == "killed" else []
+    assert sorted(path.name for path in out.iterdir()) == left
+    if end != "killed":
+        assert result.stderr.count("prepare.py: error: ") == 1, result.stderr
+    if end == "stopped":
+        assert result.stderr.endswith("prepare.py: error: stopped\n")
 
 
 def the_line(main, words):
@@ -369,3 +386,18 @@ def test_the_benchmark_runs(server, tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["tools/tutorial.py", "ddp.py"]
+
+
+@pytest.mark.parametrize("options, words", [
+    ("--rounds 0", "--rounds: 0 is not allowed"), ("--nproc 0", "--nproc: 0 is not allowed"),
+    ("--least 4 --most 2", "--least 4 --most 2: the long runs must have more steps"),
+])
+def test_bad_input_of_the_benchmark(options, words):
+    assert words in the_line(bench.main, options.split())
+
+
+@thorough
+def test_a_benchmark_of_a_command_that_fails():
+    """One line, with what the script says."""
+    found = the_line(bench.main, "--nproc 1 --rounds 1 --least 1 --most 2 --bogus".split())
+    assert "ddp.py failed: ddp.py: error: unrecognized arguments: --bogus" in found

@@ -22,6 +22,9 @@ import time
 
 import torch
 
+from common.options import at_least
+from tools.command import refuse, run
+
 ROOT = pathlib.Path(__file__).parent.parent
 COMMANDS = [
     "tools/tutorial.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
@@ -45,31 +48,35 @@ def measure(command, n, steps, options, folder):
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        sys.exit(f"bench.py: error: {command} failed:\n{output}")
+        said = [line for line in output.splitlines() if ".py: error: " in line] or [output]
+        refuse(f"{command} failed: {said[0]}")
     summary = pathlib.Path(folder, "summary.json")
     summary = json.loads(summary.read_text()) if summary.exists() else {}
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime, summary
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(
         usage="bash run.sh bench [options] [options of the scripts]", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nproc", type=int, default=torch.cuda.device_count() or 2, metavar="N",
+    parser.error, whole = refuse, at_least(1)
+    parser.add_argument("--nproc", type=whole, default=torch.cuda.device_count() or 2, metavar="N",
                         help="processes of each command (default: one per GPU, or 2 without GPUs)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N",
+    parser.add_argument("--rounds", type=whole, default=5, metavar="N",
                         help="rounds (default: 5)")
-    parser.add_argument("--least", type=int, default=5, metavar="STEPS",
+    parser.add_argument("--least", type=whole, default=5, metavar="STEPS",
                         help="steps of the short runs, also those that compile (default: 5)")
-    parser.add_argument("--most", type=int, default=45, metavar="STEPS",
+    parser.add_argument("--most", type=whole, default=45, metavar="STEPS",
                         help="steps of the long runs (default: 45)")
     parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="time these scripts only")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="B",
+    parser.add_argument("--batch-size", type=whole, default=16, metavar="B",
                         help="sequences in the global batch (default: 16)")
-    parser.add_argument("--seq-len", type=int, default=128, metavar="T",
+    parser.add_argument("--seq-len", type=whole, default=128, metavar="T",
                         help="tokens in a sequence (default: 128)")
-    args, options = parser.parse_known_args()
+    args, options = parser.parse_known_args(argv)
+    if args.most <= args.least:
+        refuse(f"--least {args.least} --most {args.most}: the long runs must have more steps")
     options += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
     tutorial, *scripts = [command.format(n=args.nproc) for command in COMMANDS]
     scripts = [command for command in scripts if not args.only or command.split()[0] in args.only]
@@ -107,4 +114,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

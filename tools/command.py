@@ -33,9 +33,11 @@ def need(module):
 
 
 def run(main, argv=None):
-    """Run ``main(argv)``. A SettingError or OSError becomes one line on stderr and status 1."""
+    """Run ``main(argv)``. A SettingError, an OSError or Ctrl-C becomes one line on stderr and
+    status 1."""
     try:
         main(argv)
-    except (SettingError, OSError) as error:
+    except (SettingError, OSError, KeyboardInterrupt) as error:
         name = pathlib.Path(main.__code__.co_filename).name
-        sys.exit(f"{name}: error: {printable(str(error))}")
+        words = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
+        sys.exit(f"{name}: error: {printable(words)}")

@@ -437,6 +437,10 @@ def main(argv=None):
     options = [*model, *shape]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
                                  args.config.num_hidden_layers, args.config.num_experts)
+    scripts = dict.fromkeys(each.command.split()[0] for each in tried)
+    for name in args.only or ():
+        if name not in [*scripts, *(each.command for each in tried)]:
+            refuse(f"--only {name}: nothing of that name is tried; there are {', '.join(scripts)}")
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]

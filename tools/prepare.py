@@ -59,16 +59,26 @@ def main(argv=None):
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     os.makedirs(args.out, exist_ok=True)
     names = [os.path.join(args.out, name) for name in ("train.bin", "val.bin")]
-    with open(f"{names[0]}.part", "wb") as train, open(f"{names[1]}.part", "wb") as val, \
-            tqdm(total=sum(map(os.path.getsize, args.files)), unit="B", unit_scale=True) as bar:
-        documents = (found for path in args.files for found in read_documents(path, bar))
-        while batch := list(itertools.islice(documents, 64)):  # the cores share it
-            found = tokenizer.encode_batch_fast([doc for doc, _ in batch], add_special_tokens=False)
-            for (_, place), encoding in zip(batch, found):
-                file = val if place < args.val * 2**32 else train
-                file.write(np.array([*encoding.ids, end], dtype))
     for name in names:
-        os.replace(f"{name}.part", name)
+        if os.path.lexists(name):
+            refuse(f"{name} exists: name another folder by --out, or remove the file")
+    parts = [f"{name}.part" for name in names]
+    try:
+        with open(parts[0], "wb") as train, open(parts[1], "wb") as val, \
+                tqdm(total=sum(map(os.path.getsize, args.files)), unit="B", unit_scale=True) as bar:
+            documents = (found for path in args.files for found in read_documents(path, bar))
+            while batch := list(itertools.islice(documents, 64)):  # the cores share it
+                found = tokenizer.encode_batch_fast([doc for doc, _ in batch],
+                                                    add_special_tokens=False)
+                for (_, place), encoding in zip(batch, found):
+                    file = val if place < args.val * 2**32 else train
+                    file.write(np.array([*encoding.ids, end], dtype))
+    except BaseException:  # Ctrl-C too
+        for part in parts:
+            pathlib.Path(part).unlink(missing_ok=True)
+        raise
+    for part, name in zip(parts, names):
+        os.replace(part, name)
         print(f"{name}: {os.path.getsize(name) // np.dtype(dtype).itemsize:,} tokens")
     print(f"give the scripts --data {names[0]} --token-dtype {dtype} --vocab-size {vocab_size}")
 
