@@ -15,11 +15,15 @@ from common.model import causal_attention
 
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
+
 def agrees():
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     B, T, K = 2, 4 * n, 6
     for name in ("ring", "ulysses", "allgather"):
-        for heads, kv_heads in [(2 * n, 2 * n), (3 * n, n)] + [(3, 1)] * (name != "ulysses"):
+        numbers = [(2 * n, 2 * n), (3 * n, n)]  # of heads
+        if name != "ulysses":  # which needs multiples of n
+            numbers.append((3, 1))
+        for heads, kv_heads in numbers:
             for dtype in BOUND:
                 torch.manual_seed(heads)
                 whole = [torch.randn(B, h, T, K, dtype=dtype)
