@@ -179,12 +179,16 @@ class Replicated(ParallelStyle):
     would have a part of the gradient, and nothing adds them up."""
 
     def _apply(self, module, mesh):
+        def replicate(x):
+            if isinstance(x, DTensor):  # within a module whose input is one, see PrepareModuleInput
+                return x.redistribute(mesh, [Replicate()])
+            if isinstance(x, torch.Tensor):
+                return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            return x
+
         return distribute_module(
             module, mesh,
-            input_fn=lambda _, inputs, mesh: tuple(
-                DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-                if isinstance(x, torch.Tensor) else x for x in inputs
-            ),
+            input_fn=lambda _, inputs, mesh: tuple(map(replicate, inputs)),
             output_fn=lambda _, output, mesh: output.to_local(),
         )
 

@@ -137,6 +137,62 @@ def test_an_average_of_the_weights_is_sharded_saved_and_resumed(run, corpus, tmp
         assert tensor.abs().max() > 0
 
 
+# Models of one's own: tests/ported.py
+
+MODEL = "Transformer(args.config).to(args.param_dtype)"
+
+
+def with_model(new, *names):
+    """The edits that put the model ``new`` in place of ours."""
+    return [("\nimport torch\n", f"\nimport torch\nfrom tests.ported import {', '.join(names)}\n"),
+            (MODEL, f"{new}.to(args.param_dtype)")]
+
+
+# Adapters (LoRA): the optimizer and the checkpoints get what is trained
+LORA = with_model("adapt(Transformer(args.config))", "adapt", "adapted_plan")
+TRAINED = [
+    ("decay_groups(model.parameters(),", "decay_groups([p for p in model.parameters() if "
+     "p.requires_grad],"),
+    ("model.state_dict(keep_vars=True), optimizer,", "{k: p for k, p in model.state_dict("
+     "keep_vars=True).items() if p.requires_grad}, optimizer,"),
+]
+TRAINED_ONLY = {
+    "zero.py": [("tensors_to_save(model, shards), optimizer,", "shards, optimizer,")],
+    "pp.py": [
+        ("decay_groups(parameters,", "decay_groups([p for p in parameters if p.requires_grad],"),
+        ("part.state_dict(keep_vars=True).items()}",
+         "part.state_dict(keep_vars=True).items() if v.requires_grad}"),
+    ],
+    "tp.py": [*TRAINED, (
+        "llama_plan(args.sequence_parallel))  # TP", "adapted_plan(llama_plan(args.sequence_parall"
+        "el), Shard(1) if args.sequence_parallel else Replicate()))  # TP",
+    )],
+}
+
+
+def lora(folder, script):
+    return edited(folder, script, *LORA, *TRAINED_ONLY.get(script, TRAINED), name=f"lora_{script}")
+
+
+@pytest.mark.parametrize("script, world", sampled([
+    ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py", 2), ("fsdp.py", 3), ("tp.py", 2),
+    ("tp.py --no-sequence-parallel", 2), ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --cp 2", 4),
+], [("tp.py", 2)]))
+def test_adapters(run, corpus, tmp_path, script, world):
+    """Checkpoints hold the adapters only; another script resumes them."""
+    options = f"{OPTIONS} --data {corpus}"
+    script, *more = script.split(" ", 1)
+    expected = run(lora(tmp_path / "copy", "single.py"), 0, options, out="one")
+    copy = lora(tmp_path / "copy", script)
+    found = run(f"{copy} {' '.join(more)}", world, options)
+    assert furthest(found.curve(), expected.curve()) < 1e-10
+    saved, other = (stored.read(out / "step-00000006") for out in (found.out, expected.out))
+    assert saved.keys() == other.keys() and len(saved) == 2 * 7 * 2
+    assert all(".A." in name or ".B." in name for name in saved)
+    again = run(lora(tmp_path / "copy", "fsdp.py"), 2, f"{options} --resume-from 4")
+    assert furthest(again.curve(), expected.curve()) < 1e-10
+
+
 # A run that has finished
 
 
