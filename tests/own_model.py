@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import fsdp
@@ -116,6 +116,22 @@ def replicated_modules_take_dtensors(mesh):
         torch.testing.assert_close(model(distribute_tensor(x, mesh, [placement])), expected)
 
 
+class Scaled(nn.Linear):
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+def inputs_that_a_style_would_drop_are_refused(mesh):
+    """PyTorch's styles pass on the first positional input only, and all keywords."""
+    for style in (ColwiseParallel(), RowwiseParallel(), SequenceParallel(use_local_output=True)):
+        model = nn.Sequential(Scaled(4, 4))
+        tp.parallelize(model, mesh, {"0": style})
+        x = torch.ones(2, 6, 2 if isinstance(style, RowwiseParallel) else 4)
+        torch.testing.assert_close(model[0](x, scale=3.0), 3 * model[0](x))
+        with pytest.raises(SettingError, match="Scaled was called with 2 inputs by position"):
+            model[0](x, 3.0)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -147,6 +163,8 @@ def what_torch_says_is_in_the_table(mesh):
     whole(tokens).square().sum().backward()
     torch.testing.assert_close(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
 
+    refused(RuntimeError, "local_tensor argument only accepts torch.Tensor but got",
+            lambda: DTensor.from_local(model.embed.weight, mesh))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
     refused(NotImplementedError, "does not have a sharding strategy", optimizer.step)
 
@@ -193,6 +211,7 @@ def main():
     dist.init_process_group("gloo")
     for claim in (fsdp_casts_images_once, a_plan_reaches_all_of_the_model,
                   replicated_modules_take_all_inputs, replicated_modules_take_dtensors,
+                  inputs_that_a_style_would_drop_are_refused,
                   what_torch_says_is_in_the_table, positions_that_cannot_be_split_are_refused):
         claim(init_device_mesh("cpu", (dist.get_world_size(),)))
     print("all claims hold", flush=True)

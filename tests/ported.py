@@ -1,5 +1,5 @@
-"""Models that nobody here trains: those of docs/your-own-model.md. tests/test_porting.py brings each
-of them to the scripts."""
+"""Models of docs/your-own-model.md that no script trains. tests/test_porting.py brings each of them
+to the scripts."""
 
 import torch
 from torch import nn
@@ -7,7 +7,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from common.model import Layer, Transformer, rotary_table
-from tp import Replicated
 
 # LoRA
 
@@ -35,15 +34,16 @@ def adapt(model, rank=4):
     return model
 
 
-def adapted_plan(plan, stream):
-    """The plan of tp.py for a model with adapters. ``stream``: the layout of the residual stream."""
+def adapted_plan(plan, stream, replicated):
+    """The plan of tp.py for a model with adapters. ``stream``: the layout of the residual stream.
+    ``replicated``: tp.py's style for replicated weights."""
     adapted = {}
     for name, style in plan.items():
         if not name.endswith("_proj"):
             adapted[name] = style
         elif isinstance(style, ColwiseParallel):
             adapted |= {
-                f"{name}.base": style, f"{name}.A": Replicated(), f"{name}.B": ColwiseParallel(),
+                f"{name}.base": style, f"{name}.A": replicated, f"{name}.B": ColwiseParallel(),
             }
         else:
             adapted |= {
@@ -79,11 +79,11 @@ class Conditioned(Transformer):
     def forward(self, x, classes=None, targets=None):
         if isinstance(self.model.embed_tokens, nn.Identity):  # not the first stage
             condition, x = x[:, :1], x[:, 1:]  # (B, 1, D) and (B, T, D)
+            positions = torch.arange(x.shape[1])
         else:
+            positions = torch.arange(x.shape[1])
             condition, x = self.model.classes(classes)[:, None], self.model.embed_tokens(x)
-        cos, sin = rotary_table(
-            torch.arange(x.shape[1]), self.config.head_dim, self.config.rope_theta, x.dtype
-        )
+        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.model.layers.values():
             x = layer(x, condition, cos, sin)
         if isinstance(self.lm_head, nn.Identity):  # not the last stage

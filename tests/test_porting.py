@@ -9,6 +9,7 @@ from torch import nn
 
 import cp
 from common.errors import SettingError
+from common.model import plain_attention
 from common.services import stored
 from tests.edits import edited
 from tests.sample import sampled, thorough
@@ -17,6 +18,14 @@ from tests.test_same_run import furthest
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
            "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 6 --log-every 1 "
            "--warmup-steps 3 --save-every 4 --dtype float64")
+
+MODEL = "Transformer(args.config).to(args.param_dtype)"
+
+
+def with_model(new, *names):
+    """The edits that put the model ``new``, of tests/ported.py, in place of ours."""
+    return [("\nimport torch\n", f"\nimport torch\nfrom tests.ported import {', '.join(names)}\n"),
+            (MODEL, f"{new}.to(args.param_dtype)")]
 
 
 # Frozen parameters
@@ -53,6 +62,9 @@ def test_a_frozen_tie_across_stages(run, once, corpus, tmp_path, command):
 
 # Attention
 
+WINDOWS = with_model("with_own_attention(Transformer(args.config))", "own_attention",
+                     "with_own_attention")
+
 
 @pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
 @pytest.mark.parametrize("keyword, value", [
@@ -77,11 +89,22 @@ def test_attention_is_set_only_where_it_is_read():
             return nn.functional.scaled_dot_product_attention(q, k, v)
 
     with pytest.raises(SettingError, match="Own has no attribute attention that could be replac"):
-        cp.set_attention([Own()], cp.ring_attention, None)
+        cp.set_attention([Own()], cp.ring_attention, None, replaces=plain_attention)
     module = Own()
-    module.attention = functools.partial
-    cp.set_attention([module], cp.ring_attention, "group")
+    module.attention = plain_attention
+    cp.set_attention([module], cp.ring_attention, "group", replaces=plain_attention)
     assert module.attention.func is cp.ring_attention
+
+
+@pytest.mark.parametrize("command", sampled(
+    ["cp.py", "cp.py --attention ulysses", "hybrid_3d.py --cp 2"], ["cp.py"]
+))
+def test_an_attention_of_ones_own_is_not_lost(run, corpus, tmp_path, command):
+    """What the attribute holds may do more than causal attention."""
+    script, *more = command.split(" ", 1)
+    copy = edited(tmp_path / "copy", script, *WINDOWS)
+    result = run(copy, 2, f"{OPTIONS} --data {corpus} {' '.join(more)}", expect_ok=False)
+    assert "error: Attention computes attention by own_attention, which would" in result.output
 
 
 @thorough
@@ -111,8 +134,8 @@ def test_a_weight_without_its_module_is_an_error_in_words(run, corpus, script):
 
 def ema(named="model.named_parameters()", state="model.state_dict(keep_vars=True)"):
     return [
-        ("    # Data\n", f"    ema = {{f\"ema.{{name}}\": torch.zeros_like(p) for name, p in {named}}}"
-         "\n\n    # Data\n"),
+        ("    # Data\n", "    ema = {f\"ema.{name}\": torch.zeros_like(p) for name, p in "
+         f"{named}}}\n\n    # Data\n"),
         (f"{state}, optimizer,", f"{state} | ema, optimizer,"),
         ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n"
          f"        for name, p in {named}:\n"
@@ -144,17 +167,6 @@ def test_an_average_of_the_weights_is_sharded_saved_and_resumed(
         assert tensor.abs().max() > 0
 
 
-# Models of one's own: tests/ported.py
-
-MODEL = "Transformer(args.config).to(args.param_dtype)"
-
-
-def with_model(new, *names):
-    """The edits that put the model ``new`` in place of ours."""
-    return [("\nimport torch\n", f"\nimport torch\nfrom tests.ported import {', '.join(names)}\n"),
-            (MODEL, f"{new}.to(args.param_dtype)")]
-
-
 # Adapters (LoRA): the optimizer and the checkpoints get what is trained
 LORA = with_model("adapt(Transformer(args.config))", "adapt", "adapted_plan")
 TRAINED = [
@@ -172,7 +184,7 @@ TRAINED_ONLY = {
     ],
     "tp.py": [*TRAINED, (
         "llama_plan(args.sequence_parallel))  # TP", "adapted_plan(llama_plan(args.sequence_parall"
-        "el), Shard(1) if args.sequence_parallel else Replicate()))  # TP",
+        "el), Shard(1) if args.sequence_parallel else Replicate(), Replicated()))  # TP",
     )],
 }
 
@@ -226,6 +238,24 @@ def test_a_condition_in_a_pipeline(run, corpus, tmp_path, options):
     assert furthest(found, expected) < 1e-10
 
 
+TP_OF_CONDITION = [
+    ('    return {\n        "model.embed', """    return {
+        "model.classes": Replicated(),
+        "model.layers.*.shift": Replicated(partial_gradients=sequence_parallel),
+        "model.embed"""), *IN_ONE,
+]
+
+
+@pytest.mark.parametrize("options", ["", "--no-sequence-parallel"])
+def test_a_condition_in_tensor_parallelism(run, corpus, tmp_path, options):
+    """Every rank computes it, and adds it to a part of the sequence."""
+    one = edited(tmp_path / "copy", "single.py", *CONDITIONED, *IN_ONE)
+    expected = run(one, 0, f"{OPTIONS} --data {corpus}", out="one").curve()
+    copy = edited(tmp_path / "copy", "tp.py", *CONDITIONED, *TP_OF_CONDITION)
+    found = run(copy, 2, f"{OPTIONS} --data {corpus} {options}").curve()
+    assert furthest(found, expected) < 1e-10
+
+
 # A tie of the first and the last stage: each has a copy, which must stay equal
 TIED = [(
     "    parameters = [parameter for part",
@@ -273,14 +303,14 @@ def test_a_trained_tie_across_stages(run, once, corpus, tmp_path, world, options
 @pytest.mark.parametrize("heads", sampled(["", "--num-key-value-heads 1"], [""]))
 def test_ulysses_around_an_attention_of_ones_own(run, corpus, tmp_path, heads):
     """With a sliding window, a soft cap and ALiBi, whose slopes are those of a rank's heads."""
-    model = with_model("with_own_attention(Transformer(args.config))", "own_attention",
-                       "with_own_attention")
-    one = edited(tmp_path / "copy", "single.py", *model)
+    one = edited(tmp_path / "copy", "single.py", *WINDOWS)
     expected = run(one, 0, f"{OPTIONS} --data {corpus} {heads}", out="one").curve()
-    ulysses = edited(tmp_path / "copy", "cp.py", *model, (
-        "attention=plain_attention)", "attention=functools.partial(own_attention, first_head="
-        "cp_rank * args.config.num_attention_heads // n))",
-    ))
+    ulysses = edited(
+        tmp_path / "copy", "cp.py", *WINDOWS,
+        ("replaces=plain_attention", "replaces=own_attention"),
+        (" attention=plain_attention)", " attention=functools.partial(own_attention, first_head="
+         "cp_rank * args.config.num_attention_heads // n))"),
+    )
     options = f"{OPTIONS} --data {corpus} {heads} --attention ulysses"
     assert furthest(run(ulysses, 2, options).curve(), expected) < 1e-10
 
