@@ -11,21 +11,22 @@ then stay where they are, and tokens, which are less, travel. Keep --ep within a
     torchrun --nproc_per_node=8 ep.py --num-experts 8 --ep 4 --balance-rate 1e-3 --model small
     torchrun --nproc_per_node=8 ep.py --num-experts 64 --experts-per-token 8 --expert-size 512
 
-A router in each layer chooses K of E experts for each token. In each layer the ranks first tell
+A router in each layer chooses k of E experts for each token. In each layer the ranks first tell
 each other how many tokens they will send (an all-to-all of counts). A second all-to-all takes each
 token to the ranks of its experts (dispatch); these compute, and a third one brings the results back
 (combine). No token is dropped, so the result is that of one process, however the tokens are spread.
 
-Sent in a step by each rank, beside what fsdp.py sends for the parameters outside the experts:
+Sent in a step by each rank, beside what fsdp.py sends for the parameters outside the experts. X:
+bytes of the hidden states (B, T, D), in the type of the matrix products. W: bytes of the weights of
+all experts in all layers. L: number of layers.
 
-    tokens    4 K t D s (ep-1)/ep for each layer: dispatch and combine, forward and backward. t:
-              tokens of this rank in the step, D: hidden size, s: bytes of a number in matrix
-              products. 6 instead of 4 with --activation-checkpointing. This is so if all experts
-              get equally many tokens; otherwise it depends on the data.
-    counts    8 E (ep-1)/ep for each layer and forward pass
-    experts   3 X/ep (1-ep/n) for each micro-batch, X: their bytes; with bfloat16 2 instead of 3,
-              since they are gathered in it. Nothing if ep is n.
-    balance   16 c (n-1)/n: how many tokens each of the c experts in all layers got in the step
+    tokens    4k X/n (ep-1)/ep for each layer: dispatch and combine, forward and backward; 6k
+              instead of 4k with --activation-checkpointing. This is so if all experts get equally
+              many tokens; otherwise it depends on the data.
+    counts    8E (ep-1)/ep for each layer and forward pass
+    experts   3W/ep (1-ep/n) for each micro-batch; with bfloat16 2W/ep (1-ep/n), since
+              they are gathered in it. Nothing if ep is n.
+    balance   16LE (n-1)/n: how many tokens each expert of each layer got in the step
 
 Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the experts of a layer are
 gathered while its attention computes. Exposed: all three all-to-alls, and in each layer and forward
@@ -193,14 +194,15 @@ def to_experts_and_back(rows, counts, experts, group):
     """Send each row to the rank that holds its expert, compute there, and send the result back.
 
     Args:
-        rows: (tK, D), the rows of this rank, sorted by expert, so also by the rank to send to.
+        rows: (rows, D), the rows of this rank, sorted by expert, so also by the rank to send to.
         counts: (E,), how many of them each expert gets. Of the E experts the first E/ep are on rank
             0 of ``group``, the next ones on rank 1, and so on.
-        experts: the experts of this rank. ``experts(rows, counts, sizes)`` takes rows (R, D) sorted
-            by expert, and how many each has, as a tensor (E/ep,) and as a list. It returns (R, D).
+        experts: the experts of this rank. ``experts(rows, counts, sizes)`` takes the rows that have
+            come to them, sorted by expert, and how many each has, as a tensor (E/ep,) and as a
+            list. It returns as many rows.
         group: the ProcessGroup of the ep ranks that hold different experts. All must call this.
 
-    Returns the outputs (tK, D), in the order of ``rows``.
+    Returns the outputs (rows, D), in the order of ``rows``.
     """
     ep = group.size()
     # [r, e]: the number of rows from here to expert e of rank r, and from rank r to expert e here
@@ -212,12 +214,12 @@ def to_experts_and_back(rows, counts, experts, group):
     leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
     sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
 
-    rows = SendRows.apply(rows, sent, received, group)  # (R, D), by source, then by expert
+    rows = SendRows.apply(rows, sent, received, group)  # by source, then by expert
     rows = transpose_blocks(rows, coming)  # by expert, then by source
     by_expert = list(zip(*coming))  # the same numbers, [e][r]
     rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
     rows = transpose_blocks(rows, by_expert)  # by source, then by expert
-    return SendRows.apply(rows, received, sent, group)  # (tK, D)
+    return SendRows.apply(rows, received, sent, group)  # (rows, D)
 
 
 def transpose_blocks(rows, sizes):

@@ -74,11 +74,11 @@ def main(argv=None):
     )
     model.forward = autocast(model.forward)
     # ZeRO: what is reduced and gathered together; before the optimizer, which updates the shards
-    groups = [
+    units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    buckets, shards = make_buckets(model, groups, mesh)
+    buckets, shards = make_buckets(model, units, mesh)
 
     # Optimizer. ZeRO: it updates the shards
     optimizer = torch.optim.AdamW(
@@ -110,9 +110,9 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # ZeRO: of all ranks
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # ZeRO: stage 1 reduces the gradients in the last backward pass, stage 2 in each.
-            reduce_in_backward(buckets, args.stage == 2 or micro_batch == args.grad_accum - 1)
+            reduce_in_backward(buckets, args.stage == 2 or i == args.grad_accum - 1)
             micro_loss = model(inputs, targets) / count
             (micro_loss * n).backward()  # ZeRO: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
@@ -134,10 +134,9 @@ def main(argv=None):
     return report.close(theory.zero(args, n))
 
 
-def make_buckets(model, groups, mesh):
-    """Make a bucket for each of ``groups``. Hooks reduce a bucket as soon as the backward pass has
-    its gradients, if ``reduce_in_backward`` says so, and wait for its parameters before the forward
-    pass uses them.
+def make_buckets(model, units, mesh):
+    """Make a bucket for each of ``units``, and register the hooks that reduce its gradients during
+    the backward pass and wait for its parameters in the forward pass: see ``Bucket``.
 
     Give ``shards.values()`` to the optimizer and to clip_grad_norm_, and clear their gradients by
     ``optimizer.zero_grad()``: ``model.zero_grad()`` does not reach them. Unless all ranks start
@@ -145,58 +144,54 @@ def make_buckets(model, groups, mesh):
 
     Args:
         model: materialised; its frozen parameters stay as they are.
-        groups: lists of modules, or parameters, that together hold all parameters of ``model``, in
-            the order in which the model uses them. Tied parameters belong into one group.
+        units: lists of modules, or parameters, that together hold all parameters of ``model``, in
+            the order in which the model uses them. Put modules with tied parameters in one unit.
         mesh: a DeviceMesh of one dimension.
 
     Returns the buckets, and a dict from the name of each parameter to its shard: a DTensor for the
     optimizer and for checkpoints.
 
     Raises:
-        SettingError: a parameter is in no group, or in two, or has no rows.
+        SettingError: a parameter is in no unit, or in two, or has no rows.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise SettingError(f"{name} has no rows to split: give it the shape (1,)")
-    buckets, bucket_of, shards = [], {}, {}
-    for group in groups:
-        found = {  # a dict: each parameter once
-            p: None for part in group
-            for p in ([part] if isinstance(part, nn.Parameter) else part.parameters())
-            if p.requires_grad
-        }
-        if found:
-            buckets.append(Bucket(list(found), mesh))
-            for part in group:
-                # Hooks run on calls; parameters and containers (ModuleList) are not called.
-                called = isinstance(part, nn.Module) and type(part).forward is not nn.Module.forward
-                (part if called else model).register_forward_pre_hook(
-                    lambda *_, number=len(buckets) - 1: wait_for_parameters(buckets, number)
-                )
-    for bucket in buckets:
-        for parameter in bucket.parameters:
-            bucket_of.setdefault(parameter, []).append(bucket)
+    units = [unit for unit in units if trainable_parameters(unit)]
+    buckets = [Bucket(trainable_parameters(unit), mesh) for unit in units]
+    shards = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found = bucket_of.get(parameter, [])
+            found = [bucket for bucket in buckets if parameter in bucket.shards]
             if len(found) != 1:
                 raise SettingError(
-                    f"{name} is in {len(found)} of the groups: it must be in one; modules that "
-                    f"share a parameter belong into one group"
+                    f"{name} is in {len(found)} of the units: it must be in one; put modules that "
+                    f"share a parameter in one unit"
                 )
             shards[name] = found[0].shards[parameter]
 
-    def on_gradient(parameter):
-        """Post-accumulate-grad hook: a bucket's last gradient starts its reduce-scatter."""
-        (bucket,) = bucket_of[parameter]
-        bucket.pending -= 1
-        if not bucket.pending and bucket.reduces:
-            drain(buckets)  # only one runs, so that only one bucket's gradients exist twice
-            bucket.start_reduce_scatter()
-
-    for parameter in bucket_of:
-        parameter.register_post_accumulate_grad_hook(on_gradient)
+    for i, (unit, bucket) in enumerate(zip(units, buckets)):
+        for parameter in bucket.parameters:  # phase 1
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, bucket=bucket: on_gradient(parameter, bucket, buckets)
+            )
+        for part in unit:  # phase 3
+            # Parameters and containers (ModuleList) are not called: the model waits in their place.
+            called = isinstance(part, nn.Module) and type(part).forward is not nn.Module.forward
+            (part if called else model).register_forward_pre_hook(
+                lambda *_, count=i + 1: wait_for_parameters(buckets, count)
+            )
     return buckets, shards
+
+
+def trainable_parameters(unit):
+    """The parameters of a unit that are not frozen, each once."""
+    parameters = {}  # a dict, which keeps the order
+    for part in unit:
+        for parameter in [part] if isinstance(part, nn.Parameter) else part.parameters():
+            if parameter.requires_grad:
+                parameters[parameter] = None
+    return list(parameters)
 
 
 def tensors_to_save(model, shards):
@@ -207,141 +202,171 @@ def tensors_to_save(model, shards):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced, and whose updated rows are gathered, in one piece.
+    """The parameters of one unit, which are sent together. Of each parameter, each of n ranks owns
+    ceil(rows/n) rows, its shard; the last ranks may own fewer.
 
-    Each of n ranks owns ceil(rows/n) rows of a parameter; the last ranks may own fewer. Each rank's
-    part is padded to the same size before it is sent. ``shards`` maps a parameter to a DTensor of
-    the rows that this rank owns: a view, so that updating the shard updates the parameter.
+    In a step a bucket goes through three phases:
+
+    1. Reduce, during the backward pass: as soon as all gradients of the bucket are there, one
+       reduce-scatter averages them over the ranks. Each rank receives the rows of its shards.
+    2. Update: the optimizer updates the shards. In the parameters, the rows that other ranks own
+       are now stale.
+    3. Gather, during the next forward pass: one all-gather replaces the stale rows, before a module
+       of the unit uses them.
     """
 
     def __init__(self, parameters, mesh):
-        self.parameters, self.mesh, self.n = parameters, mesh, mesh.size()
-        self.shards = {p: self.as_shard(self.own_rows(p.detach()), p) for p in parameters}
-        self.numel_per_rank = [-(-len(p) // self.n) * p[0].numel() for p in parameters]
-        self.reduces = True  # as soon as the backward pass has all gradients
-        self.pending = len(parameters)  # gradients that the backward pass has yet to compute
-        self.work = None  # the reduce-scatter that is running
+        self.parameters, self.mesh = parameters, mesh
+        self.shards = {}  # by parameter; a view, so that updating a shard updates the parameter
+        self.padded_sizes = []  # numel of each shard with its padding: the same on all ranks
+        n, rank = mesh.size(), mesh.get_local_rank()
+        for parameter in parameters:
+            rows = -(-len(parameter) // n)  # rounded up
+            own = parameter.detach()[rank * rows : (rank + 1) * rows]
+            self.shards[parameter] = as_shard(own, parameter, mesh)
+            self.padded_sizes.append(rows * parameter[0].numel())
+        # Phase 1
+        self.awaited = set(parameters)  # the last gradient of these starts the reduce-scatter
+        self.reduce_scatter = None  # while it runs: its work handle and its output
+        # Phase 3
         self.stale = False  # True: this rank lacks rows that other ranks have updated
-        self.gathering = self.whole = None  # the all-gather that is running, and its output
+        self.all_gather = None  # while it runs: its work handle and its output
 
-    def own_rows(self, whole):
-        pieces, rank = whole.chunk(self.n), self.mesh.get_local_rank()
-        return pieces[rank] if rank < len(pieces) else whole[:0]
 
-    def as_shard(self, rows, parameter):
-        return DTensor.from_local(
-            rows, self.mesh, [Shard(0)], run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
+def as_shard(rows, parameter, mesh):
+    """A DTensor of the shape of ``parameter``, of which this rank owns ``rows``."""
+    return DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+# Phase 1, reduce: gradients of the parameters -> reduce-scatter -> gradients of the shards
+
+
+def reduce_in_backward(buckets, enabled):
+    """Call it before each micro-batch. If ``enabled``, the next backward pass reduces each bucket
+    as soon as all its gradients are there. If not, the gradients stay whole on each rank, and later
+    backward passes add to them."""
+    for bucket in buckets:
+        bucket.awaited = set(bucket.parameters) if enabled else set()
+
+
+def on_gradient(parameter, bucket, buckets):
+    """Post-accumulate-grad hook: the last gradient of a bucket starts its reduce-scatter."""
+    if parameter in bucket.awaited:
+        bucket.awaited.remove(parameter)
+        if not bucket.awaited:
+            start_reduce_scatter(bucket, buckets)
+
+
+def start_reduce_scatter(bucket, buckets):
+    """Start to average the gradients of ``bucket`` over the ranks, and free ``parameter.grad``.
+
+    Raises:
+        SettingError: a parameter has no gradient, or was used before its rows arrived.
+    """
+    finish_reduce_scatter(buckets)  # only one runs, so that only one bucket's gradients exist twice
+    if bucket.stale:
+        raise SettingError(
+            f"parameters of the shapes {[tuple(p.shape) for p in bucket.parameters]} were used "
+            f"without a call of a module of their unit: add the module that uses them"
         )
-
-    def start_reduce_scatter(self):
-        """Start averaging the gradients over the ranks, and free the whole gradients.
-
-        Raises:
-            SettingError: a parameter has no gradient, or was used before its rows arrived.
-        """
-        if self.stale:
-            raise SettingError(
-                f"parameters of the shapes {[tuple(p.shape) for p in self.parameters]} were used "
-                f"without a call of a module of their group: add the module that uses them"
-            )
-        missing = [tuple(p.shape) for p in self.parameters if p.grad is None]
-        if missing:
-            raise SettingError(
-                f"parameters of the shapes {missing} got no gradient, others of their group did: "
-                f"freeze them by requires_grad_(False), or put them into a group of their own"
-            )
-        whole = torch.cat([
-            F.pad(p.grad.flatten(), (0, self.n * numel - p.numel())).view(self.n, numel)
-            for p, numel in zip(self.parameters, self.numel_per_rank)
-        ], dim=1).flatten()  # one part for each rank, one after another
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.reduced = whole.new_empty(sum(self.numel_per_rank))
-        self.work = reduce_scatter_single(
-            self.reduced, whole, dist.ReduceOp.AVG, self.mesh.get_group(), async_op=True
+    missing = [tuple(p.shape) for p in bucket.parameters if p.grad is None]
+    if missing:
+        raise SettingError(
+            f"parameters of the shapes {missing} got no gradient, others of their unit did: "
+            f"freeze them by requires_grad_(False), or put them into a unit of their own"
         )
+    n = bucket.mesh.size()
+    whole = torch.cat([
+        F.pad(p.grad.flatten(), (0, n * size - p.numel())).view(n, size)
+        for p, size in zip(bucket.parameters, bucket.padded_sizes)
+    ], dim=1).flatten()  # what rank 0 receives, then what rank 1 receives, ...
+    for parameter in bucket.parameters:
+        parameter.grad = None
+    own = whole.new_empty(sum(bucket.padded_sizes))
+    work = reduce_scatter_single(
+        own, whole, dist.ReduceOp.AVG, bucket.mesh.get_group(), async_op=True
+    )
+    bucket.reduce_scatter = work, own
 
-    def wait_and_accumulate(self):
-        """Wait for this rank's part, and add it to the gradients of the shards."""
-        self.work.wait()
-        for parameter, part in zip(self.parameters, self.reduced.split(self.numel_per_rank)):
-            shard = self.shards[parameter]
+
+def finish_reduce_scatter(buckets):
+    """Wait for the reduce-scatter that is running, if there is one, and add its output to the
+    gradients of the shards."""
+    for bucket in buckets:
+        if bucket.reduce_scatter is None:
+            continue
+        work, own = bucket.reduce_scatter
+        work.wait()
+        for parameter, part in zip(bucket.parameters, own.split(bucket.padded_sizes)):
+            shard = bucket.shards[parameter]
             rows = shard.to_local()
-            rows = part[: rows.numel()].view_as(rows)
+            gradient = part[: rows.numel()].view_as(rows)  # without the padding
             if shard.grad is None:
-                shard.grad = self.as_shard(rows, parameter)
+                shard.grad = as_shard(gradient, parameter, bucket.mesh)
             else:
-                shard.grad.to_local().add_(rows)
-        self.reduced = self.work = None
-
-    @torch.no_grad()
-    def start_all_gather(self):
-        """Start to send the rows that this rank has updated, and to receive the others' rows."""
-        own = [shard.to_local().flatten() for shard in self.shards.values()]
-        own = torch.cat([
-            F.pad(rows, (0, numel - len(rows))) for rows, numel in zip(own, self.numel_per_rank)
-        ])
-        self.whole = own.new_empty(self.n * len(own))
-        self.gathering = all_gather_single(
-            self.whole, own, self.mesh.get_group(), async_op=True
-        )
-
-    @torch.no_grad()
-    def wait_and_copy(self):
-        """Wait for the rows of the other ranks, and copy them into the parameters."""
-        self.gathering.wait()
-        parts = self.whole.view(self.n, -1).split(self.numel_per_rank, dim=1)
-        for parameter, part in zip(self.parameters, parts):
-            parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
-        self.gathering = self.whole = None
-
-
-def drain(buckets):
-    """Wait for the reduce-scatter that is running, if there is one."""
-    for bucket in buckets:
-        if bucket.work:
-            bucket.wait_and_accumulate()
-
-
-def reduce_in_backward(buckets, reduces):
-    """Call it before each micro-batch. With ``reduces`` the next backward pass reduces the
-    gradients; without it they stay whole, and later backward passes add to them."""
-    for bucket in buckets:
-        bucket.reduces, bucket.pending = reduces, len(bucket.parameters)
+                shard.grad.to_local().add_(gradient)
+        bucket.reduce_scatter = None
 
 
 def reduce_gradients(buckets):
-    """Reduce the buckets that are still whole, because the last backward pass did not reach all of
-    their parameters, and wait for them. Call it after the last backward pass of a step."""
+    """Call it after the last backward pass of a step. Reduce the buckets that are still whole,
+    because that backward pass did not reach all their parameters. Wait for the last one."""
     for bucket in reversed(buckets):
         if any(parameter.grad is not None for parameter in bucket.parameters):
-            drain(buckets)
-            bucket.start_reduce_scatter()
-    drain(buckets)
+            start_reduce_scatter(bucket, buckets)
+    finish_reduce_scatter(buckets)
+
+
+# Phase 2, update: gradients of the shards -> optimizer.step() in main -> updated shards
+
+# Phase 3, gather: updated shards -> all-gather -> updated parameters
 
 
 def start_gathering(buckets):
-    """All-gather the rows of every parameter from their owners, during the next forward pass: two
-    buckets are on their way while another one is used. Call it after loading a checkpoint and after
-    each step of the optimizer. Forward passes of the modules in the groups wait for the rows. All
-    other code that reads parameters must call ``wait_for_parameters`` first."""
+    """Call it after each step of the optimizer, and after loading a checkpoint. The next forward
+    pass gathers all parameters: while it uses one bucket, the next two are on their way. Hooks make
+    the modules of the units wait for their rows. All other code that reads parameters must call
+    ``wait_for_parameters`` first."""
     wait_for_parameters(buckets)  # of modules that the last forward pass did not use
     for bucket in buckets:
         bucket.stale = True
     for bucket in buckets[:2]:
-        bucket.start_all_gather()
+        start_all_gather(bucket)
 
 
-def wait_for_parameters(buckets, number=None):
-    """Wait until the buckets up to ``number``, by default all, have the rows of all ranks."""
-    for i, bucket in enumerate(buckets if number is None else buckets[: number + 1]):
+@torch.no_grad()
+def start_all_gather(bucket):
+    """Start to send the rows that this rank has updated, and to receive the others' rows."""
+    rows = [shard.to_local().flatten() for shard in bucket.shards.values()]
+    own = torch.cat([
+        F.pad(part, (0, size - len(part))) for part, size in zip(rows, bucket.padded_sizes)
+    ])
+    whole = own.new_empty(bucket.mesh.size() * len(own))
+    work = all_gather_single(whole, own, bucket.mesh.get_group(), async_op=True)
+    bucket.all_gather = work, whole
+
+
+@torch.no_grad()
+def finish_all_gather(bucket):
+    """Wait for the rows of the other ranks, and copy them into the parameters."""
+    work, whole = bucket.all_gather
+    work.wait()
+    parts = whole.view(bucket.mesh.size(), -1).split(bucket.padded_sizes, dim=1)
+    for parameter, part in zip(bucket.parameters, parts):  # part: (n, padded size)
+        parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
+    bucket.all_gather, bucket.stale = None, False
+
+
+def wait_for_parameters(buckets, count=None):
+    """Wait until the first ``count`` buckets, by default all, have the rows of all ranks. A hook
+    calls it before each module of a unit."""
+    for i, bucket in enumerate(buckets[:count]):
         if bucket.stale:
-            bucket.wait_and_copy()
-            bucket.stale = False
-            for later in buckets[i + 1 : i + 3]:
-                if later.stale and not later.gathering:
-                    later.start_all_gather()
+            finish_all_gather(bucket)
+            if i + 2 < len(buckets):  # bucket i + 1 is already on its way
+                start_all_gather(buckets[i + 2])
 
 
 def check(args):

@@ -78,11 +78,12 @@ def legend(x, y, entries):
 
 
 def save(name, width, height, title, parts, heading=True):
+    title_line = [text(8, 24, title, "ink h")] if heading else []
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}">',
         f"<title>{html.escape(title)}</title>", f"<style>{STYLE}</style>",
-        rect(0, 0, width, height, "bg"), *[text(8, 24, title, "ink h")] * heading, *parts, "</svg>",
+        rect(0, 0, width, height, "bg"), *title_line, *parts, "</svg>",
     ]
     (PICTURES / f"{name}.svg").write_text("\n".join(lines) + "\n")
 
@@ -146,7 +147,8 @@ def memory():
         yield text(x, bottom + 18, size, "soft s m")
     for i, (command, row) in enumerate(rows.items()):
         x, y = left, top + 30 * i
-        yield text(x - 10, y + 15, command + " (1 GPU)" * (command == "single.py"), "ink e")
+        words = f"{command} (1 GPU)" if command == "single.py" else command
+        yield text(x - 10, y + 15, words, "ink e")
         sizes = [row["held"][kind] for kind in KINDS]
         for j, size in enumerate([*sizes, row["peak"]["in all"] - sum(sizes)]):
             yield rect(x, y, 3.65 * size / 1e9, 21, f"c{j} bg-line")
@@ -216,7 +218,9 @@ def timeline(ranks):
             yield text(x + width / 2, y + 18, call[2:], "bg s m")
             if call[0] != own[0][0][0]:  # not the stage that this rank calls first
                 yield rect(x + 2.5, y + 22, width - 5, 2, "bg")
-    words = "time; the numbers are micro-batches" + "; underlined: the rank's second stage" * two
+    words = "time; the numbers are micro-batches"
+    if two:
+        words += "; underlined: the rank's second stage"
     yield text(left, top + height * len(ranks) + 20, words, "soft s")
 
 

@@ -11,23 +11,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.services.checkpoint import Checkpoints
-from common.data import BatchSampler, load_steps, open_datasets
+from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, run_settings
-from common.services.report import Report
+from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+
+# Services: each comes off with the lines that name it
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
 from common.services.validation import Validation
-from common.services.hf_weights import load_weights
 
 
 def main(argv=None):
     parser = option_parser(__doc__)
     parser.add_argument("--separator", type=at_least(0), default=ord("\n"), metavar="TOKEN",
                         help="the token that ends a document")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
@@ -56,7 +61,7 @@ def main(argv=None):
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
 
@@ -66,13 +71,14 @@ def main(argv=None):
     )
 
     # Data
-    dataset, held_out = open_datasets(args)
+    dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
     )
     validation = Validation(
-        held_out, sampler, device, args.val_every, args.val_batches, args.workers
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
     )
 
     def loss_of_shard(micro_batch):  # CP: of the positions of this rank
@@ -86,9 +92,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
-    if args.init_from and not sampler.start:  # a resumed run has the weights of its checkpoint
-        load_weights(model, args.init_from)
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -105,7 +109,7 @@ def main(argv=None):
         for parameter in model.parameters():  # CP: each rank has the gradient of its part
             if parameter.grad is not None:  # a frozen parameter has none
                 dist.all_reduce(parameter.grad, group=group)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
@@ -161,11 +165,11 @@ def ulysses_attention(q, k, v, attention, group):
             f"ranks: use a number of ranks that divides both"
         )
     # (B, H/cp, T, K) and (B, KV/cp, T, K)
-    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))
-    return AllToAll.apply(attention(q, k, v), 2, 1, group)
+    q, k, v = (Resplit.apply(x, 1, 2, group) for x in (q, k, v))
+    return Resplit.apply(attention(q, k, v), 2, 1, group)
 
 
-class AllToAll(torch.autograd.Function):
+class Resplit(torch.autograd.Function):
     """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``. The
     backward pass does the reverse."""
 
@@ -179,7 +183,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_x = AllToAll.apply(grad_out, ctx.cat_dim, ctx.split_dim, ctx.group)
+        grad_x = Resplit.apply(grad_out, ctx.cat_dim, ctx.split_dim, ctx.group)
         return grad_x, None, None, None
 
 

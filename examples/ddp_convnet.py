@@ -14,16 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from common.services.checkpoint import Checkpoints
 from common.data import BatchSampler, load_steps
 from common.launch import launch, start_process_group
-from common.options import option_parser, parse_options, run_settings
-from common.services.report import Report
+from common.options import option_parser, parse_options
 from common.step import count_targets, seed_step
+
+# Services: each comes off with the lines that name it
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
 
 
 def main(argv=None):
-    args = parse_options(option_parser(__doc__, model=False, text=False), argv)
+    parser = option_parser(__doc__, model=False, text=False)
+    Checkpoints.add_options(parser)
+    Report.add_options(parser)
+    args = parse_options(parser, argv)
     device = start_process_group(args)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp",))
@@ -34,7 +40,7 @@ def main(argv=None):
         nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4)
     ).to(device, args.param_dtype)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False
+        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
@@ -54,7 +60,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset, {}), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(args.resume)  # steps done
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
     scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
@@ -67,9 +73,9 @@ def main(argv=None):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # DDP: of all ranks
-        for micro_batch, (inputs, targets) in enumerate(batch):  # (B/dp/accum, 1, 8, 8)
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, 1, 8, 8)
             # DDP: gradients add up on each rank; the last backward pass averages them over ranks.
-            last = micro_batch == args.grad_accum - 1
+            last = i == args.grad_accum - 1
             with contextlib.nullcontext() if last else replica.no_sync():
                 # As .float(), but --dtype float64 stays: a loss in bfloat16 has 3 digits.
                 logits = replica(inputs).to(args.param_dtype)
@@ -77,7 +83,7 @@ def main(argv=None):
                 (micro_loss * n).backward()  # DDP: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)

@@ -14,7 +14,7 @@ from common.experts import balance_experts, mixtures
 from common.launch import launch
 
 NAMES = "loss", "grad_norm", "busiest_expert"
-clip, dispatch, forward = ep.clip_grad_norm, ep.to_experts_and_back, ep.Transformer.forward
+clip, dispatch, forward = ep.clip_over_meshes, ep.to_experts_and_back, ep.Transformer.forward
 
 
 def gradients_of_experts_times(factor):
@@ -26,7 +26,7 @@ def gradients_of_experts_times(factor):
                 parameter.grad.mul_(factor)
         return clip(parameters, max_norm)
 
-    return "clip_grad_norm", scale_and_clip
+    return "clip_over_meshes", scale_and_clip
 
 
 def norm_without_experts(parameters, max_norm):
@@ -56,11 +56,11 @@ def swap_ranks(rows, counts, experts, group):
 
 
 FAULTS = {
-    "none": ("clip_grad_norm", clip),
+    "none": ("clip_over_meshes", clip),
     "gradients averaged": ("add_gradients_up", lambda model: None),
     "gradients of experts times ep": gradients_of_experts_times(2),
     "gradients of experts divided by ep": gradients_of_experts_times(1 / 2),
-    "norm without experts": ("clip_grad_norm", norm_without_experts),
+    "norm without experts": ("clip_over_meshes", norm_without_experts),
     "balance for each micro-batch": ("Transformer.forward", balance_each_micro_batch),
     "tokens dropped by capacity": ("to_experts_and_back", drop_above_capacity),
     "experts of two ranks swapped": ("to_experts_and_back", swap_ranks),

@@ -29,6 +29,7 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
+from common.services import hf_weights
 from common.services.checkpoint import Checkpoints  # noqa: F401
 from common.data import BatchSampler, TokenDataset  # noqa: F401
 from common.services.report import Report  # noqa: F401
@@ -147,6 +148,28 @@ def check_counts(rows):
             assert rate == 0 or layer.counts.sum() * ranks == rows, layer.counts
 
     before(common.experts, "balance_experts", check)
+
+
+# Weights of Hugging Face
+
+def load_again(folder):
+    """What a rank has resumed from the weights that were imported from ``folder`` is, to the bit,
+    what load_weights gives it. And load_weights reads no more than that."""
+    models, read = [], []
+    after(common.materialise, "materialise", lambda _, model, *args: models.append(model))
+    after(hf_weights.Weights, "read", lambda part, *args: read.append(part.numel()))
+
+    def load(*args, **options):
+        own = [hf_weights.local_part(p.detach()) for model in models for p in model.parameters()]
+        resumed = [part.clone() for part in own]
+        for part in own:
+            part.fill_(float("nan"))
+        for model in models:
+            hf_weights.load_weights(model, folder)
+        assert own and all(map(torch.equal, own, resumed))
+        assert sum(read) == sum(part.numel() for part in own)
+
+    after(Checkpoints, "resume", load)
 
 
 # Faults

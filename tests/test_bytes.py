@@ -1,23 +1,27 @@
-"""Promise 6: the peaks of the runs in the table; the formulas of docs/bytes.md.
+"""Promise 6: the peaks of the runs in the table; the formulas of docs/bytes.md and of oracles.py.
 What a run holds and sends is compared with the theory in test_same_run.py."""
 
 import argparse
+import ast
 import re
 
 import pytest
 import torch
 
-from common.services import theory
 from common.model import PRESETS, ModelConfig, Transformer
+from common.services import theory
+from common.services.counting import bytes_table
+from tests import oracles
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.table import EXACT, SAMPLE
+from tests.test_dry_run import count
 
 MODULE = Transformer(ModelConfig(256, 32, 48, 5, 8, 4)).double()  # of the table
 P, LAYER, EMBEDDING = (theory.bytes_of(module) for module in (
     MODULE, MODULE.model.layers["0"], MODULE.model.embed_tokens
 ))
-LAST = EMBEDDING + theory.bytes_of(MODULE.model.norm)  # the largest group, with the head
+LAST = EMBEDDING + theory.bytes_of(MODULE.model.norm)  # the largest unit, with the head
 WHOLE = "single.py", "ddp.py"
 
 
@@ -45,8 +49,8 @@ def test_peaks(once, row):
     else:
         shards = n // row.option("--replicate")
         reshard = "--no-reshard" not in row.command
-        gathered = (LAST if reshard else P) + LAST  # two groups, one ahead of its use, or all
-        if a > 1 and torch.__version__ < "2.15":  # frees a group later in the second micro-batch
+        gathered = (LAST if reshard else P) + LAST  # two units, one ahead of its use, or all
+        if a > 1 and torch.__version__ < "2.15":  # frees a unit later in the second micro-batch
             gathered += LAYER
         least = P / shards + (2 * LAYER if reshard else P)
         assert least <= parameters <= 1.01 * (P / shards + gathered)
@@ -97,7 +101,7 @@ def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
 
 
 def value(formula, **symbols):
-    """The number that a formula of docs/bytes.md stands for, such as a(2G-E+P)(s-1)/s."""
+    """The number that a formula of docs/bytes.md stands for, such as a(2G-F+P)(s-1)/s."""
     tokens = re.findall(r"grad_kv|kv|KV|[A-Za-z]|\d+|[-+/()]", formula)
     assert "".join(tokens) == formula.replace(" ", "")
     python = ""
@@ -113,12 +117,12 @@ def test_the_formulas_are_those_of_the_theory():
     config = ModelConfig(257, D, 51, L, H, KV, K)
     with torch.device("meta"):
         model = Transformer(config)
-    P, E = theory.bytes_of(model), theory.bytes_of(model.model.norm, model.lm_head)
+    P, F = theory.bytes_of(model), theory.bytes_of(model.model.norm, model.lm_head)
     N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)
     s, X, e, t = n // R, B * T * D * 2, B * T * D * 4, B * T * 4
     kv = 2 * (B // a) * KV * (T // n) * K * 2
     symbols = {"n": n, "a": a, "R": R, "L": L, "H": H, "KV": KV, "P": P, "N": N, "s": s,
-               "G": P / 2, "E": E / 2, "X": X, "e": e, "t": t, "kv": kv, "grad_kv": 2 * kv}
+               "G": P / 2, "F": F / 2, "X": X, "e": e, "t": t, "kv": kv, "grad_kv": 2 * kv}
     assert symbols.keys() <= set(SYMBOLS)
     for command in (
         "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
@@ -137,12 +141,51 @@ def test_the_formulas_are_those_of_the_theory():
         assert value(sent, **symbols) == pytest.approx(expected["sent"][1] - targets), command
 
 
+@thorough
+@pytest.mark.parametrize("command, n, rank, stage", [
+    ("hybrid_3d.py --tp 2 --cp 2 --pp 2 --activation-checkpointing --dtype bfloat16", 8, 0, 0),
+    ("hybrid_3d.py --tp 2 --cp 2 --pp 2 --activation-checkpointing --dtype bfloat16", 8, 6, 1),
+    ("hybrid_3d.py --tp 2 --pp 2 --replicate 2 --grad-accum 2 --dtype float32", 8, 7, 1),
+    ("hybrid_3d.py --tp 2 --no-sequence-parallel --vocab-size 65536 --dtype float32", 4, 3, 0),
+    ("ep.py --num-experts 8 --ep 1 --grad-accum 2 --dtype float32", 4, 1, 0),
+    ("ep.py --num-experts 8 --ep 2 --activation-checkpointing --dtype bfloat16", 4, 0, 0),
+    ("ep.py --num-experts 8 --ep 2 --no-reshard-after-forward --dtype float32", 4, 3, 0),
+])
+def test_the_formulas_of_ep_and_hybrid_3d(command, n, rank, stage):
+    """On any rank, also of a later stage. On top is the norm for clipping: in hybrid_3d.py a number
+    for each parameter of the stage."""
+    found, expected = count(command, n, rank), oracles.expected(command, n, stage=stage)
+    for kind in ("parameters", "gradients"):
+        assert found["held"][kind] == expected[kind] > 0
+    most = 8 if command.startswith("ep.py") else 400
+    assert found["theory"] == {} and 0 < found["sent"] - expected["sent"] < most
+
+
+def test_the_table_of_a_run():
+    """With the theory beside it, or without."""
+    held = {"parameters": 10}
+    title, first, *_, last = bytes_table(3, held, held | {"in all": 1000}, 2000, {})
+    assert title.split("  ")[-1] == " at the peak" and first.split() == ["parameters", "10", "10"]
+    assert last == f"sent in a step{'2,000':>22}"
+    title, first, *_, last = bytes_table(
+        3, held, held | {"in all": 1000}, 2000, {"parameters": ("P", 10), "sent": ("2P", 20)}
+    )
+    assert title.endswith("at the peak   theory") and first.endswith(" 10   P = 10")
+    assert last.endswith(" 2P = 20")
+
+
 def test_every_symbol_has_one_meaning():
-    """Those of all formulas are in the table of docs/bytes.md, each once."""
+    """Those of all formulas, and of the scripts' docstrings, are in the table of docs/bytes.md, each
+    once."""
     assert len(SYMBOLS) == len(set(SYMBOLS)) > 20
-    formulas = " ".join(re.findall(r'"([^"]*[(/+][^"]*)"', (ROOT / "common/services/theory.py").read_text()))
+    source = (ROOT / "common" / "services" / "theory.py").read_text()
+    formulas = " ".join(re.findall(r'"([^"]*[(/+][^"]*)"', source))
     cells = BYTES.partition("\n## Formulas")[2].partition("\n## ")[0]
     cells = " ".join(" ".join(line.split("|")[3:]) for line in cells.splitlines() if "`" in line)
     words = set(re.findall(r"grad_kv|(?<![a-z])kv|KV|[A-Z]|(?<![a-z])[a-z](?![a-z.])", cells))
     assert len(words) > 10 and words <= set(SYMBOLS), words - set(SYMBOLS)
     assert set(re.findall(r"\b[A-Z]\b", formulas)) <= set(SYMBOLS)
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("common/*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        words = set(re.findall(r"\b\d*([A-Z])\b", docstring)) - {"A", "C"}  # of pp.py's picture
+        assert words <= set(SYMBOLS), (path, words - set(SYMBOLS))

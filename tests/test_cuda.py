@@ -16,7 +16,7 @@ import sys
 import pytest
 import torch
 
-from common.services import checkpoint
+from common.services.stored import list_checkpoints
 from tests.conftest import VISIBLE_GPUS
 from tests.processes import ROOT
 from tests.test_same_run import furthest
@@ -132,7 +132,7 @@ def test_bfloat16_learns(on_gpus, command):
 @pytest.mark.parametrize("command", ["ddp.py", "fsdp.py"])
 def test_cpu_resumes_what_gpus_saved_in_the_background(run, on_gpus, corpus, expected, command):
     out = on_gpus(command, N, "--async-save --save-every 5 --keep 9").out
-    assert len(checkpoint.list_checkpoints(out)) == 4
+    assert len(list_checkpoints(out)) == 4
     for later in ("step-00000015", "step-00000020"):
         shutil.rmtree(out / later)
     curve = run("single.py", 0, f"{BASE} --data {corpus}").curve()

@@ -21,7 +21,7 @@ from tests.processes import PATIENCE, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
-FOLDERS = ["", "common", "tools", "examples", "tests", "docs"]
+FOLDERS = ["", "common", "common/services", "tools", "examples", "tests", "docs"]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
@@ -65,7 +65,7 @@ def test_commands_and_options_exist(path):
     text = path.read_text()
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text))
-    tools = ["bench", "plan", "dry_run", "prepare", "export", "parity"]
+    tools = ["bench", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
     known = FOREIGN.union(*map(options, [*SCRIPTS, *tools]))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= known
     for words in commands(text):

@@ -32,7 +32,7 @@ RUNS = [
     ("hybrid_3d.py --tp 2 --dtype bfloat16 --grad-accum 2", 4, [3]),
     ("hybrid_3d.py --cp 2 --replicate 2 --activation-checkpointing", 4, [0]),
     # To all experts: as balanced as a dry run assumes
-    ("fsdp.py --num-experts 4 --experts-per-token 4", 2, [0]),
+    ("ep.py --num-experts 4 --experts-per-token 4 --ep 1", 2, [0]),
     ("ep.py --num-experts 4 --experts-per-token 4 --ep 2 --activation-checkpointing", 4, [0, 3]),
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),

@@ -4,7 +4,7 @@ of the table resumes its own checkpoint bit for bit: test_same_run.py."""
 import pytest
 import torch
 
-from common.services import checkpoint
+from common.services import stored
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.table import EXACT, OPTIONS
@@ -45,9 +45,9 @@ def test_saving_while_training_goes_on(once, command, world):
     """Every few steps, so that one save still goes on when the next is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 2 --keep 9",
                   inject="ignored()")
-    found = checkpoint.list_checkpoints(result.out)
-    assert [checkpoint.step_of(path) for path in found] == [2, 4, 6]
+    found = stored.list_checkpoints(result.out)
+    assert [stored.step_of(path) for path in found] == [2, 4, 6]
     for name in ("step-00000004", "step-00000006"):  # as it was then, not as training has made it
-        expected = checkpoint.read(EXACT[0].run(once).out / name, prefix="")
-        for key, tensor in checkpoint.read(result.out / name, prefix="").items():
+        expected = stored.read(EXACT[0].run(once).out / name, prefix="")
+        for key, tensor in stored.read(result.out / name, prefix="").items():
             torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-10)

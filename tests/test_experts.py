@@ -12,12 +12,12 @@ from common.services import checkpoint
 from common.errors import SettingError
 from common.experts import MixtureOfExperts, grouped_product
 from common.materialise import materialise
-from common.model import ModelConfig, Transformer
-from common.services.hf_weights import load_weights, read_config
+from common.model import ModelConfig, Transformer, read_config
+from common.services.hf_weights import load_weights
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest
-from tools import export
+from tools import export, import_hf
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
@@ -220,7 +220,7 @@ def test_a_layer_is_what_its_formula_says():
 
 
 def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
-    """ep.py reads one on 4 ranks, each with rows of 3 of its 6 experts, and trains with a rate of
+    """ep.py starts from one on 4 ranks, each with rows of 3 of its 6 experts, at a learning rate of
     0. What is exported then is the same, to the bit, and gives the same logits, as ours does."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -229,8 +229,10 @@ def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=6, initializer_range=0.3,
     ))
     mixtral.save_pretrained(tmp_path / "mixtral")
-    result = run("ep.py --ep 2", 4, f"--init-from {tmp_path}/mixtral --seq-len 16 --batch-size 4 "
-                 f"--steps 1 --lr 0 --dtype float32 --data {corpus}")
+    import_hf.import_weights(tmp_path / "mixtral", tmp_path / "out")
+    result = run("ep.py --ep 2", 4, f"--model out --seq-len 16 --batch-size 4 --steps 1 --lr 0 "
+                 f"--dtype float32 --data {corpus}",
+                 inject=f"load_again('{tmp_path}/mixtral')")
     export.main([str(result.out), str(tmp_path / "exported")])
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(mixtral)

@@ -1,5 +1,6 @@
-"""Promise 7: it lifts. A script copied with what it imports runs anywhere; its services come off;
-what stands below ``main`` are functions of plain values; most of common/ can be taken alone."""
+"""Promise 7: it lifts. A script copied with what it imports runs anywhere; its services come off,
+all of them or one; what stands below ``main`` are functions of plain values; most of common/ can be
+taken alone."""
 
 import ast
 import difflib
@@ -16,13 +17,16 @@ SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MODEL = "--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 --num-key-value-heads 2"
 OPTIONS = f"{MODEL} --num-hidden-layers 3 --seq-len 16 --batch-size 8 --grad-accum 2 --steps 4"
 MORE = {"hybrid_3d": "--tp 2", "pp": "--microbatches 2", "ep": "--num-experts 4"}
+# Becomes common/__init__.py of a copy: after each step a rank saves what its optimizer has updated,
+# and the variable that asks NCCL for a flight record.
 SAVE_WEIGHTS = """
 import os, torch
 update = torch.optim.AdamW.step
 def update_and_save(self, *args):
     update(self, *args)
     own = [getattr(p, "_local_tensor", p) for g in self.param_groups for p in g["params"]]
-    torch.save([p.detach() for p in own], f"weights-{os.environ.get('RANK', 0)}.pt")
+    path = f"weights-{os.environ.get('RANK', 0)}.pt"
+    torch.save([[p.detach() for p in own], os.environ.get("TORCH_FR_DUMP_TEMP_FILE")], path)
 torch.optim.AdamW.step = update_and_save
 """
 
@@ -30,75 +34,184 @@ torch.optim.AdamW.step = update_and_save
 def imports(source):
     """The files of this repo that ``source`` imports."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                path = name.replace(".", "/") + ".py"
-                if (ROOT / path).is_file():
-                    yield path
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            path = name.replace(".", "/") + ".py"
+            if (ROOT / path).is_file():
+                yield path
 
 
-SERVICES = {"report", "validation", "checkpoints"}
+def needed(path):
+    """The files that ``path`` imports, they themselves, and so on, with ``path``."""
+    found, todo = set(), {path}
+    while todo:
+        path = todo.pop()
+        found.add(path)
+        todo |= set(imports((ROOT / path).read_text())) - found
+    return found
 
 
 def names_in(node):
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-def without_services(source):
-    """``source`` without the statements that name a service, and without the imports that nothing
-    uses then. In the header of the loop ``report.steps(x)`` becomes ``x``."""
-    tree = ast.parse(source)
+# The two rooms
+
+HEADING = "\n\n# Services: each comes off with the lines that name it\n"
+ESSENTIALS = sorted(path.name for path in (ROOT / "common").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ESSENTIALS)
+def test_no_essential_imports_a_service(name):
+    """Nor anything else outside of its room."""
+    assert {path.rpartition("/")[0] for path in needed(f"common/{name}")} == {"common"}
+
+
+def test_services_import_no_script():
+    for path in (ROOT / "common" / "services").glob("*.py"):
+        assert all(found.startswith("common/") for found in imports(path.read_text())), path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_imports_are_two_paragraphs(name):
+    """What the script needs in order to train; then what comes off."""
+    essentials, services = SOURCES[name].split(HEADING)
+    services, rest = services.split("\n\n", 1)
+    assert all(line.startswith("from common.services") for line in services.splitlines())
+    assert not [path for path in imports(essentials) if path.startswith("common/services/")]
+    assert not list(imports(rest))
+
+
+# What a service is called: the names that its paragraph imports, and its variable in ``main``.
+CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings"}
+VALIDATION = {"Validation", "validation"}
+REPORT = {"Report", "report", "theory"}
+ALL = CHECKPOINTS | VALIDATION | REPORT
+
+
+def without(services, source):
+    """``source`` without the lines that name ``services``: imports of them, and statements in
+    ``main``. In the header of the loop ``report.steps(x)`` becomes ``x``. That is all."""
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
     (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
-    (loop,) = (node for node in main.body if isinstance(node, ast.For) and names_in(node.iter)
-               & SERVICES)
-    assert ast.unparse(loop.iter).startswith("report.steps(")
-    (loop.iter,) = loop.iter.args
-    for block in (loop, main):
-        block.body = [node for node in block.body if not names_in(node) & SERVICES]
-    used = names_in(tree)
+    loop = next(node for node in main.body if "report.steps(" in ast.unparse(node))
+    dropped = [node for node in main.body + loop.body
+               if node is not loop and names_in(node) & services]
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
-    tree.body = [node for node in tree.body if getattr(node, "names", True)]
-    return ast.unparse(tree)
+        if isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= services:
+            dropped.append(node)
+    for node in dropped:
+        for number in range(node.lineno - 1, node.end_lineno):
+            lines[number] = ""
+    source = "".join(lines)
+    if "report" in services:
+        source, found = re.subn(r"report\.steps\((.*)\):", r"\1:", source)
+        assert found == 1
+    return source
 
 
-def copy(name, folder, services=True):
-    """Copy a script and the files that it needs, and no others. Returns their paths."""
-    (folder / "common").mkdir(parents=True)
+def copy(name, folder, services=frozenset()):
+    """Copy a script without some of its services, and the files that it needs, and no others.
+    Returns their paths."""
+    (folder / "common" / "services").mkdir(parents=True)
     copied, todo = set(), {f"{name}.py"}
     while todo:
         path = todo.pop()
         source = (ROOT / path).read_text()
-        if not services and not path.startswith("common/"):
-            source = without_services(source)
+        if services and "/" not in path:
+            source = without(services, source)
         (folder / path).write_text(source)
         copied.add(path)
         todo |= set(imports(source)) - copied
+    (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
     return copied
 
 
-def weights(server, name, folder, corpus):
-    """What the optimizer of each rank has updated."""
-    (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
+def train(server, name, folder, options, **kwargs):
+    """For each rank what the optimizer has updated, and the path of flight records."""
     world = 0 if name == "single" else 2
-    options = f"{OPTIONS} {MORE.get(name, '')} --data {corpus}"
-    server.run(f"{folder}/{name}.py", world, options, folder=folder)
-    return [torch.load(folder / f"weights-{rank}.pt") for rank in range(max(world, 1))]
+    server.run(f"{folder}/{name}.py", world, f"{OPTIONS} {MORE.get(name, '')} {options}",
+               folder=folder, **kwargs)
+    return zip(*(torch.load(folder / f"weights-{rank}.pt") for rank in range(max(world, 1))))
+
+
+def equal(found, expected):
+    assert all(len(rank) == len(other) > 1 for rank, other in zip(found, expected, strict=True))
+    return all(torch.equal(a, b) for rank, other in zip(found, expected)
+               for a, b in zip(rank, other))
+
+
+IN_USE = {  # the services of a whole script
+    "Checkpoints": "--save-every 2 --keep 1", "Report": "--log-every 1",
+    "Validation": "--val-data {corpus} --val-every 2 --val-batches 1",
+}
 
 
 @pytest.mark.parametrize("name", sampled(SCRIPTS, ["single", "zero", "pp"]))
-def test_a_copy_trains_to_the_same_weights_without_its_services(server, corpus, tmp_path, name):
-    whole, bare = copy(name, tmp_path / "whole"), copy(name, tmp_path / "bare", services=False)
-    services = "checkpoint", "counting", "loggers", "report", "theory", "validation"
-    assert whole - bare == {f"common/{module}.py" for module in services}
-    expected = weights(server, name, tmp_path / "whole", corpus)
-    found = weights(server, name, tmp_path / "bare", corpus)
-    for rank, other in zip(found, expected, strict=True):
-        assert len(rank) == len(other) > 1
-        assert all(torch.equal(a, b) for a, b in zip(rank, other))
-    assert (tmp_path / "whole" / "out" / "metrics.jsonl").exists()
-    assert not (tmp_path / "bare" / "out").exists()
+def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_path, name):
+    """In a folder with the script, or those of which it is composed, and essentials alone."""
+    whole, bare = copy(name, tmp_path / "whole"), copy(name, tmp_path / "bare", ALL)
+    services = {path for path in whole if path.startswith("common/services/")}
+    assert whole - bare == services and len(services) > 8 and bare < whole
+    (tmp_path / "bare" / "common" / "services").rmdir()  # it is empty
+    used = " ".join(IN_USE.values()).replace("{corpus}", corpus)
+    expected, records = train(server, name, tmp_path / "whole", f"--data {corpus} {used}")
+    found, none = train(server, name, tmp_path / "bare", f"--data {corpus}", pass_out=False)
+    assert equal(found, expected)
+    assert {path.name for path in (tmp_path / "whole" / "out").iterdir()} == {
+        "lock", "metrics.jsonl", "step-00000004", "summary.json"
+    }
+    assert {path.name for path in (tmp_path / "bare").iterdir()} == {
+        "common", *(path for path in bare if "/" not in path),
+        *(f"weights-{rank}.pt" for rank in range(len(found))),
+    }
+    assert all(records) and not any(none)
+
+    def options(folder):
+        script = f"{tmp_path / folder / name}.py"
+        output = server.run(script, 0, "--help", folder=tmp_path, pass_out=False).output
+        return set(re.findall(r"^  (--[\w-]+)", output, re.M))
+
+    assert options("whole") - options("bare") == {
+        "--out", "--save-every", "--keep", "--async-save", "--resume", "--resume-from",
+        "--val-data", "--val-every", "--val-batches", "--log-every", "--count", "--wandb",
+        "--tensorboard", "--profile",
+    }
+    assert options("bare") < options("whole") and "--batch-size" in options("bare")
+
+
+@pytest.fixture(scope="module")
+def whole_fsdp(server, corpus, tmp_path_factory):
+    """Its weights."""
+    folder = tmp_path_factory.mktemp("whole") / "copy"
+    copy("fsdp", folder)
+    expected, _ = train(server, "fsdp", folder, f"--data {corpus}")
+    return expected
+
+
+SINGLE = [  # a service, what it is called, and the files that only it needs
+    ("Checkpoints", CHECKPOINTS, {"checkpoint", "settings", "signals", "stored"}),
+    ("Validation", VALIDATION, {"validation"}),
+    ("Report", REPORT, {"counting", "loggers", "report", "theory"}),
+]
+
+
+@pytest.mark.parametrize("service, names, files", sampled(SINGLE, SINGLE[:1]))
+def test_each_service_comes_off_alone(server, corpus, tmp_path, whole_fsdp, service, names, files):
+    """The others work as before."""
+    copied = copy("fsdp", tmp_path / "copy", names)
+    assert needed("fsdp.py") - copied == {f"common/services/{name}.py" for name in files}
+    used = " ".join(use for name, use in IN_USE.items() if name != service)
+    options = f"--data {corpus} {used}".replace("{corpus}", corpus)
+    found, _ = train(server, "fsdp", tmp_path / "copy", options)
+    assert equal(found, whole_fsdp)
+    out = {path.name for path in (tmp_path / "copy" / "out").iterdir()}
+    assert ("step-00000004" in out) == (service != "Checkpoints")
+    assert ("metrics.jsonl" in out) == (service != "Report")
 
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
@@ -160,28 +273,42 @@ def test_the_loop_says_which_lines_are_the_strategy(name):
 # common/
 
 
-VALUES = ["attention", "checkpoint", "counting", "data", "errors", "experts", "materialise",
-          "model", "validation", "weights"]  # these take no options
-ALLOWED = {  # what they import, besides errors
-    "checkpoint": {"launch"}, "materialise": {"experts"}, "model": {"experts"},
-    "validation": {"data"}, "weights": {"materialise", "model"},
+# They take no options of the command line, but in the function that adds their own. With the
+# files that they import, besides errors; but for that function, whose helpers are in options.
+VALUES = {
+    "attention": set(), "data": set(), "errors": set(), "experts": set(),
+    "materialise": {"experts"}, "model": {"experts"},
+    "services/checkpoint": {"launch", "services/run_folder", "services/signals", "services/stored"},
+    "services/counting": set(), "services/hf_weights": {"materialise", "model"},
+    "services/run_folder": set(), "services/signals": set(), "services/stored": set(),
+    "services/validation": {"data"},
 }
 
 
-@pytest.mark.parametrize("module", VALUES)
-def test_it_can_be_taken_alone(module):
-    source = (ROOT / "common" / f"{module}.py").read_text()
-    allowed = {f"common/{name}.py" for name in ALLOWED.get(module, set()) | {"errors"}}
+def without_options(source):
+    """``source`` without the functions that add options, and without imports for them alone."""
+    tree = ast.parse(source)
+    for parent in ast.walk(tree):
+        if isinstance(parent, (ast.Module, ast.ClassDef)):
+            parent.body = [node for node in parent.body
+                           if getattr(node, "name", "") not in ("add_options", "add_out")]
+    used = names_in(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+    tree.body = [node for node in tree.body if getattr(node, "names", True)]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("module, others", VALUES.items())
+def test_it_can_be_taken_alone(module, others):
+    source = without_options((ROOT / "common" / f"{module}.py").read_text())
+    allowed = {f"common/{name}.py" for name in others | {"errors"}}
     assert set(imports(source)) <= allowed
     for node in ast.parse(source).body:
-        assert not re.search(r"\bargs\.", ast.unparse(node)) or node.name == "open_datasets"
+        assert not re.search(r"\bargs\.", ast.unparse(node)) or node.name == "open_dataset"
     if module in ("model", "data"):
         assert "torch.distributed" not in source
-
-
-def test_common_imports_no_script():
-    for path in (ROOT / "common").glob("*.py"):
-        assert all(found.startswith("common/") for found in imports(path.read_text())), path
 
 
 def test_no_line_is_longer_than_100_columns():

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.services import checkpoint
-from common.data import BatchSampler, fingerprint, load_steps
+from common.data import BatchSampler, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
-from common.step import count_targets, seed_step, set_learning_rate
+from common.services import stored
+from common.services.settings import fingerprint
 from common.services.validation import Validation
+from common.step import count_targets, seed_step, set_learning_rate
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest, resumed
@@ -114,15 +115,15 @@ def test_frozen_and_tied_parameters(once, kind, command, world):
 
 
 @pytest.mark.parametrize("command", ["zero.py", "fsdp.py"])
-def test_tied_parameters_in_two_groups_are_refused(run, corpus, command):
-    """In two groups of FSDP they are an error on new torch, and untied in silence on 2.11."""
+def test_tied_parameters_in_two_units_are_refused(run, corpus, command):
+    """In two units of FSDP they are an error on new torch, and untied in silence on 2.11."""
     result = run(command, 2, f"{OPTIONS} --data {corpus}", inject="tied()", expect_ok=False)
     (line,) = result.lines
-    assert all(result.statuses) and ("in 2 of the groups" in line or "two groups share" in line)
+    assert all(result.statuses) and ("in 2 of the units" in line or "two units share" in line)
 
 
 def test_zero_pairs_names_and_shards_by_identity(run):
-    assert "all groups are right" in run("tests/zero_groups.py", 2, pass_out=False).output
+    assert "all units are right" in run("tests/zero_groups.py", 2, pass_out=False).output
 
 
 LOOK = """
@@ -274,7 +275,7 @@ def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus, tmp_p
     again = run(two, 0, f"{options} --resume-from 4")
     assert "resuming after step 4" in again.output and again.curve() == whole.curve()
     found, expected = (
-        checkpoint.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)
+        stored.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -310,7 +311,7 @@ TIE = ("""        model = Transformer(args.config).to(args.param_dtype)
 """, """        model = Transformer(args.config).to(args.param_dtype)
         model.lm_head.weight = model.model.embed_tokens.weight
 """)
-GROUPS = ("""        [model.model.embed_tokens], *([layer] for layer in layers),
+UNITS = ("""        [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
 """, """        *([layer] for layer in layers),
         [model.model.embed_tokens, model.model.norm, model.lm_head],
@@ -319,11 +320,11 @@ GROUPS = ("""        [model.model.embed_tokens], *([layer] for layer in layers),
 
 @thorough
 @pytest.mark.parametrize("script", ["zero.py", "fsdp.py"])
-def test_tied_parameters_in_one_group(run, edited, corpus, script):
+def test_tied_parameters_in_one_unit(run, edited, corpus, script):
     """They train as on one process, and another script resumes them."""
     options = f"{OPTIONS} --data {corpus}"
     expected = run(edited("one.py", TIE), 0, options, out="one").curve()
-    copy = edited(script, TIE, GROUPS, script=script)
+    copy = edited(script, TIE, UNITS, script=script)
     assert furthest(run(copy, 2, options).curve(), expected) < 1e-10
     other = edited("ddp.py", TIE, script="ddp.py")
     again = run(other, 2, f"{options} --resume-from 4")

@@ -251,9 +251,37 @@ def test_strategies_and_why_not():
     assert left_out["--tp beyond the 8 devices of a machine"] == 1
     assert len(set(commands)) == len(commands)
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4)[0]] == ["single.py"]
-    commands = [each.command for each in plan.strategies(8, 8, 8, 128, 4, experts=12)[0]]
-    assert [command for command in commands if command.startswith(("ep", "tp", "hy"))] == [
-        "ep.py --ep 2", "ep.py --ep 4"]
+
+
+def test_strategies_for_experts():
+    """ep.py with every --ep that divides the experts; also what would fit on more devices."""
+    found, left_out = plan.strategies(8, 8, 8, 128, 4, experts=12)
+    assert [strategy.command for strategy in found] == [
+        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4"
+    ]
+    assert list(left_out) == ["all scripts but ep.py and single.py, which train no experts"]
+    assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4, experts=12)[0]] == [
+        "single.py"]
+
+
+@thorough
+def test_a_plan_for_experts(monkeypatch, capsys, tmp_path):
+    """Of a config.json, which the command at the end names."""
+    config = vars(PRESETS["tiny"]) | {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = f"--model {path} --seq-len 128 --dtype float32 --devices 2 --device-memory"
+    plan.main(f"{options} 1".split())
+    *table, left_out, command = capsys.readouterr().out.splitlines()
+    assert sorted(line.split(" " * 2)[-1] for line in table[1:]) == ["ep.py --ep 1", "ep.py --ep 2"]
+    assert left_out == "left out: all scripts but ep.py and single.py, which train no experts"
+    assert f"run.sh ep.py --ep 2 --model {path} --seq-len 128" in command
+    with pytest.raises(SystemExit, match="with --devices 4 --batch-size 4 fits ep.py --ep 1"):
+        plan.main(f"{options} 0.02".split())
 
 
 def test_no_process_is_forked(monkeypatch, capsys, tmp_path):
@@ -309,6 +337,7 @@ def test_a_config_of_hugging_face(tmp_path):
     assert found == PRESETS["tiny"] == plan.model_options("tiny")[1]
     values = dict(zip(options[::2], options[1::2]))
     assert values["--vocab-size"] == "256" and values["--hidden-size"] == "128"
+    assert "--num-experts" not in values  # most scripts have no such option
 
 
 OTHERS = {

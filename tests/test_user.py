@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from common.services import report
-from common.services.checkpoint import list_checkpoints, step_of
 from common.model import ModelConfig
 from common.options import default_dtype
+from common.services import report
+from common.services.stored import list_checkpoints, step_of
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
@@ -43,7 +43,8 @@ def test_the_terminal(run, corpus, script, world):
 def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     """Here the peak is that of 2 ranks of 0.1 TFLOP/s."""
     result = run("ddp.py", 2, f"{SMALL} --steps 7 --log-every 3 --save-every 5 --data {corpus}",
-                 inject="import common.services.report\ncommon.report._peak_tflops = lambda device: 0.1")
+                 inject="from common.services import report\n"
+                 "report._peak_tflops = lambda device: 0.1")
     assert [record["step"] for record in result.history] == [1, 3, 6, 7]
     flops = ModelConfig(
         hidden_size=32, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
@@ -78,7 +79,7 @@ def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
     assert "held" in counted.summary and "held" not in result.summary
     fails = run("single.py", 0, options, out="fails", inject="""
 from common.services import counting
-counting.StepCounter.watch = counting._harmless(lambda *_: 1 / 0)
+counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
 """)
     assert "bytes were not counted: ZeroDivisionError: division by zero" in fails.output
     for other in (result, fails):

@@ -1,11 +1,12 @@
-"""Weights of Hugging Face's Llama, both ways: --init-from, and tools/export.py. transformers is the
-reference."""
+"""Weights of Hugging Face's Llama, both ways: tools/import_hf.py, and tools/export.py. transformers
+is the reference."""
 
 import dataclasses
 import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,15 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import options
-from common.services import checkpoint
 from common.data import BatchSampler, TokenDataset
 from common.errors import SettingError
-from common.model import ModelConfig, Transformer
-from common.services.hf_weights import load_weights, read_config
+from common.model import ModelConfig, Transformer, read_config
+from common.services import checkpoint, stored
+from common.services.hf_weights import load_weights
+from common.services.settings import config_settings
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
-from tools import export
+from tools import export, import_hf
 
 NEEDS = "pip install -r examples/requirements.txt"
 pytest.importorskip("safetensors", reason=NEEDS)
@@ -30,7 +31,7 @@ transformers = pytest.importorskip("transformers", reason=NEEDS)
 
 SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}
-TRAIN = "--batch-size 12 --seq-len 32 --dtype float64 --log-every 1"
+TRAIN = "--model out --batch-size 12 --seq-len 32 --dtype float64 --log-every 1 --steps 2"
 FILE = "model-0000{}-of-00005.safetensors"
 
 
@@ -69,8 +70,6 @@ def copied(llama, tmp_path):
 def ours(folder, dtype=torch.float32):
     """Our model with the weights of a folder."""
     model = Transformer(read_config(folder)).to(dtype)
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, float("nan"))
     load_weights(model, folder)
     return model
 
@@ -92,16 +91,21 @@ def resave(path, edit):
 # Reading
 
 
-@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_every_parameter_is_that_in_the_file(tmp_path, stored, shard):
-    """Whatever its type there: bit for bit, or rounded once."""
-    expected = save(tmp_path, stored, shard).state_dict()
-    for dtype in (torch.float32, torch.float64):
-        found = ours(tmp_path, dtype).state_dict()
+def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
+    """In an imported checkpoint bit for bit, and in its type. In a model rounded once, if at all.
+    """
+    expected = save(tmp_path / "hf", dtype, shard).state_dict()
+    import_hf.import_weights(tmp_path / "hf", tmp_path / "out")
+    states = [(dtype, stored.read(tmp_path / "out" / "step-00000000"))]
+    states += [(own, ours(tmp_path / "hf", own).state_dict())
+               for own in (torch.float32, torch.float64)]
+    for own, found in states:
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert found[name].dtype == dtype and torch.equal(found[name], tensor.to(dtype)), name
+            assert found[name].dtype == own and torch.equal(found[name], tensor.to(own)), name
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("scaling", [None, SCALING])
@@ -116,17 +120,18 @@ def test_logits_are_those_of_transformers(tmp_path, scaling):
         assert (model(tokens) - expected).abs().max() > 0.1
 
 
-def test_a_tied_head_gets_the_values_of_the_embedding(tmp_path):
-    reference = save(tmp_path, tie_word_embeddings=True)
-    model = ours(tmp_path)
+def test_a_tied_head_gets_the_values_of_the_embedding(tmp_path, capsys):
+    reference = save(tmp_path / "hf", tie_word_embeddings=True)
+    model = ours(tmp_path / "hf")
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=0, atol=1e-4)
-    assert "its head trained apart from its embedding" in parse(f"--init-from {tmp_path}").model
-    change(tmp_path, tie_word_embeddings=False)
+    import_hf.main([str(tmp_path / "hf"), str(tmp_path / "out")])
+    assert "embedding and head were tied: the head starts with" in capsys.readouterr().out
+    change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
-        ours(tmp_path)
+        ours(tmp_path / "hf")
 
 
 def test_a_config_of_older_versions(copied):
@@ -158,9 +163,22 @@ def test_angles_in_the_file_are_passed_over(copied):
 
 
 @pytest.fixture(scope="module")
-def expected(llama, once):
+def start(server, corpus, tmp_path_factory):
+    """Import the weights in a folder to a run folder, out, and train from them."""
+
+    def start(weights, script, world, options="", **kwargs):
+        folder = tmp_path_factory.mktemp("run")
+        import_hf.import_weights(weights, folder / "out")
+        options = f"{TRAIN} --data {corpus} {options}"
+        return server.run(script, world, options, folder=folder, **kwargs)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def expected(start, llama):
     """The run of single.py from these weights."""
-    return once("single.py", 0, f"{TRAIN} --init-from {llama[0]} --steps 2")
+    return start(llama[0], "single.py", 0)
 
 
 def test_the_first_loss_is_that_of_transformers(expected, llama, corpus):
@@ -170,103 +188,74 @@ def test_the_first_loss_is_that_of_transformers(expected, llama, corpus):
     inputs, targets = (torch.stack(part) for part in zip(*(dataset[i] for i in rows)))
     loss = F.cross_entropy(llama[1](inputs).logits.flatten(0, 1), targets.flatten()).item()
     assert expected.history[0]["loss"] == pytest.approx(loss, abs=1e-5) and loss > 6
-    assert re.search(rf"model of {llama[0]} \(\w+\): 39,648 parameters", expected.output)
 
 
 RUNS = [
     ("ddp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3), ("tp.py", 2), ("cp.py", 2),
     ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]
-# What each rank holds of the weights
-SHARES = {("fsdp.py", 3): 1 / 3, ("tp.py", 2): 1 / 2, ("pp.py", 2): 1 / 2,
-          ("hybrid_3d.py --tp 2 --pp 2", 4): 1 / 4}
-READS = """
-import math
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-before(HuggingFaceStorageReader, "read_data", lambda _, plan, planner: (
-    print(sum(math.prod(item.lengths) for item in plan.items), file=open(f"reads-{rank}", "a"))
-))
-"""
 
 
 @pytest.mark.parametrize("command, world", sampled(RUNS, [("tp.py", 2), ("pp.py", 2)]))
-def test_every_script_starts_from_the_weights(run, expected, llama, corpus, tmp_path, command,
-                                              world):
-    """On the curve of single.py. Each rank reads what it holds, and together they read no number
-    more than once."""
-    found = run(command, world, f"{TRAIN} --init-from {llama[0]} --data {corpus} --steps 2",
-                inject=READS)
+def test_every_script_starts_from_the_weights(start, expected, llama, command, world):
+    """On the curve of single.py. load_weights gives each rank the same."""
+    # When zero.py has resumed, its parameters are not yet gathered.
+    inject = "" if "zero.py" in command else f"load_again({str(llama[0])!r})"
+    found = start(llama[0], command, world, inject=inject)
     for row, other in zip(found.curve(), expected.curve(), strict=True):
         assert row == pytest.approx(other, abs=1e-10)
-    if share := SHARES.get((command, world)):
-        read = [sum(map(int, (tmp_path / f"reads-{rank}").read_text().split()))
-                for rank in range(world)]
-        norms = 7 * 32  # which tensor-parallel ranks both hold
-        assert sum(read) == 39648 + norms * ("tp" in command)
-        assert max(read) < 39648 * share * 1.3 + 300
 
 
-def test_a_tied_head_in_a_pipeline(run, corpus, tmp_path):
-    """The last stage alone reads the embedding a second time: reading waits for no other rank."""
-    save(tmp_path / "tied", torch.bfloat16, "20KB", tie_word_embeddings=True)
-    options = f"{TRAIN} --init-from {tmp_path / 'tied'} --data {corpus} --steps 2"
-    expected = run("single.py", 0, options, out="single").curve()
-    for row, other in zip(run("pp.py", 2, options).curve(), expected, strict=True):
-        assert row == pytest.approx(other, abs=1e-10)
+def test_a_tied_head_in_a_pipeline(start, tmp_path):
+    """The last stage has the embedding's values in its head, and no embedding."""
+    save(tmp_path, torch.bfloat16, "20KB", tie_word_embeddings=True)
+    start(tmp_path, "pp.py", 2, inject=f"load_again({str(tmp_path)!r})")
 
 
-def test_a_resumed_run_reads_no_weights_again(run, expected, copied, corpus):
-    """The path may change too: it is no setting of the run."""
-    options = f"{TRAIN} --data {corpus}"
-    run("single.py", 0, f"{options} --init-from {copied} --steps 1 --lr 0")
-    for path in copied.glob("model*"):
-        path.unlink()
-    moved = copied.rename(copied.with_name("moved"))
-    again = run("single.py", 0, f"{options} --init-from {moved} --steps 2 --lr 0")
-    assert "resuming after step 1" in again.output
-    assert again.history[0]["loss"] == expected.history[0]["loss"]  # of the weights
-    assert again.history[1]["loss"] < 12
-    anew = run("single.py", 0, f"{options} --init-from {moved} --steps 2 --no-resume",
-               expect_ok=False)
-    assert anew.statuses == [1] and "moved has no .safetensors file: only" in anew.lines[-1]
+def test_a_run_goes_back_to_its_weights(start, server, expected, copied, corpus):
+    """Without the folder of Hugging Face. --keep does not remove them; and only the settings of the
+    model must be those of the import."""
+    out = start(copied, "single.py", 0, "--save-every 1 --keep 1").out
+    shutil.rmtree(copied)
+
+    def again(options):
+        """Returns the first loss, and the last step that is saved beside the imported weights."""
+        options = f"{TRAIN} --data {corpus} --keep 1 {options}"
+        loss = server.run("single.py", 0, options, folder=out.parent).history[0]["loss"]
+        imported, last = sorted(path.name for path in out.glob("step-*"))
+        assert imported == "step-00000000"
+        return loss, int(last[-1])
+
+    first = expected.history[0]["loss"]
+    assert again("--steps 3") == (first, 3)
+    assert again("--steps 1 --resume-from 0") == (first, 1)
+    assert again("--steps 4") == (first, 4)
+    assert again("--steps 1 --no-resume") == (first, 1)
+    assert again("--no-resume --seed 5 --batch-size 6 --lr 0.1") == (
+        pytest.approx(first, rel=0.1), 2)  # other samples; random weights would have 5.5, not 7
 
 
-def test_machines_with_other_weights_do_not_start(run, llama, copied, corpus, tmp_path):
-    """Each rank finds a folder of its own, of which one file is another's: the sizes are equal."""
-    other = copied.rename(tmp_path / "rank1")
-    shutil.copytree(llama[0], tmp_path / "rank0" / "llama")
-    save(other / "llama", torch.bfloat16, "20KB", rope_scaling=dict(SCALING), initializer_range=0.3)
-    result = run("fsdp.py", 2, f"{TRAIN} --init-from llama --data {corpus}",
-                 inject="os.chdir(f'rank{rank}')", expect_ok=False)
-    assert result.statuses == [1, 1]
-    assert any(re.search(r"error: --model is of llama \(\w+\) on rank 0 and of llama \(\w+\) on "
-                         r"rank 1: start all ranks with the same", line) for line in result.lines)
+def test_the_next_command_is_printed(server, llama, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import_hf.main([str(llama[0]), "it's out"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{llama[0]} -> it's out: config.json and step-00000000\n")
+    bash, runner, script, *options = shlex.split(printed.split(" such as: ")[1])
+    assert (bash, runner, script) == ("bash", "run.sh", "fsdp.py")
+    server.run(script, 2, [*options, "--data", corpus, "--steps", "1"], folder=tmp_path,
+               pass_out=False)
+    assert (tmp_path / "it's out" / "step-00000001").exists()
+
+
+@pytest.mark.parametrize("options, size", [("--hidden-size 64", 64), ("--model tiny", 128)])
+def test_another_model_is_refused(start, llama, options, size):
+    result = start(llama[0], "fsdp.py", 2, options, expect_ok=False)
+    (line,) = [line for line in result.lines if "error" in line]
+    assert line.startswith("fsdp.py: error: --hidden-size is 32 in ") and 1 in result.statuses
+    assert f"/out/step-00000000 and {size} in this run: " in line
 
 
 # What is wrong, in one line
-
-
-def parse(text):
-    return options.parse_options(options.option_parser("a script"), text.split())
-
-
-@pytest.mark.parametrize("text, message", [
-    ("--hidden-size 64", "--hidden-size 64 contradicts --init-from .*, whose config.json has 32"),
-    ("--rope-theta 1e4", "--rope-theta 10000.0 contradicts --init-from .* has 500.0: leave out"),
-    ("--model tiny", "--model tiny with hidden_size 128 contradicts --init-from .* has 32"),
-])
-def test_what_the_command_line_must_not_say(llama, text, message):
-    with pytest.raises(SettingError, match=message):
-        parse(f"--init-from {llama[0]} {text}")
-    args = parse(f"--init-from {llama[0]} --hidden-size 32")  # it may repeat the file
-    assert vars(args.config) == json.loads(json.dumps(vars(read_config(llama[0]))))
-
-
-def test_the_weights_do_not_lie_in_the_run_folder(copied):
-    for out in (copied, copied.parent):
-        with pytest.raises(SettingError, match="copied lies in --out .*: choose another --out"):
-            parse(f"--init-from {copied} --out {out}")
-    parse(f"--init-from {copied} --out {copied}/run")
 
 
 @pytest.mark.parametrize("values, message", [
@@ -292,10 +281,10 @@ def test_the_weights_do_not_lie_in_the_run_folder(copied):
     ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
     ({"tie_word_embeddings": True, "vocab_size": 255}, r"shape \(256, 32\), and .* \(255, 32\)"),
 ])
-def test_a_config_of_another_model(copied, values, message):
+def test_a_config_of_another_model(copied, tmp_path, values, message):
     change(copied, **values)
     with pytest.raises(SettingError, match=message) as error:
-        ours(copied)
+        import_hf.main([str(copied), str(tmp_path / "out")])
     assert str(copied) in str(error.value)
 
 
@@ -313,25 +302,30 @@ DAMAGE = {
     "a pointer of Git LFS": (1, lambda path: path.write_text("version https://git-lfs"),
                              "model-00001-of-00005.safetensors cannot be read"),
     "a FIFO": (1, become_a_fifo, "model-00001-of-00005.safetensors cannot be read .it is not a re"),
+    "a size that lies": (4, lambda path: path.write_bytes(path.read_bytes().replace(
+        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), "model-00004-of-00005.* cannot be read"),
     "not there": (3, pathlib.Path.unlink, "lacks the tensor model.layers.1"),
     "integers": (2, lambda path: resave(path, lambda tensors: {
         name: tensor.to(torch.int8) for name, tensor in tensors.items()
-    }), "in torch.int8: only torch.float64, torch.float32, torch.float16, torch.bfloat16 are supp"),
+    }), "is in I8: only F64, F32, F16, BF16 are supported"),
     "twice": (2, lambda path: shutil.copy(path, path.with_name("again.safetensors")),
               "has .* in two files"),
     "config is a FIFO": (0, become_a_fifo, "config.json cannot be read: it is not a regular file"),
     "no config": (0, pathlib.Path.unlink, "config.json cannot be read: No such file"),
     "config is a list": (0, lambda path: path.write_text("[]"), "is no config.json of a model"),
     "config is no JSON": (0, lambda path: path.write_text("{"), "cannot be read: it is no JSON"),
+    "in the way": (0, lambda path: (path.parent.parent / "out").mkdir(), "out exists: name"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_folder_that_is_damaged(copied, case):
+def test_what_cannot_be_imported(copied, tmp_path, case):
     number, damage, message = DAMAGE[case]
     damage(copied / (FILE.format(number) if number else "config.json"))
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(SettingError, match=message):
-        ours(copied)
+        import_hf.main([str(copied), str(tmp_path / "out")])
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_missing_package_is_one_line(llama, monkeypatch):
@@ -340,24 +334,20 @@ def test_a_missing_package_is_one_line(llama, monkeypatch):
         ours(llama[0])
 
 
-def test_a_script_ends_with_one_line(run, copied, corpus):
-    """Also if only the other stage holds the tensor that is wrong."""
-    change(copied, vocab_size=250)
-    result = run("pp.py", 2, f"{TRAIN} --init-from {copied} --data {corpus} --steps 1",
-                 expect_ok=False)
-    assert result.statuses == [1, 1] and "Traceback" not in result.output
-    (line,) = [line for line in result.lines if "error" in line]
-    assert line.startswith(f"pp.py: error: {copied} has model.embed_tokens.weight of shape")
+def test_a_disk_that_is_full(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "write_hash", lambda _: pathlib.Path("/dev/full").write_text("x"))
+    with pytest.raises(SettingError, match="could not be written .rank 0: .*No space left"):
+        import_hf.main([str(llama[0]), str(tmp_path / "out")])
+    assert not list(tmp_path.iterdir())
 
 
 # Writing
 
 
 @pytest.fixture(scope="module")
-def trained(llama, once):
-    """A run folder with two checkpoints, each saved by two ranks."""
-    train = TRAIN.replace("float64", "float32")
-    return once("fsdp.py", 2, f"{train} --init-from {llama[0]} --steps 2 --save-every 1").out
+def trained(start, llama):
+    """A run folder with imported weights and two checkpoints, each saved by two ranks."""
+    return start(llama[0], "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path, capsys):
@@ -367,7 +357,7 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
         "config.json", "hf", "model.safetensors"
     ]
-    own = checkpoint.read(trained / "step-00000002")
+    own = stored.read(trained / "step-00000002")
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert reference.dtype == torch.float32
     found = reference.state_dict()
@@ -396,10 +386,18 @@ def test_shards_in_another_type(trained, tmp_path, dtype):
     assert all(path.stat().st_size < 30_000 + 4_000 for path in files)  # and its header
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert model.dtype == getattr(torch, dtype)
-    found, again = model.state_dict(), ours(folder).state_dict()
-    for name, tensor in checkpoint.read(step).items():
+    found = model.state_dict()
+    for name, tensor in stored.read(step).items():
         assert torch.equal(found[name], tensor.to(model.dtype)), name
-        assert torch.equal(again[name], found[name].float()), name
+
+
+def test_imported_weights_are_exported_as_they_came(trained, llama, tmp_path):
+    export.main([str(trained / "step-00000000"), str(tmp_path / "hf")])
+    expected = transformers.LlamaForCausalLM.from_pretrained(llama[0]).state_dict()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
 
 
 def break_settings(**values):
@@ -407,7 +405,7 @@ def break_settings(**values):
         run = json.loads((step / "run.json").read_text())
         run["must stay the same"] |= values
         (step / "run.json").write_text(json.dumps(run))
-        checkpoint.write_hash(step / "run.json")
+        stored.write_hash(step / "run.json")
     return edit
 
 
@@ -420,7 +418,7 @@ def save_alone(folder, settings, tensors, step):
 
 def grow(step):
     """As if one number were larger than float16 holds."""
-    tensors = checkpoint.read(step)
+    tensors = stored.read(step)
     tensors["model.norm.weight"][3] = 1e5
     settings = json.loads((step / "run.json").read_text())["must stay the same"]
     shutil.rmtree(step)
@@ -437,7 +435,7 @@ BROKEN = {
     "too large": (grow, "model.norm.weight has numbers too large for torch.float16: take --dt"),
     "no checkpoint": (shutil.rmtree, "is neither a checkpoint nor a run folder with one"),
     "in the way": (lambda step: (step.parent / "hf").mkdir(), "hf exists: name a folder"),
-    "another export": (lambda step: (step.parent / "hf.tmp").mkdir(), "hf.tmp exists: another e"),
+    "another export": (lambda step: (step.parent / "hf.tmp").mkdir(), "hf.tmp exists: another p"),
 }
 
 
@@ -465,20 +463,24 @@ def peak(function):
 
 
 @thorough
-def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path):
-    """Of 145 MB it holds up to 25 MB: a tensor of 6 MB four times, as torch.load reads it. In a
-    process of its own: memory that the tests have freed would hide, or add to, what it takes."""
+def test_both_ways_take_the_memory_of_the_largest_tensor(tmp_path):
+    """Of 145 MB export holds up to 25 MB: a tensor of 6 MB four times, as torch.load reads it. Of
+    72 MB import_hf holds a tensor of 3 MB. Each in a process of its own: memory that the tests have
+    freed would hide, or add to, what it takes."""
     def save(name, config):
         model = Transformer(config)
-        settings = {f"--{name.replace('_', '-')}": value for name, value in vars(config).items()}
-        save_alone(tmp_path / name, settings, model.state_dict(), 1)
+        save_alone(tmp_path / name, config_settings(vars(config)), model.state_dict(), 1)
         return [parameter.nbytes for parameter in model.parameters()]
 
-    save("small", ModelConfig(64, 16, 32, 1, 1, 1))  # takes the memory of what export imports
+    def grown(call):
+        code = (f"from tests.test_weights import export, import_hf, peak; print("
+                f"*(peak(lambda: {call}) for name in ('small', 'large')))")
+        output = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True,
+                                         env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return int(output.split()[-1])
+
+    save("small", ModelConfig(64, 16, 32, 1, 1, 1))  # takes the memory of what the tools import
     sizes = save("large", ModelConfig(4096, 384, 3072, 8, 8, 8))
-    code = ("from tests.test_weights import export, peak; print(*(peak(lambda: export.main("
-            "[name, f'{name}-hf', '--dtype', 'bfloat16'])) for name in ('small', 'large')))")
-    output = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
-    grown = int(output.stdout.split()[-1])
-    assert sum(sizes) > 13 * max(sizes) and grown < 5 * max(sizes), (grown, max(sizes))
+    assert sum(sizes) > 13 * max(sizes)
+    assert grown("export.main([name, f'{name}-hf', '--dtype', 'bfloat16'])") < 5 * max(sizes)
+    assert grown("import_hf.main([f'{name}-hf', f'{name}-run'])") < 3 * max(sizes) / 2

@@ -1,5 +1,5 @@
-"""On each rank: zero.py's shards carry the names of their parameters, in any order of the groups; a
-parameter in no group, or in two, is refused."""
+"""On each rank: zero.py's shards carry the names of their parameters, in any order of the units; a
+parameter in no unit, or in two, is refused."""
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from common.errors import SettingError
 from common.launch import launch
 
 
-def refused(model, groups, mesh):
+def refused(model, units, mesh):
     try:
-        zero.make_buckets(model, groups, mesh)
+        zero.make_buckets(model, units, mesh)
     except SettingError as error:
         return str(error)
 
@@ -26,19 +26,19 @@ def main():
     _, shards = zero.make_buckets(model, [[c], [a, b]], mesh)
     for name, parameter in model.named_parameters():
         assert shards[name].full_tensor().equal(parameter.detach()), name
-    assert "c.weight is in 0 of the groups" in refused(model, [[a, b]], mesh)
-    assert "b.weight is in 2 of the groups" in refused(model, [[a, b], [b, c]], mesh)
+    assert "c.weight is in 0 of the units" in refused(model, [[a, b]], mesh)
+    assert "b.weight is in 2 of the units" in refused(model, [[a, b], [b, c]], mesh)
     a.weight = b.weight
-    assert "a.weight is in 2 of the groups" in refused(model, [[a], [b], [c]], mesh)
+    assert "a.weight is in 2 of the units" in refused(model, [[a], [b], [c]], mesh)
     _, shards = zero.make_buckets(model, [[a, b], [c]], mesh)
     assert list(shards) == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
     a.weight = nn.Parameter(a.weight.detach().clone())
     b.requires_grad_(False)
-    groups = [[a], [b], [nn.Dropout(), c.weight], [c.bias]]  # frozen ones, and none, and parameters
-    _, shards = zero.make_buckets(model, groups, mesh)
+    units = [[a], [b], [nn.Dropout(), c.weight], [c.bias]]  # frozen ones, and none, and parameters
+    _, shards = zero.make_buckets(model, units, mesh)
     assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    assert "scale has no rows" in refused(model, [*groups, [model.scale]], mesh)
+    assert "scale has no rows" in refused(model, [*units, [model.scale]], mesh)
 
     # At most two buckets are on their way: while one is used, the next two.
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
@@ -47,12 +47,12 @@ def main():
     moving = []
     for layer in model:
         layer.register_forward_hook(
-            lambda *_: moving.append([i for i, bucket in enumerate(buckets) if bucket.gathering])
+            lambda *_: moving.append([i for i, bucket in enumerate(buckets) if bucket.all_gather])
         )
     model(torch.ones(1, 6))
     assert moving == [[1, 2], [2, 3], [3, 4], [4, 5], [5], []], moving
 
-    # A module of the group must be called: otherwise its parameters would be used as they were.
+    # A module of the unit must be called: otherwise its parameters would be used as they were.
     model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
     layers = nn.ModuleList([model["a"], model["b"]])  # a container, which is never called
     buckets, _ = zero.make_buckets(model, [[layers], [model["c"]]], mesh)
@@ -64,7 +64,7 @@ def main():
         assert "were used without a call" in str(error)
     else:
         raise AssertionError("stale parameters were used")
-    print("all groups are right" if dist.get_rank() == 0 else "", flush=True)
+    print("all units are right" if dist.get_rank() == 0 else "", flush=True)
 
 
 launch(main)

@@ -89,9 +89,12 @@ def main():
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {args.nproc} processes on {device}, {os.cpu_count()} cores; "
           f"{args.rounds} rounds of {args.least} and {args.most} steps; {' '.join(options)}\n")
-    print("| command | tokens/s | CPU seconds per step | tutorial's time / script's time | "
-          "tutorial's CPU / script's CPU |" + " MFU |" * any(mfu.values()))
-    print("|---|---|---|---|---|" + "---|" * any(mfu.values()))
+    heads = ["command", "tokens/s", "CPU seconds per step", "tutorial's time / script's time",
+             "tutorial's CPU / script's CPU"]
+    if any(mfu.values()):
+        heads.append("MFU")
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     for command, found in times.items():
         wall, cpu = (statistics.median(values) for values in zip(*found))
         cells = [f"`{command}`", f"{args.batch_size * args.seq_len / wall:,.0f}", f"{cpu:.4f}"]

@@ -8,8 +8,8 @@ The options below stand before the world size; the script's own options stand af
 The script itself runs, for a step that is counted as in a real run. Names that the script has
 imported are replaced: the process group is torch's fake one, whose collectives send nothing, and
 tensors are fake, with shapes but no memory. Nothing is read from --data or written to --out. A copy
-of a script with a model of your own runs too, if it still takes start_process_group, load_steps,
-Checkpoints and Report from common/.
+of a script with a model of your own runs too, if it still takes start_process_group and load_steps
+from common/, and Checkpoints and Report from common/services/.
 
 What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
 kernels and fragmentation. --compile, which makes activations smaller, is ignored here. The loss
@@ -47,18 +47,18 @@ from tqdm import tqdm
 
 import pp
 from common import experts, materialise
-from common.services import counting, report
 from common import options as common_options
-from common.services.counting import StepCounter, bytes_table, group_of
 from common.errors import SettingError, printable
 from common.model import wrap_layers
 from common.options import at_least
+from common.services import checkpoint, counting, report, validation
+from common.services.counting import StepCounter, bytes_table, group_of
 from tools import pretend
 from tools.command import make_parser, refuse, run
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
-    "pp", "common.services.report", "tools.pretend", "torch._dynamo", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
+    "pp", "common.services.checkpoint", "common.services.report", "common.services.validation",
+    "tools.pretend", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
 ]
 NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 
@@ -166,7 +166,6 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % nproc_per_node),
         "LOCAL_WORLD_SIZE": str(min(world_size, nproc_per_node)), "CUDA_VISIBLE_DEVICES": "",
     }
-    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     torch.set_num_threads(1)
     sys.argv = [script, *options]
     common_options.default_dtype = lambda device: "bfloat16"  # as on GPUs
@@ -229,7 +228,7 @@ def load(script):
     if missing:
         raise SettingError(
             f"{script} has no {', '.join(missing)}: a dry run needs a script like fsdp.py, whose "
-            f"main(argv) takes these from common/"
+            f"main(argv) takes these from common/ and common/services/"
         )
     return module
 
@@ -256,6 +255,9 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         def __getitem__(self, index):
             return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
 
+    def open_dataset(args, option="--data"):
+        return Data(args.seq_len) if option == "--data" else None
+
     def load_steps(dataset, sampler, device, workers=0):
         rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
         sample = pretend.outside(dataset.__getitem__)(0)
@@ -280,10 +282,12 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             materialise.materialise(model, device, seed)
 
     class Checkpoints:
+        add_options = checkpoint.Checkpoints.add_options
+
         def __init__(self, folder, settings, tensors, optimizer, **_):
             self.optimizer = optimizer
 
-        def resume(self, which=True):
+        def resume(self, *, newest=True, step=None):
             """Allocate the optimizer's states, so that the first step is as all others."""
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -299,6 +303,8 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             pass
 
     class Validation:  # in no step that is counted
+        add_options = validation.Validation.add_options
+
         def __init__(self, *_, **__):
             pass
 
@@ -323,8 +329,8 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                     schedule = getattr(self.args, "schedule", "1f1b")
                     v = getattr(self.args, "stages_per_rank", 1) or (
                         1 if schedule in pp.ONE_STAGE else 2)
-                    counted["bubble"], _ = pp.bubble(
-                        schedule, len(ranks), v, self.args.microbatches)
+                    M = self.args.microbatches or len(ranks)
+                    counted["bubble"], _ = pp.bubble(schedule, len(ranks), v, M)
 
         def say(self, line):
             counted["description"].append(str(line))
@@ -357,8 +363,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
 
     return {
         "start_process": start_one, "start_process_group": start,
-        "open_datasets": lambda args: (Data(args.seq_len), None), "load_steps": load_steps,
-        "materialise": allocate, "load_weights": lambda *_: None,
+        "open_dataset": open_dataset, "load_steps": load_steps, "materialise": allocate,
         "wrap_layers": lambda layers, compile, checkpoint: wrap_layers(layers, False, checkpoint),
         "run_settings": lambda *_: None, "Checkpoints": Checkpoints, "Report": DryReport,
         "check_stages": lambda *_: None,  # it gathers objects

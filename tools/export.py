@@ -21,15 +21,14 @@ import shutil
 import torch
 from tqdm import tqdm
 
-from common.services.checkpoint import MUST, list_checkpoints, open_checkpoint
 from common.errors import SettingError
+from common.model import config_from
 from common.options import at_least
-from common.services.hf_weights import check_shapes, config_from, parts_of, shapes_of
+from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
+from common.services.stored import FIXED, list_checkpoints, open_checkpoint
 from tools.command import make_parser, run
 
-NAMES = {  # safetensors' names of the types that we write
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def find_checkpoint(path):
@@ -77,6 +76,22 @@ def huggingface_config(config, dtype, seq_len):
         "max_position_embeddings": length, "bos_token_id": None, "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."), **values,
     }
+
+
+def check_is_complete(checkpoint, config, reader, stored):
+    """Raise SettingError unless the checkpoint has all parameters of the model that ``config``
+    describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
+    """
+    found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
+             if name.startswith("model.")}
+    for name in [name for name in found if name.endswith(".mlp.bias")]:
+        if reader.read_tensor(f"model.{name}").any():
+            raise SettingError(
+                f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has no "
+                f"such bias: train with --balance-rate 0"
+            )
+        del found[name]
+    check_shapes(found, shapes_of(config), checkpoint)
 
 
 def split(sizes, most):
@@ -133,20 +148,12 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     check_is_free(folder)
     reader, stored, saved = open_checkpoint(checkpoint)
     settings = {key.removeprefix("--").replace("-", "_"): value
-                for key, value in saved[MUST].items()}
+                for key, value in saved[FIXED].items()}
     config = config_from({"model_type": "llama"} | settings, checkpoint / "run.json")
-    found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-             if name.startswith("model.")}
-    for name in [name for name in found if name.endswith(".mlp.bias")]:
-        if reader.read_tensor(f"model.{name}").any():
-            raise SettingError(
-                f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has no "
-                f"such bias: train with --balance-rate 0"
-            )
-        del found[name]
-    check_shapes(found, shapes_of(config), checkpoint)
+    check_is_complete(checkpoint, config, reader, stored)
     parts = parts_of(config)
     shapes = {name: shape for name, (_, _, shape) in parts.items()}
+    seq_len = settings.get("seq_len") or 2048  # imported weights have none: Hugging Face's default
     dtype = dtype or stored["model.model.embed_tokens.weight"].properties.dtype
     if dtype not in NAMES:
         raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
@@ -169,12 +176,11 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
                 file.flush()
                 os.fsync(file.fileno())
         if len(shards) > 1:
-            _write_json(temporary / "model.safetensors.index.json", {
+            write_json(temporary / "model.safetensors.index.json", {
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: path for path, names in zip(files, shards) for name in names},
             })
-        _write_json(temporary / "config.json",
-                    huggingface_config(config, dtype, settings.get("seq_len") or 1))
+        write_json(temporary / "config.json", huggingface_config(config, dtype, seq_len))
     return files
 
 
@@ -188,7 +194,7 @@ def renamed_when_complete(folder):
         temporary.mkdir()
     except FileExistsError:
         raise SettingError(
-            f"{temporary} exists: another export writes it, or one was killed: remove it"
+            f"{temporary} exists: another process writes it, or one was killed: remove it"
         ) from None
     try:
         yield temporary
@@ -198,7 +204,7 @@ def renamed_when_complete(folder):
         raise
 
 
-def _write_json(path, content):
+def write_json(path, content):
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

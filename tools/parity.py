@@ -231,7 +231,8 @@ def factor(step, r, near):
             simple = [name for name in causes if " x " not in name] or causes
             return f"{word} {sizes[simple[0]]}: {' or '.join(simple)}"
     power = 200 < r < math.inf and abs(math.log2(r) - round(math.log2(r))) < near
-    return f"times {r:.4g}" + ", a power of two: a loss scale that is not undone" * power
+    scaled = ", a power of two: a loss scale that is not undone" if power else ""
+    return f"times {r:.4g}{scaled}"
 
 
 def describe(names, unclear, off):
@@ -294,7 +295,7 @@ def compare(one, two):
         far = distance(w, v) / w.length.clamp(min=1e-300)
         if k == 0 and (bad := far > (1e-12 if len({*weight_types}) == 1 else weight_eps)).any():
             permuted = far[bad].min() > 0.1 and w.length.allclose(v.length, 1e-9, 0)
-            more = ", of the same length: are parts in another order?" * permuted
+            more = ", of the same length: are parts in another order?" if permuted else ""
             return f"{at} {words}: other values of {group(bad)}{more}"
 
         for key in dict.fromkeys(key for rank in a["ranks"] for key in rank["samples"]):
@@ -305,8 +306,11 @@ def compare(one, two):
                 lost, others = len(want.keys() - have), len(set(more) - want.keys())
                 top = max(more, key=have.get)
                 ranks = [i for i, own in enumerate(rows[1]) if top in own]
-                words = f", {others} others are read: another seed, order or start" if others else (
-                    f", one is read {have[top]} times, by ranks {ranks}" * (have[top] > 1))
+                words = ""
+                if others:
+                    words = f", {others} others are read: another seed, order or start"
+                elif have[top] > 1:
+                    words = f", one is read {have[top]} times, by ranks {ranks}"
                 return f"{at} samples: {lost} of {len(want)} are missing{words}"
 
         if slack > 0.3 or not finite:  # rounding has parted the runs, or a loss scale is too high
@@ -318,7 +322,8 @@ def compare(one, two):
         bad &= (g > tolerance * g.norm() / N**0.5) | (g == 0)
         if bad.any():
             r, by = (other / way)[bad], (gap / way.maximum(other))[bad].max()
-            why = f", {factor(b, r[0], 0.02)}" * bool(r.max() - r.min() < 0.1 * abs(r[0] - 1))
+            alike = r.max() - r.min() < 0.1 * abs(r[0] - 1)
+            why = f", {factor(b, r[0], 0.02)}" if alike else ""
             return (f"{at} update: weights of {group(bad)} go another way, by up to {by:.0e} of it"
                     f"{why}: learning rate, decay, clipping, the optimizer, or a rank skips it")
 
@@ -327,11 +332,16 @@ def compare(one, two):
         ratio = have / (want or math.nan)
         room = eps_acc * x.length.norm() * w.length.norm() + slack * (x.length + longest) @ way
         loss_right = abs(have - want) <= loss_tolerance * abs(want) + room
-        behind = "; the loss is right: look behind it" if loss_right else (
-            "; nor is the loss right: look at the forward pass" * known)
+        behind = ""
+        if loss_right:
+            behind = "; the loss is right: look behind it"
+        elif known:
+            behind = "; nor is the loss right: look at the forward pass"
         last = max(off.nonzero(), default=0)  # a backward pass begins at the last parameter
         down = last + 1 < N and off.sum() > 2 and (off | unclear)[:last].double().mean() > 0.8
-        where = f"; wrong from {names[last]} on down, right above it" * down + behind
+        where = behind
+        if down:
+            where = f"; wrong from {names[last]} on down, right above it{behind}"
         if (bad := y.spread > fine * (y.length + floor) + loose).any():
             i, norms = (bad * y.length).argmax(), [rank["norm"] for rank in b["ranks"]]
             mean, total = ((x.sketch - of_ranks)[i].norm() for of_ranks in (y.mean, y.total))
@@ -419,7 +429,7 @@ def compare(one, two):
         growth = min(10.0, largest / (before or largest or 1.0))
         slack = max(2 * (0.8 * tolerance) ** 0.5, 10 * growth * largest)
     verdict = "EQUAL up to rounding" if together else "DIFFERENT: the reference is not finite"
-    though = ", though one computes in a coarser type" * (types[0] != types[1])
+    though = ", though one computes in a coarser type" if types[0] != types[1] else ""
     return (f"{verdict}, {together} of {k + 1} steps{though}: gradients up to {tolerance:.1e}, "
             f"the loss up to {loss_tolerance:.1e} in the first; largest difference: {largest:.1e}")
 

@@ -4,11 +4,12 @@
     python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
         --batch-size 512 --tflops 989 --link 450 --network 50
 
-Every script is tried, and hybrid_3d.py with every grid; for a mixture of experts ep.py instead. Of
-each the table has the fewest accumulation steps that fit into memory. Activation checkpointing is
-tried if nothing fits without it, since it computes a third more; with --link also beside several
-accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for the rank that
-holds most. What does not fit is counted no further: it holds at least what its row says.
+Every script is tried, and hybrid_3d.py with every grid; for a mixture of experts ep.py with every
+--ep, since the other scripts train no experts. Of each the table has the fewest accumulation steps
+that fit into memory. Activation checkpointing is tried if nothing fits without it, since it
+computes a third more; with --link also beside several accumulation steps, which may send more. A
+row is what ``tools.dry_run`` counts for the rank that holds most. What does not fit is counted no
+further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
@@ -42,9 +43,8 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError, printable
-from common.model import PRESETS, Transformer
-from common.options import at_least
-from common.services.hf_weights import read_config
+from common.model import PRESETS, Transformer, read_config
+from common.options import at_least, flag
 from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.command import make_parser, refuse, run
@@ -79,19 +79,19 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
     found, left_out = [], collections.Counter()
     if devices == 1:
         return [Strategy("single.py", 1)], left_out
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    if experts:
+        left_out["all scripts but ep.py and single.py, which train no experts"] += 1
+        fitting = [n for n in divisors if experts % n == 0]
+        return [Strategy(f"ep.py --ep {n}", devices) for n in fitting], left_out
     found += [Strategy(command, devices) for command in WHOLE]
     if devices > nproc_per_node:
         found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    if experts:
-        found += [Strategy(f"ep.py --ep {n}", devices)
-                  for n in divisors if n > 1 and experts % n == 0]
-        left_out["tp.py and hybrid_3d.py, which split no experts"] += 1
-    for command in SPLIT[1:] if experts else SPLIT:
+    for command in SPLIT:
         each = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
         found.append(Strategy(command, 1, pp, pp * each))
-    for tp in () if experts else divisors:
+    for tp in divisors:
         for cp in (n for n in divisors if devices // tp % n == 0):
             for pp in (n for n in divisors if devices // tp // cp % n == 0):
                 dp = devices // (tp * cp * pp)
@@ -123,8 +123,8 @@ def variants(strategy, batch_size):
     if strategy.stages > 1:
         pieces = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
         options = ["--microbatches", str(pieces)]
-    return [options + ["--grad-accum", str(n)] * (n > 1)
-            for n in (2**i for i in range(20)) if share // pieces % n == 0]
+    steps = [2**i for i in range(20) if share // pieces % 2**i == 0]
+    return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
 
 
 def evaluate(strategy, options, args):
@@ -159,10 +159,7 @@ def count_rank(strategy, options, rank, args):
     # In two layers less is gathered at once; a last stage with few layers is an exception.
     least = 3 if every == 1 else 3 * every + 1
     depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
-    width = args.config.intermediate_size
-    if args.config.num_experts:  # whose matrices are stacked
-        width = args.config.num_experts * args.config.expert_size
-    matrix = 4 * args.config.hidden_size * width
+    matrix = 4 * args.config.hidden_size * args.config.intermediate_size
     uneven = script == "ddp.py" and matrix < 25 * 2**20
     if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
         first, second = at(depths[0]), at(depths[1])
@@ -264,7 +261,7 @@ def cached(script, options, world_size, rank, nproc_per_node):
 @functools.cache
 def sources():
     """A hash of the scripts and of what counts them."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
     paths += [ROOT / "tools" / "dry_run.py", ROOT / "tools" / "pretend.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
@@ -279,8 +276,8 @@ def search(strategy, options, args):
         for i, variant in enumerate(variants(strategy, args.batch_size)):
             if found and least_peak(found[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
                 continue
-            own, counted_at = [*variant, *["--activation-checkpointing"] * again], i
-            command = " ".join([strategy.command, *own])
+            own = [*variant, "--activation-checkpointing"] if again else variant
+            command, counted_at = " ".join([strategy.command, *own]), i
             found = command, evaluate(strategy, [*own, *options], args)
             if fits(found[1], args):
                 break
@@ -330,9 +327,14 @@ def table(rows, args):
     """The cells of the table, the first row the names of the columns."""
     several = args.devices > args.nproc_per_node
     head = ["fits", "GB", "parameters", "gradients", "states", "activations", "sent, GB by axis"]
-    head += ["between machines"] * several + ["10^12 operations", "bubble"]
-    head += ["computes >= s"] * bool(args.tflops) + ["sends >= s"] * bool(args.link) + ["command"]
-    yield head
+    if several:
+        head.append("between machines")
+    head += ["10^12 operations", "bubble"]
+    if args.tflops:
+        head.append("computes >= s")
+    if args.link:
+        head.append("sends >= s")
+    yield [*head, "command"]
     for command, counted in rows:
         held, peak = counted["held"], counted["peak"]
         by_axis = collections.Counter()
@@ -343,7 +345,8 @@ def table(rows, args):
         cells = ["yes" if fits(counted, args) else "no", gb(peak["in all"])]
         cells += [gb(held.get(kind, 0)) for kind in KEPT]
         cells += [gb(peak["activations"]), sent or "0"]
-        cells += [gb(counted["between_machines"])] * several
+        if several:
+            cells.append(gb(counted["between_machines"]))
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
         cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
         cells += [f"{bound:.3f}" for bound in bounds(counted, args) if bound is not None]
@@ -364,7 +367,8 @@ def lay_out(rows):
 
 
 def model_options(name):
-    """The options that choose a model, and its ModelConfig: of a preset, or of a config.json."""
+    """The options that choose a model, and its ModelConfig: of a preset, or of a config.json, whose
+    content is part of what ``cached`` keeps."""
     if name in PRESETS:
         return ["--model", name], PRESETS[name]
     if not os.path.exists(name):
@@ -373,10 +377,9 @@ def model_options(name):
             f"{', '.join(PRESETS)}"
         )
     config = read_config(name)
-    # A dense model has no experts_per_token.
-    values = {key: value for key, value in vars(config).items()
-              if key != "rope_scaling" and value is not None}
-    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in values.items()]
+    # rope_scaling is no option, and changes no bytes. A dense model has no options of experts.
+    options = [(flag(key), str(value)) for key, value in vars(config).items()
+               if key != "rope_scaling" and value]
     return [word for pair in options for word in pair], config
 
 
@@ -387,7 +390,8 @@ def more_devices(options, args):
         batch_size = max(args.batch_size, devices)
         larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
         with contextlib.suppress(SettingError):
-            command, counted = search(Strategy("fsdp.py", devices), options, larger)[0]
+            script = "ep.py --ep 1" if args.config.num_experts else "fsdp.py"
+            command, counted = search(Strategy(script, devices), options, larger)[0]
             if fits(counted, args):
                 return f"; with --devices {devices} --batch-size {batch_size} fits {command}"
     return ""
@@ -428,8 +432,9 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    options, args.config = model_options(args.model)
-    options += ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
+    model, args.config = model_options(args.model)
+    shape = ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
+    options = [*model, *shape]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
                                  args.config.num_hidden_layers, args.config.num_experts)
     if args.only:
@@ -466,7 +471,8 @@ def main(argv=None):
         }, indent=1) + "\n")
     if not fitting:
         sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
-    words = [*rows[0][0].split(), *options, "--batch-size", str(args.batch_size)]
+    words = [*rows[0][0].split(), "--model", args.model, *shape]
+    words += ["--batch-size", str(args.batch_size)]
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     print(f"the first row: NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh",

@@ -1,123 +1,137 @@
-"""Reads the dimensions and weights of a Hugging Face Llama or Mixtral from a folder that
-``save_pretrained`` wrote: config.json, and safetensors files.
+"""The weights of a Llama or Mixtral of Hugging Face: how they fill our model.
 
-``load_weights`` needs one more package: ``pip install safetensors``.
+They lie in a folder that ``save_pretrained`` wrote: config.json, and safetensors files, which the
+package safetensors reads: ``pip install safetensors``.
+
+tools/import_hf.py makes a checkpoint of such weights, from which every script trains.
+``load_weights`` is for a script that loads a base model at every start.
 """
 
-import contextlib
-import dataclasses
-import hashlib
-import json
-import math
+import collections.abc
+import functools
 import pathlib
-import warnings
+import typing
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor, Shard
 
 from common.errors import SettingError
 from common.materialise import local_part, local_slices
-from common.model import ROPE_SCALING, ModelConfig, Transformer
+from common.model import Transformer, read_json
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The names of a Mixtral's matrices, which are not stacked, under block_sparse_moe.experts.N
 EXPERT_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, without a group
-
-
-def is_tied(folder):
-    """Whether embedding and head share one parameter in ``folder``. In our model they are two."""
-    return read_json(pathlib.Path(folder) / "config.json").get("tie_word_embeddings") is True
+# The types of safetensors that are read and written; integers are quantized weights
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @torch.no_grad()
 def load_weights(model, folder):
-    """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from all
-    safetensors files of ``folder``: each parameter in its own type, whatever the type in the file.
-    A rank reads only the part of each parameter that it holds. It waits for no other rank.
+    """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from
+    ``folder``: each parameter in its own type, whatever the type in the file. A rank reads only the
+    part of each parameter that it holds. It waits for no other rank.
 
-    If the folder has no head, and its config.json says that embedding and head are tied, the head
-    gets the embedding's values. The two are then trained apart.
+    Raises:
+        SettingError: see ``Weights``.
+    """
+    weights = Weights(folder, model.config)
+    for name, parameter in model.named_parameters():
+        own = local_part(parameter)
+        if own.numel():
+            own.copy_(weights.read(name, local_slices(parameter)))
+
+
+class Weights:
+    """The weights in ``folder``, by the names of our parameters. ``config`` is its ModelConfig.
+
+    ``tied``: the folder has no head, because embedding and head share one parameter there. In our
+    model they are two: the head gets the values of the embedding, and the two are trained apart.
 
     Raises:
         SettingError: safetensors is not installed; a file is missing or damaged; or the names and
-            shapes of the tensors, not only this rank's, do not follow from ``model.config``.
+            shapes of the tensors in all files do not follow from ``config``.
     """
-    folder = pathlib.Path(folder)
-    _check_files(folder)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    stored = {
-        name: entry for name, entry in reader.read_metadata().state_dict_metadata.items()
-        # Older files also hold a table of rotary angles; our model computes its own.
-        if not name.endswith(".rotary_emb.inv_freq")
-    }
-    tied = is_tied(folder) and HEAD not in stored and EMBEDDING in stored
-    if tied:
-        stored[HEAD] = stored[EMBEDDING]
-    parts = parts_of(model.config)
-    check_shapes(
-        {name: tuple(entry.size) for name, entry in stored.items()},
-        {name: shape for name, (_, _, shape) in parts.items()}, folder,
-    )
-    for name, entry in stored.items():
-        if len(entry.chunks) > 1:
-            raise SettingError(f"{folder} has {name} in two files")
-        if entry.properties.dtype not in DTYPES:  # integers are quantized weights
-            raise SettingError(
-                f"{folder} has {name} in {entry.properties.dtype}: only "
-                f"{', '.join(map(str, DTYPES))} are supported"
-            )
-    parameters = dict(model.named_parameters())
-    own = {there: own_part(parameters[name].detach(), expert)
-           for there, (name, expert, _) in parts.items() if name in parameters}
-    own = {name: part for name, part in own.items() if part is not None}
-    head = {EMBEDDING: own.pop(HEAD)} if tied and HEAD in own else {}
-    for tensors in (own, head):
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+    def __init__(self, folder, config):
+        folder = pathlib.Path(folder)
+        stored = find_tensors(folder)
+        ties = read_json(folder / "config.json").get("tie_word_embeddings") is True
+        self.tied = ties and HEAD not in stored and EMBEDDING in stored
+        if self.tied:
+            stored[HEAD] = stored[EMBEDDING]
+        parts = parts_of(config)
+        shapes = {name: shape for name, (_, _, shape) in parts.items()}
+        check_shapes({name: tensor.shape for name, tensor in stored.items()}, shapes, folder)
+        self.stored = {}  # lists, by the name of our parameter: it stacks the weights of experts
+        for name, (ours, _, _) in parts.items():
+            self.stored.setdefault(ours, []).append(stored[name])
+
+    def dtype(self, name):
+        """The type in which a parameter is stored."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.stored[name]))
+
+    def read(self, name, slices):
+        """The part ``slices`` of a parameter, a slice for each dimension, in the type in which it
+        is stored. Nothing else of it is read."""
+        if ".mlp.experts." in name:
+            experts, *slices = slices
+            return torch.stack([stored.read(slices) for stored in self.stored[name][experts]])
+        (stored,) = self.stored[name]
+        return stored.read(slices)
 
 
-def _check_files(folder):
-    """Refuse a folder without safetensors files, or with one that is damaged."""
+class StoredTensor(typing.NamedTuple):
+    """A tensor in a safetensors file, which ``open`` opens."""
+
+    open: collections.abc.Callable
+    name: str
+    dtype: torch.dtype
+    shape: tuple
+
+    def read(self, slices):
+        """A part of it, and nothing else. The file stays open only as long as the part is used."""
+        with self.open() as file:
+            return file.get_slice(self.name)[*slices]
+
+
+def find_tensors(folder):
+    """The StoredTensors of all safetensors files of ``folder``, by their names there."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise SettingError(
             "weights are read with the package safetensors: pip install safetensors"
         ) from None
-    if not (paths := sorted(folder.glob("*.safetensors"))):
-        raise SettingError(
-            f"{folder} has no .safetensors file: only weights in safetensors are read, which "
-            f"save_pretrained of transformers writes"
-        )
-    for path in paths:
+    stored = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        open_file = functools.partial(safe_open, path, framework="pt")
         try:
             if not path.is_file():  # opening a FIFO might never return
                 raise OSError("it is not a regular file")
-            with safe_open(path, framework="pt"):
-                pass
+            with open_file() as file:
+                parts = {name: file.get_slice(name) for name in file.keys()}
         except (OSError, SafetensorError) as error:
             raise SettingError(
                 f"{path} cannot be read ({error}): download or save the model again"
             ) from None
-
-
-def fingerprint(folder):
-    """A hash of the names and sizes of a folder's safetensors files, and of some of their bytes. It
-    is equal on all machines that see the same weights."""
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-        if not path.is_file():
-            continue
-        with contextlib.suppress(OSError):  # load_weights says why a file cannot be read
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode())
-            with open(path, "rb") as file:
-                for part in range(8):
-                    file.seek(size * part // 8)
-                    digest.update(file.read(4096))
-    return digest.hexdigest()[:16]
+        for name, part in parts.items():
+            dtype = part.get_dtype()
+            if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
+                continue
+            if name in stored:
+                raise SettingError(f"{folder} has {name} in two files")
+            if dtype not in DTYPES:
+                raise SettingError(
+                    f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are supported"
+                )
+            shape = tuple(part.get_shape())
+            stored[name] = StoredTensor(open_file, name, DTYPES[dtype], shape)
+    if not stored:
+        raise SettingError(
+            f"{folder} has no .safetensors file with weights: only these are read, which "
+            f"save_pretrained of transformers writes"
+        )
+    return stored
 
 
 def shapes_of(config):
@@ -140,22 +154,6 @@ def parts_of(config):
         else:
             parts[name.replace(".mlp.router.", ".block_sparse_moe.gate.")] = name, None, shape
     return parts
-
-
-def own_part(parameter, expert):
-    """What this rank holds of an expert's matrix in a stacked ``parameter``, or None. A DTensor, if
-    ranks share the matrix. If ``expert`` is None, the parameter itself."""
-    if expert is None:
-        return parameter
-    experts = local_slices(parameter)[0]
-    if not experts.start <= expert < experts.stop:
-        return None
-    part = local_part(parameter)[expert - experts.start]
-    if part.shape == parameter.shape[1:]:
-        return part
-    dim = parameter.placements.index(Shard(1))
-    mesh = parameter.device_mesh[parameter.device_mesh.mesh_dim_names[dim]]
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
 
 def check_shapes(found, expected, where):

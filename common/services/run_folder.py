@@ -24,8 +24,8 @@ def add_out(parser):
     if parser.get_default("out") is None:
         parser.add_argument_group("run folder").add_argument(
             "--out", type=lambda text: pathlib.Path(not_empty(text)), metavar="FOLDER",
-            default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for checkpoints and metrics.jsonl; with several "
-            "machines, a folder that they share",
+            default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for "
+            "checkpoints and metrics.jsonl; with several machines, a folder that they share",
         )
 
 

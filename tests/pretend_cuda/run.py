@@ -162,7 +162,7 @@ def count(command, world_size, rank, device):
 
         # What the real ones do in a step that is neither logged nor saved.
         quiet = types.SimpleNamespace(
-            norms=0.0, asking=None, asked=0, saving=None, every=0, group=None
+            norms=0.0, vote=None, stopping=0, saving=None, every=0, group=None
         )
         names["Checkpoints"].after_step = (
             lambda self, *args: checkpoint.Checkpoints.after_step(quiet, *args)

@@ -1,0 +1,93 @@
+"""What ep.py and hybrid_3d.py hold and send, in formulas. Tests compare these with what is counted;
+the scripts print the counted bytes alone, since sums of so many terms teach nothing. The symbols
+are those of docs/bytes.md."""
+
+import argparse
+
+from common.model import MAX_LOGITS
+from common.options import at_least, option_parser, parse_options
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.theory import bytes_of, held, whole_model
+from common.services.validation import Validation
+from pp import cost_of_head, keep_stage, split_layers
+
+
+def settings(options):
+    """The parsed options (a string) of ep.py and hybrid_3d.py; None: not given."""
+    parser = option_parser("", experts=True)
+    for service in (Checkpoints, Validation, Report):
+        service.add_options(parser)
+    for name in ("--dp", "--cp", "--tp", "--pp", "--replicate"):
+        parser.add_argument(name, type=at_least(1), default=None if name == "--dp" else 1)
+    for name in ("--microbatches", "--ep"):
+        parser.add_argument(name, type=at_least(1))
+    for name in ("--sequence-parallel", "--reshard-after-forward"):
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=True)
+    return parse_options(parser, options.split())
+
+
+def expected(command, n, options="", stage=0):
+    """The bytes of ``parameters``, ``gradients``, ``optimizer_states`` and ``sent`` in a step, for
+    one of ``n`` ranks that run a command with further ``options``; in a pipeline, one of ``stage``.
+    """
+    script, _, own = command.partition(" ")
+    args = settings(f"{own} {options}")
+    size, sent = ep(args, n) if script == "ep.py" else hybrid_3d(args, n, stage)
+    return {kind: size for kind, (_, size) in held("", size).items()} | {"sent": sent}
+
+
+def ep(args, n):
+    """The bytes of the parameters, and the bytes that are sent."""
+    model, a, ep, config = whole_model(args), args.grad_accum, args.ep or n, args.config
+    again, L, E = args.activation_checkpointing, config.num_hidden_layers, config.num_experts
+    W = bytes_of(*(layer.mlp.experts for layer in model.model.layers.values()))
+    rest, last = bytes_of(model) - W, bytes_of(model.model.norm, model.lm_head)
+    half = args.compute_dtype.itemsize / args.param_dtype.itemsize
+    gathered, experts = a * ((2 * rest - last) * half + rest), a * (2 * half + 1) * W / ep
+    if not args.reshard_after_forward:
+        gathered, experts = (half + a) * rest, (half + a) * W / ep
+    X = args.batch_size * args.seq_len * config.hidden_size * args.compute_dtype.itemsize
+    tokens = (6 if again else 4) * L * config.experts_per_token * X / n
+    counts = (1 + again) * a * L * 8 * E
+    sent = (gathered + 16 + 16 * L * E) * (n - 1) / n  # with the number of targets, and balance
+    sent += experts * (1 - ep / n) + (tokens + counts) * (ep - 1) / ep
+    return bytes_of(model) / n, sent
+
+
+def hybrid_3d(args, n, stage):
+    """The bytes of the parameters, and the bytes that are sent."""
+    cp, tp, pp, R, config = args.cp, args.tp, args.pp, args.replicate, args.config
+    dp, a, M = args.dp or n // (cp * tp * pp), args.grad_accum, args.microbatches or pp
+    model = whole_model(args)
+    stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
+    layers = list(keep_stage(model, stages, stage).model.layers.values())
+    size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
+    again, half = args.activation_checkpointing, matrix_size / size
+    first, last = stage == 0, stage == pp - 1
+    N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)  # norms, which TP replicates
+
+    # FSDP: it shards U bytes
+    U, s = (bytes_of(model) - N) / tp + N, dp * cp // R
+    if pp == 1:  # for each micro-batch, as in fsdp.py; the last unit, of F bytes, stays gathered
+        F = bytes_of(model.lm_head) / tp + bytes_of(model.model.norm)
+        gathered = a * M * ((2 * U - F) * half + U)
+    else:  # once for all micro-batches of the pipeline
+        gathered = a * (U * half + U)
+    sent = gathered * (s - 1) / s + a * 2 * U / s * (R - 1) / R + 16 * (dp - 1) / dp
+
+    # TP: hidden states x, in each layer, in embedding and head; a number per token t, in the loss
+    tokens = args.batch_size // dp * (args.seq_len // cp)  # of this rank
+    t, x = tokens * size, tokens * config.hidden_size * matrix_size
+    terms = len(layers) * (8 + (3 if args.sequence_parallel else 2) * again) * x
+    terms += 2 * x * (first + last)
+    in_chunks = tokens // a // M * config.vocab_size > MAX_LOGITS
+    terms += (12 if in_chunks else 6) * t * last
+    terms += 2 * N * (a * M * half if pp == 1 else a) * args.sequence_parallel
+    sent += terms * (tp - 1) / tp
+
+    # CP: keys and values, gathered in each pass, and their gradients. PP: hidden states
+    kv = 2 * tokens * (config.num_key_value_heads // tp) * config.head_dim
+    sent += len(layers) * kv * ((2 + again) * matrix_size + size) * (cp - 1)
+    sent += ((not first) + (not last)) * x / (tp if args.sequence_parallel else 1)
+    return U / s, sent

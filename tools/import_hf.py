@@ -1,0 +1,101 @@
+"""Start a run from a folder of Hugging Face: write its weights as a checkpoint of step 0.
+
+    python -m tools.import_hf llama runs/mine
+    torchrun --nproc_per_node=8 fsdp.py --model runs/mine --out runs/mine
+
+llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
+files. The tool writes runs/mine/step-00000000, the weights alone, and runs/mine/config.json, the
+dimensions for --model. Any script resumes from them, on any number of ranks, with a fresh
+optimizer. The numbers keep their types until a script reads them. One process is enough, without a
+GPU. It needs one more package: ``pip install safetensors``.
+
+It reads and writes one tensor after the other. So it does not need memory for the model, but for
+about twice the largest tensor. In a Mixtral one tensor holds a matrix of all experts of a layer.
+"""
+
+import json
+import pathlib
+import shlex
+
+import torch
+import torch.distributed.checkpoint as dcp
+from tqdm import tqdm
+
+from common.errors import SettingError
+from common.materialise import local_slices
+from common.model import Transformer, read_config, read_json
+from common.services.hf_weights import Weights
+from common.services.settings import config_settings
+from common.services.stored import IMPORTED, HashingWriter, reason, write_settings
+from tools.command import make_parser, run
+from tools.export import check_is_free, renamed_when_complete, write_json
+
+
+class ReadingPlanner(dcp.DefaultSavePlanner):
+    """Saves tensors of the meta device, which have no numbers. When DCP is about to write a tensor,
+    ``read(name)`` returns the same with its numbers."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index):
+        return self.read(index.fqn.removeprefix("model."))
+
+
+def import_weights(folder, out):
+    """Write the weights in ``folder`` as the first checkpoint of a new run folder ``out``: under
+    another name, and renamed when all of it is on disk. Returns the ModelConfig and the Weights.
+
+    Raises:
+        SettingError: ``folder`` is damaged or not of a Llama or Mixtral, or ``out`` exists.
+    """
+    check_is_free(out)
+    config = read_config(folder)
+    weights = Weights(folder, config)
+    with torch.device("meta"):
+        tensors = Transformer(config).state_dict()
+    tensors |= {name: tensors[name].to(weights.dtype(name)) for name in weights.stored}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    bar = tqdm(desc="writing", total=total, unit="B", unit_scale=True, leave=False)
+
+    def read(name):
+        bar.update(tensors[name].nbytes)
+        if name not in weights.stored:  # a buffer: the biases that choose experts
+            return torch.zeros_like(tensors[name], device="cpu")
+        return weights.read(name, local_slices(tensors[name]))
+
+    with bar, renamed_when_complete(out) as temporary:
+        checkpoint = temporary / f"step-{IMPORTED:08d}"
+        # A file for each tensor: DCP keeps all tensors of a file until the file is complete.
+        writer = HashingWriter(checkpoint, single_file_per_rank=False)
+        try:
+            dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
+                     storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
+        except dcp.CheckpointException as error:
+            raise SettingError(f"{out} could not be written ({reason(error)})") from None
+        write_settings(checkpoint, config_settings(vars(config)), {}, len(tensors))
+        found = read_json(folder / "config.json")
+        write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
+    return config, weights
+
+
+def main(argv=None):
+    parser = make_parser("import_hf", __doc__)
+    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER",
+                        help="a folder of Hugging Face: config.json, and .safetensors files")
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT",
+                        help="the run folder to create; it must not exist")
+    args = parser.parse_args(argv)
+    config, weights = import_weights(args.folder, args.out)
+    print(f"{args.folder} -> {args.out}: config.json and step-{IMPORTED:08d}")
+    if weights.tied:
+        print("embedding and head were tied: the head starts with the values of the embedding, and "
+              "the two are trained apart")
+    script = "ep.py" if config.num_experts else "fsdp.py"
+    out = shlex.quote(str(args.out))
+    print(f"train from it with any script, such as: bash run.sh {script} --model {out} --out {out}")
+
+
+if __name__ == "__main__":
+    run(main)
