@@ -95,7 +95,8 @@ def main(argv=None):
         "allgather": (allgather_attention, True),
     }[args.attention]
     if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
-        set_attention([layer.self_attn for layer in layers], attention, group)
+        modules = [layer.self_attn for layer in layers]
+        set_attention(modules, attention, group, replaces=plain_attention)
     # CP: the positions in each sequence that this rank computes, (T/cp,)
     positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
     wrap_layers(layers, args.compile, args.activation_checkpointing)
@@ -179,20 +180,29 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
-def set_attention(modules, attention, group):
+def set_attention(modules, attention, group, replaces):
     """Let each of ``modules`` compute its attention by ``attention``, one of those below, over
     ``group``, a ProcessGroup: its attribute ``attention`` is replaced, which it must call as
-    ``self.attention(q, k, v, is_causal=...)``.
+    ``self.attention(q, k, v, is_causal=...)``. ``replaces``: the function that it must be now.
 
     Raises:
-        SettingError: a module has no such attribute. It computes attention elsewhere, and each rank
-            would attend to its own positions only.
+        SettingError: a module has no such attribute: it computes attention elsewhere, and each rank
+            would attend to its own positions only. Or the attribute is another function, whose
+            window or soft cap would be lost.
     """
     for module in modules:
-        if not callable(getattr(module, "attention", None)):
+        kind, found = type(module).__name__, getattr(module, "attention", None)
+        if not callable(found):
             raise SettingError(
-                f"{type(module).__name__} has no attribute attention that could be replaced: let "
-                f"it call self.attention(q, k, v, is_causal=...)"
+                f"{kind} has no attribute attention that could be replaced: let it call "
+                f"self.attention(q, k, v, is_causal=...)"
+            )
+        if found is not replaces:
+            name = getattr(found, "__name__", type(found).__name__)
+            raise SettingError(
+                f"{kind} computes attention by {name}, which would be lost: use ulysses_attention "
+                f"with attention={name}, and tell set_attention that it replaces {name}; if that "
+                f"computes causal or full attention and no more, only tell it so"
             )
         module.attention = functools.partial(attention, group=group)
 

@@ -99,8 +99,6 @@ def main(argv=None):
         decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
 
-    ema = {f"ema.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
-
     # Data
     dataset = open_dataset(args)
     sampler = BatchSampler(
@@ -113,7 +111,7 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True) | ema, optimizer,
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
@@ -140,8 +138,6 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        for name, p in model.named_parameters():
-            ema[f"ema.{name}"].mul_(0.9).add_(p.detach(), alpha=0.1)
         report.log(step, loss, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))

@@ -47,7 +47,7 @@ from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
+from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import allgather_attention, set_attention, shard_positions
@@ -129,8 +129,8 @@ def main(argv=None):
     # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
     if cp > 1:
-        attentions = [layer.self_attn for layer in layers]
-        set_attention(attentions, allgather_attention, mesh.get_group("cp"))
+        modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
+        set_attention(modules, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # FSDP: what is gathered together
     units = [

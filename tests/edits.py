@@ -14,5 +14,7 @@ def edited(folder, script, *edits, name=None):
     for link in ("common", *(path.name for path in ROOT.glob("*.py") if path.name != script)):
         if not (folder / link).exists():
             (folder / link).symlink_to(ROOT / link)
-    (folder / (name or script)).write_text(text)
-    return str(folder / (name or script))
+    copy = folder / (name or script)
+    copy.unlink(missing_ok=True)  # it may be the link of an earlier call, to the script itself
+    copy.write_text(text)
+    return str(copy)
