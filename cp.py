@@ -10,7 +10,8 @@ only attention communicates:
   heads; communication overlaps with computation.
 - ulysses (arXiv:2309.14509): an all-to-all turns shards of the sequence into shards of the heads;
   after plain attention another all-to-all turns them back. The more ranks, the less each sends. The
-  numbers of heads must be multiples of the number of ranks.
+  number of query heads must be a multiple of the number of ranks. The number of key/value heads
+  must be one too, or divide it: then each of these heads is sent to several ranks.
 - allgather (Llama 3, arXiv:2407.21783): every rank gathers all keys and values, and keeps its own
   queries. It is the simplest, and holds the keys and values of the whole sequence for one layer.
 
@@ -25,7 +26,7 @@ key/value heads. L: number of layers. a: micro-batches.
 
     ring       forward n-1 sends of kv;              backward n-1 sends of kv and n-1 of grad_kv
     ulysses    forward 4 all-to-all (queries, keys, values, output); backward 4;
-               each pass (1+H/KV) kv (n-1)/n
+               each pass (1+H/KV) kv (n-1)/n, or if n is more than KV (n/KV+H/KV) kv (n-1)/n
     allgather  forward 1 all-gather, kv (n-1);       backward the same, and 1 reduce-scatter,
                                                      grad_kv (n-1)
 
@@ -51,7 +52,7 @@ from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, causal_attention, wrap_layers
+from common.model import Transformer, plain_attention, wrap_layers
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 
@@ -80,9 +81,6 @@ def main(argv=None):
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     cp_rank, group = mesh.get_local_rank("cp"), mesh.get_group("cp")
-    # CP: the positions in each sequence that this rank computes, (T/cp,)
-    shards = shard_positions(args.seq_len, n, zigzag=args.attention != "ulysses").to(device)
-    positions = shards[cp_rank]
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
@@ -90,14 +88,17 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    attention = {  # CP: replaces attention(q, k, v) of each layer
-        "ring": functools.partial(ring_attention, group=group),
-        "ulysses": functools.partial(ulysses_attention, group=group, attention=causal_attention),
-        "allgather": functools.partial(allgather_attention, group=group),
+    # CP: an attention for each layer, and whether the positions must be, or may be, zig-zag
+    attention, zigzag = {
+        "ring": (ring_attention, True),
+        "ulysses": (functools.partial(ulysses_attention, attention=plain_attention), False),
+        "allgather": (allgather_attention, True),
     }[args.attention]
-    for layer in layers:
-        if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
-            layer.self_attn.attention = attention
+    if n > 1:  # otherwise this rank has the whole sequence: plain attention is all
+        modules = [layer.self_attn for layer in layers]
+        set_attention(modules, attention, group, replaces=plain_attention)
+    # CP: the positions in each sequence that this rank computes, (T/cp,)
+    positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
@@ -179,27 +180,61 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
+def set_attention(modules, attention, group, replaces):
+    """Let each of ``modules`` compute its attention by ``attention``, one of those below, over
+    ``group``, a ProcessGroup: its attribute ``attention`` is replaced, which it must call as
+    ``self.attention(q, k, v, is_causal=...)``. ``replaces``: the function that it must be now.
+
+    Raises:
+        SettingError: a module has no such attribute: it computes attention elsewhere, and each rank
+            would attend to its own positions only. Or the attribute is another function, whose
+            window or soft cap would be lost.
+    """
+    for module in modules:
+        kind, found = type(module).__name__, getattr(module, "attention", None)
+        if not callable(found):
+            raise SettingError(
+                f"{kind} has no attribute attention that could be replaced: let it call "
+                f"self.attention(q, k, v, is_causal=...)"
+            )
+        if found is not replaces:
+            name = getattr(found, "__name__", type(found).__name__)
+            raise SettingError(
+                f"{kind} computes attention by {name}, which would be lost: use ulysses_attention "
+                f"with attention={name}, and tell set_attention that it replaces {name}; if that "
+                f"computes causal or full attention and no more, only tell it so"
+            )
+        module.attention = functools.partial(attention, group=group)
+
+
 # Each attention takes q (B, H, T/cp, K), k and v (B, KV, T/cp, K) of this rank's positions and
-# returns (B, H, T/cp, K).
+# returns (B, H, T/cp, K). Keywords have the names and the meaning that they have in
+# F.scaled_dot_product_attention, but is_causal must be said.
 
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
-def ring_attention(q, k, v, group, attn_mask=None, is_causal=True):
-    """Ring attention over a ProcessGroup: the positions of a rank are zig-zag chunks; see
-    ``shard_positions``. Causal only, with scores scaled by 1/sqrt(K), without dropout.
+def ring_attention(q, k, v, *, group, is_causal, scale=None, **others):
+    """Ring attention over a ProcessGroup, causal or full. If causal, the positions of a rank must
+    be zig-zag chunks: see ``shard_positions``.
 
     Raises:
-        SettingError: it is asked for another mask.
+        SettingError: it is asked for a mask, for dropout, or for anything else.
     """
-    refuse_masks(attn_mask, is_causal)
-    return RingAttention.apply(q, k, v, group)
+    refuse_others("ring_attention", **others)
+    return RingAttention.apply(q, k, v, group, is_causal, scale)
 
 
-def refuse_masks(attn_mask, is_causal):
-    if attn_mask is not None or not is_causal:
+def refuse_others(name, attn_mask=None, dropout_p=0.0, enable_gqa=True, **unknown):
+    """Refuse what ring and all-gather attention do not compute. Heads are shared in any case."""
+    asked = list(unknown)
+    if attn_mask is not None:
+        asked.append("attn_mask")
+    if dropout_p:
+        asked.append("dropout_p")
+    if asked:
         raise SettingError(
-            "ring and all-gather attention are causal only: leave out attn_mask and is_causal, or "
-            "use ulysses_attention, which takes any attention"
+            f"{name} computes causal or full attention with a scale, and no {', '.join(asked)}: "
+            f"leave that out, or use ulysses_attention around your own attention"
         )
 
 
@@ -212,9 +247,10 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, group):
-        ctx.group = group
-        out, lse = attend_to_blocks(q, around_the_ring(torch.stack((k, v)), group), group)
+    def forward(ctx, q, k, v, group, is_causal, scale):
+        ctx.group, ctx.is_causal, ctx.scale = group, is_causal, scale
+        blocks = around_the_ring(torch.stack((k, v)), group)
+        out, lse = attend_to_blocks(q, blocks, group, is_causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -224,10 +260,10 @@ class RingAttention(torch.autograd.Function):
         group = ctx.group
         grad_q, arriving = torch.zeros_like(q, dtype=wide(q)), None
         for source, block in around_the_ring(torch.stack((k, v)), group):
-            queries, keys = in_sight(source, group, q.shape[2])
+            queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
             block_grad_q, block_grad_kv = attend_backward(
                 *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
-                out[..., queries, :], lse[..., queries], causal=source == group.rank(),
+                out[..., queries, :], lse[..., queries], mask, ctx.scale,
             )
             grad_q[..., queries, :] += block_grad_q
             if source == group.rank():
@@ -239,7 +275,7 @@ class RingAttention(torch.autograd.Function):
         if arriving:
             grad_kv += arriving()
         grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def around_the_ring(block, group):
@@ -275,16 +311,16 @@ def pass_on(tensor, group):
 
 
 @torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
-def allgather_attention(q, k, v, group, attn_mask=None, is_causal=True):
-    """The attention of Llama 3: queries of this rank, keys and values of all ranks of ``group``, a
-    ProcessGroup. The positions of a rank are zig-zag chunks; see ``shard_positions``. Causal only,
-    with scores scaled by 1/sqrt(K), without dropout.
+def allgather_attention(q, k, v, *, group, is_causal, scale=None, **others):
+    """The attention of Llama 3, causal or full: queries of this rank, keys and values of all ranks
+    of ``group``, a ProcessGroup. If causal, the positions of a rank must be zig-zag chunks: see
+    ``shard_positions``.
 
     Raises:
-        SettingError: it is asked for another mask.
+        SettingError: it is asked for a mask, for dropout, or for anything else.
     """
-    refuse_masks(attn_mask, is_causal)
-    return AllGatherAttention.apply(q, k, v, group)
+    refuse_others("allgather_attention", **others)
+    return AllGatherAttention.apply(q, k, v, group, is_causal, scale)
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -296,10 +332,10 @@ class AllGatherAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, group):
-        ctx.group = group
+    def forward(ctx, q, k, v, group, is_causal, scale):
+        ctx.group, ctx.is_causal, ctx.scale = group, is_causal, scale
         blocks = all_gather_blocks(torch.stack((k, v)), group)
-        out, lse = attend_to_blocks(q, own_first(blocks, group), group)
+        out, lse = attend_to_blocks(q, own_first(blocks, group), group, is_causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -311,17 +347,17 @@ class AllGatherAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=wide(q))
         grad_blocks = torch.zeros_like(blocks, dtype=wide(k))
         for source, block in own_first(blocks, group):
-            queries, keys = in_sight(source, group, q.shape[2])
+            queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
             block_grad_q, block_grad_kv = attend_backward(
                 *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
-                out[..., queries, :], lse[..., queries], causal=source == group.rank(),
+                out[..., queries, :], lse[..., queries], mask, ctx.scale,
             )
             grad_q[..., queries, :] += block_grad_q
             grad_blocks[source][..., keys, :] += block_grad_kv
         grad_kv = torch.empty_like(grad_blocks[0])
         reduce_scatter_single(grad_kv, grad_blocks.flatten(0, 1), group=group)
         grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def all_gather_blocks(block, group):
@@ -338,29 +374,27 @@ def own_first(blocks, group):
         yield source, blocks[source]
 
 
-def in_sight(source, group, length):
+def in_sight(source, group, length, is_causal):
     """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
-    ``length`` positions.
+    ``length`` positions, and whether a causal mask lies over them. In full attention, all to all.
 
     With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
     exactly half of the block is visible, whichever rank it is from.
     """
-    if source == group.rank():
-        return slice(None), slice(None)  # under the causal mask
+    if not is_causal or source == group.rank():
+        return slice(None), slice(None), is_causal
     if source < group.rank():  # its early chunk is before both of mine, its late one after both
-        return slice(None), slice(length // 2)
-    return slice(length // 2, None), slice(None)  # both of its chunks are between my two
+        return slice(None), slice(length // 2), False
+    return slice(length // 2, None), slice(None), False  # both of its chunks are between my two
 
 
-def attend_to_blocks(q, blocks, group):
+def attend_to_blocks(q, blocks, group, is_causal, scale):
     """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
     own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
     the output and the log-sum-exp of all scores, as ``attend`` does."""
     for source, block in blocks:
-        queries, keys = in_sight(source, group, q.shape[2])
-        block_out, block_lse = attend(
-            q[..., queries, :], block[..., keys, :], causal=source == group.rank()
-        )
+        queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
+        block_out, block_lse = attend(q[..., queries, :], block[..., keys, :], mask, scale)
         if source == group.rank():
             out, lse = block_out.to(wide(q)), block_lse
         else:
@@ -369,25 +403,33 @@ def attend_to_blocks(q, blocks, group):
 
 
 @torch.compiler.disable
-def ulysses_attention(q, k, v, attention, group):
+def ulysses_attention(q, k, v, *, attention, group, **keywords):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 
-    ``attention(q, k, v)`` is any attention to whole sequences, with any mask; ``group`` a
-    ProcessGroup. The positions of a rank are contiguous: see ``shard_positions`` with
-    ``zigzag=False``.
+    ``attention(q, k, v, **keywords)`` is any attention to whole sequences, with any mask; ``group``
+    a ProcessGroup. The positions of a rank must be contiguous: see ``shard_positions`` with
+    ``zigzag=False``. If there are more ranks than key/value heads, each of these is sent to the
+    several ranks whose queries share it, and its gradients add up.
 
     Raises:
         SettingError: the ranks cannot share the heads evenly.
     """
-    n = group.size()
-    if q.shape[1] % n or k.shape[1] % n:
+    n, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
+    if not can_share_heads(n, heads, kv_heads):
         raise SettingError(
-            f"{q.shape[1]} query and {k.shape[1]} key/value heads cannot be shared evenly by {n} "
-            f"ranks: use a number of ranks that divides both"
+            f"{heads} query and {kv_heads} key/value heads cannot be shared evenly by {n} ranks: "
+            f"use a number of ranks that divides both, or one that divides the query heads and is "
+            f"a multiple of the key/value heads"
         )
+    if kv_heads < n:
+        k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
     # (B, H/cp, T, K) and (B, KV/cp, T, K)
     q, k, v = (Resplit.apply(x, 1, 2, group) for x in (q, k, v))
-    return Resplit.apply(attention(q, k, v), 2, 1, group)
+    return Resplit.apply(attention(q, k, v, **keywords), 2, 1, group)
+
+
+def can_share_heads(n, heads, kv_heads):
+    return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
 class Resplit(torch.autograd.Function):
@@ -422,15 +464,11 @@ def check(args, n):
          f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
          f"each of {n} ranks: use a multiple of {chunks}, such as "
          f"{f'{below} or {above}' if below else above}"),
-        *(
-            (ulysses and heads % n,
-             f"{name} {heads} cannot be shared evenly by {n} ranks, which --attention ulysses "
-             f"needs: use a number of ranks that divides it, or --attention ring")
-            for name, heads in (
-                ("--num-attention-heads", config.num_attention_heads),
-                ("--num-key-value-heads", config.num_key_value_heads),
-            )
-        ),
+        (ulysses and not can_share_heads(n, config.num_attention_heads, config.num_key_value_heads),
+         f"--num-attention-heads {config.num_attention_heads} and --num-key-value-heads "
+         f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
+         f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
+         f"and is a multiple of the second, or --attention ring"),
     ])
 
 

@@ -47,10 +47,10 @@ from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
+from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from cp import allgather_attention, shard_positions
+from cp import allgather_attention, set_attention, shard_positions
 from fsdp import reshard, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
@@ -128,9 +128,9 @@ def main(argv=None):
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
-    attention = functools.partial(allgather_attention, group=mesh.get_group("cp"))
-    for layer in layers if cp > 1 else ():
-        layer.self_attn.attention = attention
+    if cp > 1:
+        modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
+        set_attention(modules, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # FSDP: what is gathered together
     units = [

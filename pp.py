@@ -254,8 +254,8 @@ def keep_stage(model, layers, stage):
 
 
 def check_stages(whole, parts, group):
-    """Refuse a parameter that several stages have: each would train a copy of its own, and only one
-    copy is saved. A tie can be seen only in the whole model, before it is cut.
+    """Refuse a trained parameter that several stages have: each would train a copy of its own, and
+    only one copy is saved. A tie can be seen only in the whole model, before it is cut.
 
     Args:
         whole: the whole model, on the meta device.
@@ -272,8 +272,9 @@ def check_stages(whole, parts, group):
     ties = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
-    for names in ties.values():
-        if sum(not stage.isdisjoint(names) for stage in stages) > 1:
+    for parameter, names in ties.items():
+        shared = sum(not stage.isdisjoint(names) for stage in stages) > 1
+        if shared and parameter.requires_grad:  # frozen copies stay equal
             raise SettingError(
                 f"several stages have the parameter {' = '.join(names)}: delete it from all stages "
                 f"but one (layers must keep their names, as in a ModuleDict), and untie tied "
@@ -388,9 +389,13 @@ def clip_over_stages(parameters, max_norm, group):
     """``torch.nn.utils.clip_grad_norm_`` for parameters that are spread over pipeline stages: the
     global norm is the root of the sum of the squares of the stages' norms. Returns it."""
     parameters = list(parameters)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):  # the stage itself is sharded
         norm = norm.full_tensor()
+    if not gradients:  # all of this stage is frozen: get_total_norm gives a zero of another kind
+        like = parameters[0].to_local() if isinstance(parameters[0], DTensor) else parameters[0]
+        norm = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     dist.all_reduce(norm.square_(), group=group)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.sqrt_())
     return norm

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel,
     loss_parallel, parallelize_module,
@@ -176,16 +176,30 @@ def llama_plan(sequence_parallel):
 class Replicated(ParallelStyle):
     """Replicated weights, but as DTensors: clip_grad_norm_ and fused AdamW refuse a mix of Tensor
     and DTensor. For modules that compute the same on all ranks: of a part of the sequence each rank
-    would have a part of the gradient, and nothing adds them up."""
+    would have a part of the gradient, and nothing adds them up.
+
+    ``partial_gradients``: all ranks compute the same, but use it for a part of the sequence or of
+    the heads each, such as the scale and shift of adaLN: the gradients of the output add up.
+    """
+
+    def __init__(self, partial_gradients=False):
+        super().__init__()
+        self.grad_placements = [Partial()] if partial_gradients else None
 
     def _apply(self, module, mesh):
+        def replicate(x):
+            if isinstance(x, DTensor):  # within a module whose input is one, see PrepareModuleInput
+                return x.redistribute(mesh, [Replicate()])
+            if isinstance(x, torch.Tensor):
+                return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            return x
+
         return distribute_module(
             module, mesh,
-            input_fn=lambda _, inputs, mesh: tuple(
-                DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-                if isinstance(x, torch.Tensor) else x for x in inputs
+            input_fn=lambda _, inputs, mesh: tuple(map(replicate, inputs)),
+            output_fn=lambda _, output, mesh: output.to_local(
+                grad_placements=self.grad_placements
             ),
-            output_fn=lambda _, output, mesh: output.to_local(),
         )
 
 
@@ -197,15 +211,16 @@ def parallelize(model, mesh, plan, whole=None):
     Raises:
         SettingError: the plan names a module that does not exist, splits tied parameters in
             different ways, or leaves out a parameter; later, in the forward pass: the positions
-            cannot be split.
+            cannot be split, or a module gets inputs that its style would drop.
     """
     every = [name for name, _ in (whole or model).named_modules()]
     for pattern in plan:
         if not matching(every, pattern):
             raise SettingError(f"the plan names {pattern}, but the model has no such module")
-    ties = {}
+    ties, trained = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
+        trained[name] = parameter.requires_grad
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
@@ -219,6 +234,7 @@ def parallelize(model, mesh, plan, whole=None):
                 raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
             setattr(model.get_submodule(owner), attribute, tied)
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
         if not isinstance(parameter, DTensor):
             raise SettingError(
                 f"the plan does not reach {name}: add its module, with Replicated() if its weights "
@@ -226,6 +242,13 @@ def parallelize(model, mesh, plan, whole=None):
             )
 
     n = mesh.size()
+
+    def check_inputs(module, inputs):
+        if len(inputs) > 1:
+            raise SettingError(
+                f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
+                f"PyTorch's style of its plan drops all but the first: give the others by keyword"
+            )
 
     def check_positions(module, inputs):
         T = inputs[0].shape[1]  # (B, T) or (B, T, D)
@@ -236,9 +259,11 @@ def parallelize(model, mesh, plan, whole=None):
             )
 
     for pattern, style in own.items():
-        if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
-            for name in matching(names, pattern):
-                model.get_submodule(name).register_forward_pre_hook(check_positions)
+        for module in map(model.get_submodule, matching(names, pattern)):
+            if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+                module.register_forward_pre_hook(check_inputs, prepend=True)
+            if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
+                module.register_forward_pre_hook(check_positions)
 
 
 def matching(names, pattern):

@@ -15,7 +15,7 @@ from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
+from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 
@@ -51,13 +51,14 @@ def main(argv=None):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
 
-    def attention(q, k, v):  # of whole sequences, for 1/cp of the heads
+    def attention(q, k, v, is_causal):  # to whole sequences, for 1/cp of the heads
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
-    for layer in layers:  # CP: replaces attention(q, k, v) of each layer
-        layer.self_attn.attention = functools.partial(
-            ulysses_attention, attention=attention, group=group
-        )
+    # CP: also with one rank: the mask, which is causal, takes the place of plain attention
+    set_attention(
+        [layer.self_attn for layer in layers],
+        functools.partial(ulysses_attention, attention=attention), group, replaces=plain_attention,
+    )
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
@@ -147,26 +148,61 @@ def document_mask(tokens, separator):
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
+def set_attention(modules, attention, group, replaces):
+    """Let each of ``modules`` compute its attention by ``attention``, one of those below, over
+    ``group``, a ProcessGroup: its attribute ``attention`` is replaced, which it must call as
+    ``self.attention(q, k, v, is_causal=...)``. ``replaces``: the function that it must be now.
+
+    Raises:
+        SettingError: a module has no such attribute: it computes attention elsewhere, and each rank
+            would attend to its own positions only. Or the attribute is another function, whose
+            window or soft cap would be lost.
+    """
+    for module in modules:
+        kind, found = type(module).__name__, getattr(module, "attention", None)
+        if not callable(found):
+            raise SettingError(
+                f"{kind} has no attribute attention that could be replaced: let it call "
+                f"self.attention(q, k, v, is_causal=...)"
+            )
+        if found is not replaces:
+            name = getattr(found, "__name__", type(found).__name__)
+            raise SettingError(
+                f"{kind} computes attention by {name}, which would be lost: use ulysses_attention "
+                f"with attention={name}, and tell set_attention that it replaces {name}; if that "
+                f"computes causal or full attention and no more, only tell it so"
+            )
+        module.attention = functools.partial(attention, group=group)
+
+
 @torch.compiler.disable
-def ulysses_attention(q, k, v, attention, group):
+def ulysses_attention(q, k, v, *, attention, group, **keywords):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 
-    ``attention(q, k, v)`` is any attention to whole sequences, with any mask; ``group`` a
-    ProcessGroup. The positions of a rank are contiguous: see ``shard_positions`` with
-    ``zigzag=False``.
+    ``attention(q, k, v, **keywords)`` is any attention to whole sequences, with any mask; ``group``
+    a ProcessGroup. The positions of a rank must be contiguous: see ``shard_positions`` with
+    ``zigzag=False``. If there are more ranks than key/value heads, each of these is sent to the
+    several ranks whose queries share it, and its gradients add up.
 
     Raises:
         SettingError: the ranks cannot share the heads evenly.
     """
-    n = group.size()
-    if q.shape[1] % n or k.shape[1] % n:
+    n, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
+    if not can_share_heads(n, heads, kv_heads):
         raise SettingError(
-            f"{q.shape[1]} query and {k.shape[1]} key/value heads cannot be shared evenly by {n} "
-            f"ranks: use a number of ranks that divides both"
+            f"{heads} query and {kv_heads} key/value heads cannot be shared evenly by {n} ranks: "
+            f"use a number of ranks that divides both, or one that divides the query heads and is "
+            f"a multiple of the key/value heads"
         )
+    if kv_heads < n:
+        k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
     # (B, H/cp, T, K) and (B, KV/cp, T, K)
     q, k, v = (Resplit.apply(x, 1, 2, group) for x in (q, k, v))
-    return Resplit.apply(attention(q, k, v), 2, 1, group)
+    return Resplit.apply(attention(q, k, v, **keywords), 2, 1, group)
+
+
+def can_share_heads(n, heads, kv_heads):
+    return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
 class Resplit(torch.autograd.Function):

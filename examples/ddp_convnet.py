@@ -46,6 +46,7 @@ def main(argv=None):
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
 
     # Optimizer
+    # Under FSDP or TP use fused=False: torch has no fused SGD for DTensors.
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, fused=True)
 
     # Data

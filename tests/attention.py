@@ -2,46 +2,57 @@
 sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps."""
 
 import functools
+import itertools
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
 from common.launch import launch
-from common.model import causal_attention
+from common.model import plain_attention
 
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
 
 def agrees():
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     B, T, K = 2, 4 * n, 6
-    for name in ("ring", "ulysses", "allgather"):
-        numbers = [(2 * n, 2 * n), (3 * n, n)]  # of heads
-        if name != "ulysses":  # which needs multiples of n
-            numbers.append((3, 1))
-        for heads, kv_heads in numbers:
-            for dtype in BOUND:
-                torch.manual_seed(heads)
-                whole = [torch.randn(B, h, T, K, dtype=dtype)
-                         for h in (heads, kv_heads, kv_heads, heads)]
-                shards = cp.shard_positions(T, n, zigzag=name != "ulysses")
-                mine = [x[:, :, shards[rank]] for x in whole]
-                attention = getattr(cp, f"{name}_attention")
-                options = {"group": group}
-                if name == "ulysses":
-                    options["attention"] = causal_attention
-                # In float64, to measure the error of one of the two only
-                expected = results(causal_attention, *(x.double() for x in whole))
-                got = results(functools.partial(attention, **options), *mine)
-                for x, y in zip(got, expected):
-                    assert x.dtype == dtype
-                    error = ((x - y[:, :, shards[rank]]).abs()
-                             / (1 + y[:, :, shards[rank]].abs())).max().item()
-                    assert error < BOUND[dtype], (name, heads, kv_heads, dtype, error)
+    ulysses = functools.partial(cp.ulysses_attention, attention=plain_attention)
+    cases = [  # an attention, and whether the positions are zig-zag
+        (cp.ring_attention, True, True), (cp.ring_attention, True, False),
+        (cp.ring_attention, False, False), (cp.allgather_attention, True, True),
+        (cp.allgather_attention, True, False), (cp.allgather_attention, False, False),
+        (ulysses, False, True), (ulysses, False, False),
+    ]
+    for attention, zigzag, is_causal in cases:
+        shared = (2 * n, 1) if attention is ulysses else (3, 1)  # by more ranks than there are
+        for (heads, kv_heads), dtype in itertools.product([(2 * n, 2 * n), (3 * n, n), shared],
+                                                          BOUND):
+            torch.manual_seed(heads)
+            whole = [torch.randn(B, h, T, K, dtype=dtype)
+                     for h in (heads, kv_heads, kv_heads, heads)]
+            shards = cp.shard_positions(T, n, zigzag)
+            mine = [x[:, :, shards[rank]] for x in whole]
+            scale = 0.7 if kv_heads == n else None
+            plain = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal,
+                                      scale=scale, enable_gqa=True)
+            options = {"is_causal": is_causal, "group": group}
+            if attention is ulysses:
+                options["attention"] = lambda q, k, v, **_: plain(q, k, v)
+            else:
+                options |= {"scale": scale, "attn_mask": None, "dropout_p": 0.0,
+                            "enable_gqa": True}
+            # In float64, to measure the error of one of the two only
+            expected = results(plain, *(x.double() for x in whole))
+            got = results(functools.partial(attention, **options), *mine)
+            for x, y in zip(got, expected):
+                assert x.dtype == dtype
+                error = ((x - y[:, :, shards[rank]]).abs()
+                         / (1 + y[:, :, shards[rank]].abs())).max().item()
+                assert error < BOUND[dtype], (attention, heads, kv_heads, is_causal, dtype, error)
     return "all agree"
 
 
@@ -76,7 +87,7 @@ def shapes_of(attention, n, group):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = attention(q, k, v, group)
+            out = attention(q, k, v, group=group, is_causal=True)
         out.sum().backward()
     return mode.seen, kept
 

@@ -95,6 +95,19 @@ def frozen():
     ))
 
 
+def frozen_norms():
+    after(common.model.Transformer, "__init__", lambda _, model, config: [
+        parameter.requires_grad_(False) for parameter in model.parameters() if parameter.ndim == 1
+    ])
+
+
+def trained_only(part):
+    """All parameters without ``part`` in their names are frozen."""
+    after(common.model.Transformer, "__init__", lambda _, model, config: [
+        parameter.requires_grad_(part in name) for name, parameter in model.named_parameters()
+    ])
+
+
 def tied():
     """Embedding and head."""
     after(common.model.Transformer, "__init__", lambda _, model, config: (

@@ -1,12 +1,17 @@
 """On two ranks, what the scripts' functions do with other models."""
 
+import copy
+import pathlib
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import fsdp
 import tp
@@ -102,6 +107,102 @@ def replicated_modules_take_all_inputs(mesh):
     assert model[0](x, x, 10).tolist() == [13, 26] and model[0]().tolist() == [3, 3]
 
 
+def replicated_modules_take_dtensors(mesh):
+    """Whatever their layout: all ranks compute the same."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 6, 4)
+    expected = model(x)
+    tp.parallelize(model, mesh, {"0": tp.Replicated()})
+    for placement in (Replicate(), Shard(1), Shard(2)):
+        torch.testing.assert_close(model(distribute_tensor(x, mesh, [placement])), expected)
+
+
+def a_mean_over_positions_that_are_split(mesh):
+    """Each rank computes the loss from all positions, so its part of the loss is 1/n."""
+    torch.manual_seed(0)
+    whole, x, n = nn.Linear(4, 4).double(), torch.randn(2, 12, 4).double(), mesh.size()
+    model = copy.deepcopy(whole)
+    whole(x).mean(1).square().sum().backward()
+    part = x.chunk(n, dim=1)[mesh.get_local_rank()]
+    mean = all_reduce(model(part).sum(1)) / x.shape[1]
+    (mean.square().sum() / n).backward()
+    dist.all_reduce(model.weight.grad)  # as cp.py does
+    torch.testing.assert_close(model.weight.grad, whole.weight.grad)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+def inputs_that_a_style_would_drop_are_refused(mesh):
+    """PyTorch's styles pass on the first positional input only, and all keywords."""
+    for style in (ColwiseParallel(), RowwiseParallel(), SequenceParallel(use_local_output=True)):
+        model = nn.Sequential(Scaled(4, 4))
+        tp.parallelize(model, mesh, {"0": style})
+        x = torch.ones(2, 6, 2 if isinstance(style, RowwiseParallel) else 4)
+        torch.testing.assert_close(model[0](x, scale=3.0), 3 * model[0](x))
+        with pytest.raises(SettingError, match="Scaled was called with 2 inputs by position"):
+            model[0](x, 3.0)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.norm(self.middle(x))
+        return F.linear(x, self.embed.weight)
+
+
+def what_torch_says_is_in_the_table(mesh):
+    """docs/when-it-fails.md has these messages, and what to do. Then the gradients are right."""
+    tokens = torch.arange(8).view(2, 4)
+    table = pathlib.Path(__file__).parents[1].joinpath("docs/when-it-fails.md").read_text()
+
+    def refused(kind, words, do):
+        assert f"`{words}`" in table, words
+        with pytest.raises(kind, match=words):
+            do()
+
+    model = Tied()
+    fsdp.shard(model, [[model.embed], [model.middle, model.norm]], mesh)
+    refused(RuntimeError, "got mixed torch.Tensor and DTensor", lambda: model(tokens))
+    whole = Tied()
+    model = copy.deepcopy(whole)
+    fsdp.shard(model, [[model.middle, model.norm]], mesh)  # the rest stays gathered
+    model(tokens).square().sum().backward()
+    whole(tokens).square().sum().backward()
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
+
+    refused(RuntimeError, "local_tensor argument only accepts torch.Tensor but got",
+            lambda: DTensor.from_local(model.embed.weight, mesh))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    refused(NotImplementedError, "does not have a sharding strategy", optimizer.step)
+
+    class PostNorm(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    whole, x = PostNorm(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)), torch.randn(2, 4, 4)
+    for norm in (SequenceParallel(), SequenceParallel(use_local_output=True)):
+        model = copy.deepcopy(whole)
+        tp.parallelize(model, mesh, {
+            "0": ColwiseParallel(input_layouts=Shard(1)),
+            "1": RowwiseParallel(output_layouts=Shard(1)), "2": norm,
+        })
+        part = x.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        if not norm.use_local_output:
+            refused(RuntimeError, "got mixed torch.Tensor and DTensor", lambda: model(part))
+    model(part).square().sum().backward()
+    tp.redistribute_gradients(model, mesh.get_group())
+    whole(x).square().sum().backward()
+    for parameter, expected in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
 def positions_that_cannot_be_split_are_refused(mesh):
     for pattern, style in (
         ("embed", RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
@@ -123,7 +224,9 @@ def positions_that_cannot_be_split_are_refused(mesh):
 def main():
     dist.init_process_group("gloo")
     for claim in (fsdp_casts_images_once, a_plan_reaches_all_of_the_model,
-                  replicated_modules_take_all_inputs, positions_that_cannot_be_split_are_refused):
+                  replicated_modules_take_all_inputs, replicated_modules_take_dtensors,
+                  inputs_that_a_style_would_drop_are_refused, a_mean_over_positions_that_are_split,
+                  what_torch_says_is_in_the_table, positions_that_cannot_be_split_are_refused):
         claim(init_device_mesh("cpu", (dist.get_world_size(),)))
     print("all claims hold", flush=True)
 

@@ -200,7 +200,8 @@ def below_main(path):
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),
-    ("cp.py", "cp_documents.py", {"shard_positions", "ulysses_attention", "Resplit"}),
+    ("cp.py", "cp_documents.py", {"shard_positions", "set_attention", "ulysses_attention",
+                                  "can_share_heads", "Resplit"}),
     ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
     ("fsdp.py", "trainer_fsdp.py", {"shard"}),
 ])

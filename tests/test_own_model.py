@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cp
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
@@ -231,13 +230,6 @@ def test_a_dataset_of_dicts_is_evaluated_as_it_is_trained_on():
     trained = sum(compute_loss(part)[0] / count for part in batch)
     found = Validation(dataset, sampler, cpu, 1, 1).loss(model, compute_loss)
     assert 0 < count < 24 and found == pytest.approx(trained.item(), abs=1e-12)
-
-
-@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
-@pytest.mark.parametrize("mask", [{"attn_mask": torch.ones(4, 4).tril()}, {"is_causal": False}])
-def test_masks_are_refused_where_attention_is_causal(attention, mask):
-    with pytest.raises(SettingError, match="are causal only: .* use ulysses_attention"):
-        attention(*torch.zeros(3, 1, 2, 4, 8), None, **mask)
 
 
 # Copies of scripts with optimizers of one's own

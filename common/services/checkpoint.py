@@ -79,6 +79,7 @@ class Checkpoints:
         # As a JSON file returns them: tuples become lists, keys become strings.
         self.fixed, self.changeable = json.loads(json.dumps([fixed, changeable], default=str))
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
+        self.had_finished = False  # before this process started
         self.stopping, self.vote = 0, None  # whether any rank shall stop, and its all-reduce
         self.saving = None  # the Future of a save in the background
         self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop does not wait for
@@ -118,9 +119,11 @@ class Checkpoints:
         any. What it does not continue moves into ``previous-N``. Returns the number of steps done.
         From now on signals ask the run to stop.
 
+        A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
+
         Raises:
-            SettingError: the folder cannot be written, another run uses it, its run has finished,
-                ranks have different settings, or the checkpoint cannot be loaded.
+            SettingError: the folder cannot be written, another run uses it, its run has finished
+                more steps, ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
         # torchrun counts a restart on the machine where a process has failed, maybe on no other.
@@ -139,7 +142,7 @@ class Checkpoints:
             with together(self.group):
                 self.check_that_it_is_shared(rank_0)
         done = start or 0
-        if done >= self.stop:
+        if done > self.stop:
             raise SettingError(
                 f"{self.folder} holds a run that has finished step {done}, and --steps is "
                 f"{self.stop}: raise --steps to train on, or {ANEW}"
@@ -149,6 +152,7 @@ class Checkpoints:
             if _rank() == 0:
                 newer = [path for path in list_checkpoints(self.folder) if step_of(path) > start]
                 move_aside(self.folder, newer)
+        self.had_finished = done == self.stop
         catch_stop_signals()
         return done
 
@@ -332,6 +336,9 @@ class Checkpoints:
         if self.vote:
             self.vote.wait()
         self.aside.shutdown()
+        if self.had_finished and _rank() == 0:  # a job that was started again, perhaps
+            print(printable(f"{self.folder} holds a run that has finished step {self.stop}, its "
+                            f"last: raise --steps to train on, or {ANEW}"), flush=True)
 
     def path(self, step):
         return self.folder / f"step-{step:08d}"

@@ -1,0 +1,112 @@
+"""Models of docs/your-own-model.md that no script trains. tests/test_porting.py brings each of them
+to the scripts."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from common.model import Layer, Transformer, rotary_table
+
+# LoRA
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a change of low rank, which is trained (arXiv:2106.09685)."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        self.A = nn.Linear(base.in_features, rank, bias=False)
+        self.B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.B(self.A(x))
+
+
+def adapt(model, rank=4):
+    """Freeze ``model``, and give every linear layer of its layers an adapter. Returns the model."""
+    model.requires_grad_(False)
+    for layer in model.model.layers.values():
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                setattr(part, name, Adapted(linear, rank))
+    return model
+
+
+def adapted_plan(plan, stream, replicated):
+    """The plan of tp.py for a model with adapters. ``stream``: the layout of the residual stream.
+    ``replicated``: tp.py's style for replicated weights."""
+    adapted = {}
+    for name, style in plan.items():
+        if not name.endswith("_proj"):
+            adapted[name] = style
+        elif isinstance(style, ColwiseParallel):
+            adapted |= {
+                f"{name}.base": style, f"{name}.A": replicated, f"{name}.B": ColwiseParallel(),
+            }
+        else:
+            adapted |= {
+                f"{name}.base": style,
+                f"{name}.A": RowwiseParallel(output_layouts=Replicate()),
+                f"{name}.B": ColwiseParallel(output_layouts=stream),
+            }
+    return adapted
+
+
+# A condition, such as a class or the time of a diffusion model
+
+
+class ConditionedLayer(Layer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.shift = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x, condition, cos, sin):
+        return super().forward(x + self.shift(condition), cos, sin)
+
+
+class Conditioned(Transformer):
+    """Every layer uses an embedding of the class of its sequence. Between the stages of a pipeline
+    travels one tensor: the condition is its first token."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.classes = nn.Embedding(4, config.hidden_size)
+        for name in self.model.layers:
+            self.model.layers[name] = ConditionedLayer(config)
+
+    def forward(self, x, classes=None, targets=None):
+        if isinstance(self.model.embed_tokens, nn.Identity):  # not the first stage
+            condition, x = x[:, :1], x[:, 1:]  # (B, 1, D) and (B, T, D)
+            positions = torch.arange(x.shape[1])
+        else:
+            positions = torch.arange(x.shape[1])
+            condition, x = self.model.classes(classes)[:, None], self.model.embed_tokens(x)
+        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for layer in self.model.layers.values():
+            x = layer(x, condition, cos, sin)
+        if isinstance(self.lm_head, nn.Identity):  # not the last stage
+            return torch.cat((condition, x), dim=1)  # (B, 1+T, D)
+        return self.lm_head(self.model.norm(x), targets=targets)
+
+
+# Attention of one's own
+
+
+def own_attention(q, k, v, is_causal, first_head=0, heads=4):
+    """Causal, with a sliding window, a soft cap, and the slopes of ALiBi (arXiv:2108.12409), one
+    for each of ``heads`` heads. q (B, H, T, K) has H of them, from ``first_head`` on."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    slopes = (2 ** (-8 * torch.arange(1, heads + 1) / heads))[first_head :][: q.shape[1]]
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = 5 * torch.tanh(scores / 5) - slopes[:, None, None] * distance
+    scores = scores.masked_fill((distance < 0) | (distance > 7), -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def with_own_attention(model):
+    for layer in model.model.layers.values():
+        layer.self_attn.attention = own_attention
+    return model
