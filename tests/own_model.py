@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -116,6 +117,19 @@ def replicated_modules_take_dtensors(mesh):
         torch.testing.assert_close(model(distribute_tensor(x, mesh, [placement])), expected)
 
 
+def a_mean_over_positions_that_are_split(mesh):
+    """Each rank computes the loss from all positions, so its part of the loss is 1/n."""
+    torch.manual_seed(0)
+    whole, x, n = nn.Linear(4, 4).double(), torch.randn(2, 12, 4).double(), mesh.size()
+    model = copy.deepcopy(whole)
+    whole(x).mean(1).square().sum().backward()
+    part = x.chunk(n, dim=1)[mesh.get_local_rank()]
+    mean = all_reduce(model(part).sum(1)) / x.shape[1]
+    (mean.square().sum() / n).backward()
+    dist.all_reduce(model.weight.grad)  # as cp.py does
+    torch.testing.assert_close(model.weight.grad, whole.weight.grad)
+
+
 class Scaled(nn.Linear):
     def forward(self, x, scale=1.0):
         return super().forward(x) * scale
@@ -211,7 +225,7 @@ def main():
     dist.init_process_group("gloo")
     for claim in (fsdp_casts_images_once, a_plan_reaches_all_of_the_model,
                   replicated_modules_take_all_inputs, replicated_modules_take_dtensors,
-                  inputs_that_a_style_would_drop_are_refused,
+                  inputs_that_a_style_would_drop_are_refused, a_mean_over_positions_that_are_split,
                   what_torch_says_is_in_the_table, positions_that_cannot_be_split_are_refused):
         claim(init_device_mesh("cpu", (dist.get_world_size(),)))
     print("all claims hold", flush=True)

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import math
+import os
 import pathlib
 import secrets
 import time
@@ -21,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError, printable, refuse
-from common.launch import read_number, refuse_differences
+from common.launch import refuse_differences
 from common.options import at_least
 from common.services.run_folder import (
     LOCK, TEMPORARY, add_out, lock_folder, move_aside, remove, run_files, write_lock
@@ -129,6 +130,10 @@ class Checkpoints:
                 more steps, ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
+        # torchrun counts a restart on the machine where a process has failed, maybe on no other.
+        restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
+        if not {None, "", "0"}.issuperset(restarts):
+            newest, step = True, None
         start = lock = None
         unwritable = f"--out {self.folder} cannot be written", "choose another folder"
         with together(self.group, *unwritable):
@@ -160,8 +165,6 @@ class Checkpoints:
         text of the lock."""
         self.lock, text = lock_folder(self.folder)
         steps = [step_of(path) for path in list_checkpoints(self.folder)]
-        if read_number("TORCHELASTIC_RESTART_COUNT", 0):
-            newest, step = True, None  # torchrun has started this process again
         if step is not None and step not in steps:
             raise SettingError(
                 f"--resume-from {step}: {self.folder} has no such checkpoint; it has "
