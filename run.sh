@@ -128,8 +128,7 @@ run_as_slurm_step() {
 read_slurm_step() {
   [ "$SLURM_STEP_NUM_TASKS" -eq "$SLURM_STEP_NUM_NODES" ] ||
     fail "srun starts this $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES machines:" \
-      "start it once on each, with --ntasks-per-node=1," \
-      "or start the script itself: srun python $command"
+      "start it once on each, with --ntasks-per-node=1"
   NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
   local names
   names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line

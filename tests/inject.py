@@ -11,13 +11,14 @@ import json
 import multiprocessing
 import os
 import pathlib
+import platform
 import resource
 import runpy
 import shutil
 import signal
 import sys
 import tempfile
-import time  # noqa: F401
+import time
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,11 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
+import common.options
+import common.services.settings
+from common.data import BatchSampler, TokenDataset  # noqa: F401
 from common.services import hf_weights
 from common.services.checkpoint import Checkpoints  # noqa: F401
-from common.data import BatchSampler, TokenDataset  # noqa: F401
 from common.services.report import Report  # noqa: F401
 from common.services.validation import Validation  # noqa: F401
 
@@ -112,6 +115,13 @@ def tied():
     ))
 
 
+def own_parameter():
+    """One that no plan and no stage knows."""
+    after(common.model.Transformer, "__init__", lambda _, model, config: (
+        model.model.register_parameter("gate", torch.nn.Parameter(torch.empty(3)))
+    ))
+
+
 def loss_in_chunks():
     """Also of few logits."""
     common.model.MAX_LOGITS = 1000
@@ -174,14 +184,15 @@ def load_again(folder):
 
 # Faults
 
-def at(number, do, on=None):
-    """Before step ``number``, counted from 1, call ``do``; on the rank ``on``, or on all."""
+def at(number, do, *arguments, on=None):
+    """Before step ``number``, counted from 1, call ``do(*arguments)``; on the rank ``on``, or on
+    all."""
     load_steps = common.data.load_steps
 
     def load_and_do(*args, **kwargs):
         for step, batch in load_steps(*args, **kwargs):
             if step + 1 == number and on in (None, rank):
-                do()
+                do(*arguments)
             yield step, batch
 
     common.data.load_steps = load_and_do
@@ -203,25 +214,85 @@ def gradients_times(factor, number):
 
     forward = common.model.Layer.forward
     common.model.Layer.forward = lambda self, *args: Times.apply(forward(self, *args))
-    at(number, lambda: setattr(Times, "now", factor))
-    at(number + 1, lambda: setattr(Times, "now", 1.0))
+    at(number, setattr, Times, "now", factor)
+    at(number + 1, setattr, Times, "now", 1.0)
+
+
+def stages_return(change):
+    """Every stage of a pipeline but the last returns ``change(hidden states)``."""
+    forward = common.model.Transformer.forward
+
+    def forward_and_change(self, *args, **kwargs):
+        result = forward(self, *args, **kwargs)
+        return change(result) if result.ndim else result
+
+    common.model.Transformer.forward = forward_and_change
+
+
+def twice(hidden):
+    return hidden, hidden
+
+
+def first_columns(hidden):
+    return hidden[..., :5]
 
 
 def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
+def signal_self_twice(name):
+    signal_self(name)
+    time.sleep(1.2)  # launchers may deliver one signal twice, at once
+    signal_self(name)
+
+
+def kill_self():
+    signal_self("SIGKILL")
+
+
 def stop(number, stopped):
     """Of two ranks one stops before step ``number``. When the other ends it kills the first, which
     would stay."""
     note = pathlib.Path("stopped")
-    end = lambda: os.kill(int(note.read_text()), signal.SIGKILL)  # noqa: E731
-    at(number, lambda: (note.write_text(str(os.getpid())), signal_self("SIGSTOP")), on=stopped)
-    at(number, lambda: atexit.register(end), on=1 - stopped)
+
+    def note_and_stop():
+        note.write_text(str(os.getpid()))
+        signal_self("SIGSTOP")
+
+    def end():
+        os.kill(int(note.read_text()), signal.SIGKILL)
+
+    at(number, note_and_stop, on=stopped)
+    at(number, atexit.register, end, on=1 - stopped)
 
 
-def fail(words):
-    raise RuntimeError(words)
+def kill_while_saving(when):
+    """While step 15 is saved and step 5 removed: "writing", "renaming" or "removing"."""
+    fsync, rename, rmtree = os.fsync, pathlib.Path.rename, shutil.rmtree
+
+    def fsync_or_die(descriptor):
+        if when == "writing" and rank == 0 and os.path.exists("out/step-00000015.tmp"):
+            os.ftruncate(descriptor, 1000)
+            kill_self()
+        fsync(descriptor)
+
+    def rename_or_die(path, target):
+        if when == "renaming" and path.name == "step-00000015.tmp":
+            kill_self()
+        return rename(path, target)
+
+    def rmtree_or_die(path, *args, **kwargs):
+        if when == "removing" and path.name == "step-00000005.old":
+            next(path.glob("*.distcp")).unlink()
+            kill_self()
+        rmtree(path, *args, **kwargs)
+
+    os.fsync, pathlib.Path.rename, shutil.rmtree = fsync_or_die, rename_or_die, rmtree_or_die
+
+
+def fail(words, kind=RuntimeError):
+    raise kind(words)
 
 
 def end_reader():
@@ -248,9 +319,70 @@ def fill_disk_under(name):
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
 
 
+def cannot_remove():
+    """Folders cannot be removed."""
+    def rmtree(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(16, "busy")
+
+    shutil.rmtree = rmtree
+
+
+def replace(name):
+    """The file ``name``, which is read, by another one of the same size."""
+    pathlib.Path("new").write_text("news " * (os.path.getsize(name) // 5))
+    os.replace("new", name)
+
+
 def kill_a_worker():
     """One of the processes that read data ahead."""
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+def kill_wandb():
+    """The process to which wandb gives what it logs."""
+    for path in pathlib.Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            if pathlib.Path(f"/proc/{child}/comm").read_text() == "wandb-core\n":
+                os.kill(int(child), signal.SIGKILL)
+                os.waitpid(int(child), 0)
+                return
+    raise RuntimeError("wandb has no process")
+
+
+def fill_disk_under_tensorboard():
+    from torch.utils.tensorboard import SummaryWriter
+
+    SummaryWriter.add_scalar = lambda *_: fail("No space left on device", OSError)
+
+
+# Ranks that differ
+
+def rank_1_has(*words):
+    """These further words on its command line."""
+    if rank == 1:
+        sys.argv += words
+
+
+def other_pythons():
+    platform.python_version = lambda: f"3.99.{rank}"
+
+
+def other_devices():
+    common.launch.pick_device = lambda *_, **__: torch.device(["cpu", "cuda"][rank])
+
+
+def other_models():
+    """Foreign ones, which have options of their own."""
+    settings = common.services.settings.run_settings
+    common.services.settings.run_settings = lambda args, dataset: settings(
+        args, dataset, {"n_layer": 2 + rank}
+    )
+
+
+def slow(late, seconds):
+    """The rank ``late`` parses its options late."""
+    before(common.options, "parse_options", lambda *_: time.sleep(seconds * (rank == late)))
 
 
 # What a run did

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -177,8 +178,8 @@ def serve():
 
     for line in sys.stdin:
         job = json.loads(line)
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder, \
-                free_port() as port:
+        folder = tempfile.mkdtemp()  # a rank would remove a TemporaryDirectory at its end
+        with tempfile.TemporaryFile() as output, free_port() as port:
             running = {start_rank(job, rank, port, output.fileno(), folder): rank
                        for rank in range(max(1, job["world_size"]))}
             statuses = [-signal.SIGKILL] * len(running)
@@ -199,6 +200,7 @@ def serve():
                     time.sleep(0.005)
             output.seek(0)
             text = output.read().decode(errors="replace")
+        shutil.rmtree(folder)
         print(json.dumps({"statuses": statuses, "output": text}), flush=True)
     os._exit(0)  # without the reports of libraries on what they have not freed
 

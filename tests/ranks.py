@@ -12,10 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import common.materialise
-from common.services import checkpoint
+from common.errors import SettingError
 from common.launch import launch
 from common.materialise import local_slices, materialise
 from common.model import ModelConfig
+from common.services import checkpoint, stored
 
 
 def checkpoints_of(folder, tensors, **options):
@@ -38,7 +39,7 @@ def buffers_agree(folder, rank):
     checkpoints.resume()
     checkpoints.save(1)
     assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
-    found = checkpoint.read(folder / "step-00000001")
+    found = stored.read(folder / "step-00000001")
     assert len(found) == 14 and found["everywhere"] == 0
     for stage, (i, dtype) in itertools.product((0, 1), enumerate(types)):
         assert torch.equal(found[f"stage{stage}.buffer{i}"], torch.full((3, 2), i).to(dtype))
@@ -72,7 +73,7 @@ def two_folders_are_noticed(folder, rank):
     dist.is_initialized = alone
     try:
         checkpoints_of(own, {"weight": weight}).resume()
-    except checkpoint.SettingError as error:
+    except SettingError as error:
         assert "is not one folder for all machines" in str(error), error
     else:
         raise AssertionError("the ranks mix two checkpoints")
@@ -89,7 +90,7 @@ def a_failure_reaches_all_ranks(folder, rank):
             weight.fill_(value if rank == 1 else 0.0)
         try:
             checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
-        except checkpoint.SettingError as error:
+        except SettingError as error:
             name = "model.weight" if value else "a gradient norm"
             assert f"step 2 is not saved, since {name} is not finite" in str(error), error
         else:

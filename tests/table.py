@@ -33,7 +33,7 @@ class Row:
     @property
     def name(self):
         words = self.command.replace(".py", "").replace(" --", "-").replace(" ", "")
-        chunks = "-in-chunks" * ("chunks" in self.inject)
+        chunks = "-in-chunks" if "chunks" in self.inject else ""
         return f"{words}{chunks}-{self.dtype}-on-{self.world}"
 
     def option(self, name, otherwise=1):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.services import checkpoint
-from common.services.checkpoint import Checkpoints
 from common.errors import SettingError
+from common.services import run_folder, stored
+from common.services.checkpoint import Checkpoints
 from tests.sample import sampled
 
 SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -22,7 +22,7 @@ OPTIONS = f"{SMALL} --save-every 5 --keep 9"
 
 def tensors(folder, step=20):
     """All tensors of a checkpoint: weights and optimizer states."""
-    return checkpoint.read(folder / f"step-{step:08d}", prefix="")
+    return stored.read(folder / f"step-{step:08d}", prefix="")
 
 
 def assert_bit_equal(found, expected):
@@ -32,7 +32,7 @@ def assert_bit_equal(found, expected):
 
 
 def steps_of(folder):
-    return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)]
+    return [stored.step_of(path) for path in stored.list_checkpoints(folder)]
 
 
 def test_resuming_is_bit_equal(run, once, corpus, tmp_path):
@@ -57,7 +57,8 @@ def test_resuming_is_bit_equal(run, once, corpus, tmp_path):
 def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     """Killed while it saves step 15, in three places; then started again."""
     options = f"{SMALL} --save-every 5 --keep 2 --data {corpus}"
-    killed = run("ddp.py", 2, options, inject=KILL.format(when=when), expect_ok=False)
+    killed = run("ddp.py", 2, options, inject=f"kill_while_saving('{when}')",
+                 expect_ok=False)
     assert killed.statuses[0] == -9 and steps_of(killed.out) == complete
     again = run("ddp.py", 2, options)
     assert f"resuming after step {complete[-1]}" in again.output
@@ -66,29 +67,6 @@ def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     assert {path.name for path in again.out.iterdir()} == {
         "step-00000015", "step-00000020", "metrics.jsonl", "summary.json", "lock"
     }
-
-
-KILL = """
-import shutil, signal
-fsync, rename, rmtree = os.fsync, pathlib.Path.rename, shutil.rmtree
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-def fsync_or_die(descriptor):
-    if "{when}" == "writing" and rank == 0 and os.path.exists("out/step-00000015.tmp"):
-        os.ftruncate(descriptor, 1000)
-        kill()
-    fsync(descriptor)
-def rename_or_die(path, target):
-    if "{when}" == "renaming" and path.name == "step-00000015.tmp":
-        kill()
-    return rename(path, target)
-def rmtree_or_die(path, *args, **kwargs):
-    if "{when}" == "removing" and path.name == "step-00000005.old":
-        next(path.glob("*.distcp")).unlink()
-        kill()
-    rmtree(path, *args, **kwargs)
-os.fsync, pathlib.Path.rename, shutil.rmtree = fsync_or_die, rename_or_die, rmtree_or_die
-"""
 
 
 CLAIMS = [  # the last one of each replaces functions
@@ -134,7 +112,7 @@ def saved(folder, model=None, **options):
 def test_read_gives_the_models_state_dict(tmp_path):
     model, other = Small(), Small()
     model.norm(torch.randn(8, 4) + 3)
-    other.load_state_dict(checkpoint.read(saved(tmp_path, model) / "step-00000001"))
+    other.load_state_dict(stored.read(saved(tmp_path, model) / "step-00000001"))
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
@@ -145,6 +123,28 @@ def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
     capsys.readouterr()
     assert checkpoints_of(tmp_path, Small(), must=settings, may={"--lr": 2, "--steps": 8}).resume()
     assert capsys.readouterr().out == f"changed since {tmp_path}/step-00000001: --lr was 1, is 2\n"
+
+
+def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
+    """Only the settings that it has are compared; it is never removed; --no-resume returns to it.
+    """
+    imported, model = Small(), Small()
+    checkpoints_of(tmp_path, imported).save(0)
+    stored.write_settings(tmp_path / "step-00000000", {"size": 4}, {}, len(model.state_dict()))
+    settings = {"size": 4, "--seed": 1}
+    checkpoints = checkpoints_of(tmp_path, model, must=settings, keep=1)
+    assert checkpoints.resume() == 0
+    assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
+    for step in (1, 2):
+        checkpoints.save(step)
+    assert steps_of(tmp_path) == [0, 2]
+    assert checkpoints_of(tmp_path, Small(), must=settings).resume() == 2
+    model = Small()
+    assert checkpoints_of(tmp_path, model, must=settings).resume(newest=False) == 0
+    assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
+    assert steps_of(tmp_path) == [0] and steps_of(tmp_path / "previous-1") == [2]
+    with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 in this run"):
+        checkpoints_of(tmp_path, Small(), must={"size": 5}).resume()
 
 
 def another_model(names):
@@ -213,7 +213,7 @@ def test_what_must_not_be_saved(tmp_path, value, norm, message):
     checkpoints.resume()
     for step in (0, 1):
         assert not checkpoints.after_step(step, 1.0)
-    assert checkpoint.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
+    assert stored.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
     checkpoints.after_step(2, torch.tensor(norm))
     with pytest.raises(SettingError, match=message):
@@ -239,7 +239,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(checkpoint.fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
     assert checkpoints_of(tmp_path, Small()).resume() == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
@@ -269,9 +269,9 @@ def test_files_of_others_stay(tmp_path):
     def left():
         return {path.name for path in tmp_path.iterdir()}
 
-    checkpoints_of(tmp_path, Small()).resume(False)
+    checkpoints_of(tmp_path, Small()).resume(newest=False)
     assert left() == {*mine, *written, "lock", "previous-1"} - {"step-00000003"}
     (tmp_path / "step-00000003").mkdir()
-    checkpoints_of(tmp_path, Small()).resume(False)
+    checkpoints_of(tmp_path, Small()).resume(newest=False)
     assert left() == {*mine, "lock", "previous-1", "previous-2"}
     assert {path.name for path in (tmp_path / "previous-2").iterdir()} == set(written)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from common import options
-from common.services import checkpoint
-from common.services.checkpoint import Checkpoints, write_hash
-from common.errors import SettingError
+from common.errors import SettingError, printable
+from common.services import stored
+from common.services.checkpoint import Checkpoints
+from common.services.stored import write_hash
 from tests.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
 
@@ -51,14 +51,14 @@ def refused(run, corpus, out):
     return refused
 
 
-def resume(out, which=True):
+def resume(out, **options):
     """Resume the run in this process."""
-    weights = checkpoint.read(out / "step-00000004")
+    weights = stored.read(out / "step-00000004")
     tensors = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
     run = json.loads((out / "step-00000004" / "run.json").read_text())
     settings = run["must stay the same"], run["may change"]
     optimizer = torch.optim.AdamW(tensors.values())
-    return Checkpoints(out, settings, tensors, optimizer, stop=9).resume(which)
+    return Checkpoints(out, settings, tensors, optimizer, stop=9).resume(**options)
 
 
 # Files that are not as they were written
@@ -118,7 +118,7 @@ def test_a_damaged_file(out, change, name):
     """In one process; the next test shows that scripts check the same."""
     change(out / "step-00000006" / name)
     with pytest.raises(SettingError) as error:
-        checkpoint.read(out / "step-00000006")
+        stored.read(out / "step-00000006")
     assert name.removesuffix(".sha256") in str(error.value)
     assert str(error.value).endswith(f"use the older {out}/step-00000004: --resume-from 4")
 
@@ -144,21 +144,25 @@ def test_the_older_checkpoint_goes_on_to_the_same_end(run, corpus, saved, out):
 
 def test_no_such_checkpoint_and_no_older_one(out):
     with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
-        resume(out, 5)
+        resume(out, step=5)
     flip_a_bit(out / "step-00000002" / DATA)
     with pytest.raises(SettingError, match="; there is no older checkpoint: start anew with --no-"):
-        resume(out, 2)
+        resume(out, step=2)
 
 
-@pytest.mark.parametrize("option", ["--no-resume", "--resume-from 2"])
-def test_a_restart_by_torchrun_goes_on_from_the_newest(monkeypatch, option):
+@pytest.mark.parametrize("options", [{"newest": False}, {"step": 2}])
+def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options):
     """Also if the first start was told to go back, or to start anew."""
-    def which():
-        return options.parse_options(options.option_parser("a script"), option.split()).resume
-
-    assert which() is not True
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert which() is True
+    assert resume(out, **options) == 6
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert resume(out, **options) == options.get("step", 0)
+
+
+def test_a_restart_that_torchrun_has_counted_on_one_of_two_machines(run, corpus, out):
+    result = run("ddp.py", 2, f"{STEPS} --data {corpus} --no-resume",
+                 env={"TORCHELASTIC_RESTART_COUNT": "{rank}"})
+    assert "resuming after step 6" in result.output
 
 
 @thorough
@@ -265,7 +269,7 @@ def test_a_hostile_checkpoint(out, tmp_path, monkeypatch, case):
     if "of another model" not in message:
         assert line.endswith(f"use the older {out}/step-00000004: --resume-from 4"), line
         with pytest.raises(SettingError):
-            checkpoint.read(out / "step-00000006")
+            stored.read(out / "step-00000006")
     assert not (tmp_path / "ran").exists()
 
 
@@ -278,8 +282,9 @@ def test_control_characters_do_not_reach_the_terminal(out, capsys):
     assert r"--lr was \x1b[2J, is 0.002" in printed and "\x1b" not in printed
     write("run.json", text.replace('"--seed": 0', r'"--seed": "\u001b[2Jevil\nline"').encode())(
         out / "step-00000006")
-    with pytest.raises(SettingError, match=r"--seed is .x1b.2Jevil.nline in"):
+    with pytest.raises(SettingError) as error:
         resume(out)
+    assert r"--seed is \x1b[2Jevil\nline in" in printable(str(error.value))  # as launch prints it
 
 
 def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
@@ -291,4 +296,4 @@ def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
     (out / "step-00000009.tmp").symlink_to("nowhere")
     run("single.py", 0, f"{STEPS} --data {corpus} --keep 1")
     assert {path.name for path in out.glob("step-*")} == {"step-00000008"}
-    assert checkpoint.read(tmp_path / "kept-2") and checkpoint.read(tmp_path / "kept-4")
+    assert stored.read(tmp_path / "kept-2") and stored.read(tmp_path / "kept-4")

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from common.services import checkpoint
+from common.services import run_folder, stored
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.test_refusals import in_order
@@ -26,11 +26,9 @@ COMMANDS = [
 LOST = "a collective of rank 0 failed, since another process has ended or was silent for --timeout"
 NOT_SAVED = "step 6 is not saved, since ... is not finite: training diverged; lower --lr"
 DIVERGED = "not finite ... training diverged; lower --lr"
-STAGES = ("call = common.model.Transformer.forward; common.model.Transformer.forward = "
-          "lambda self, *args, **more: (lambda x: {} if x.ndim else x)(call(self, *args, **more))")
 
-# A command, the number of processes and further options; what is injected; what the line says; the
-# steps of the checkpoints that are left.
+# A command, the number of processes and further options; what is injected (names of inject.py);
+# what the line says; the steps of the checkpoints that are left.
 FAULTS = [
     # A gradient that overflows in the norm, in a step that is not logged
     *[(command, world, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
@@ -44,41 +42,45 @@ FAULTS = [
        "step 1 is not saved, since ... is not finite: training diverged; lower --lr", [])
       for command, world in [("single.py", 0), ("zero.py", 2), ("hybrid_3d.py --tp 2", 2)]],
     # A stage that returns something else than the next one expects
-    *[(command, 2, "", STAGES.format(changed),
+    *[(command, 2, "", f"stages_return({change})",
        f"a stage returns {found}, and the next one expects one tensor, ({rows}, 32, 48) torch.", [])
-      for command, rows, changed, found in (
-        ("hybrid_3d.py --pp 2", 4, "(x, x)", "a tuple"), ("pp.py", 2, "(x, x)", "a tuple"),
-        ("pp.py", 2, "x.double()", "(2, 32, 48) torch.float64"),
-        ("pp.py", 2, "x[..., :5]", "(2, 32, 5) torch.float32"))],
+      for command, rows, change, found in (
+        ("hybrid_3d.py --pp 2", 4, "twice", "a tuple"), ("pp.py", 2, "twice", "a tuple"),
+        ("pp.py", 2, "torch.Tensor.double", "(2, 32, 48) torch.float64"),
+        ("pp.py", 2, "first_columns", "(2, 32, 5) torch.float32"))],
     # A process that dies, one that stops, and one that is late
-    ("ddp.py", 2, "", "at(5, lambda: signal_self('SIGKILL'), on=1)", LOST, [3]),
+    ("ddp.py", 2, "", "at(5, kill_self, on=1)", LOST, [3]),
     *[(command, 2, "--timeout 5", "stop(5, 1)", LOST, [3])
       for command in ("ddp.py", "hybrid_3d.py --tp 2", "hybrid_3d.py --pp 2")],
     ("ddp.py", 2, "--timeout 5", "stop(5, 0)", LOST.replace("rank 0", "rank 1"), [3]),
-    ("ddp.py", 2, "", "at(5, lambda: fail('pair.cc: Application timeout caused pair closure'))",
+    ("ddp.py", 2, "", "at(5, fail, 'pair.cc: Application timeout caused pair closure')",
      "failed, since another process has ended or was silent for --timeout", [3]),
-    ("fsdp.py", 2, "--timeout 5", "at(5, lambda: time.sleep(10), on=1)",
+    ("fsdp.py", 2, "--timeout 5", "at(5, time.sleep, 10, on=1)",
      "failed, since another process has ended or was silent for --timeout", [3]),
     # A disk that is full, a file that cannot be written
-    *[("ddp.py", 2, options, f"at(5, lambda: limit_files(20_000), on={rank})",
+    *[("ddp.py", 2, options, f"at(5, limit_files, 20_000, on={rank})",
        "the checkpoint of step 6 could not be written to ... File too large ... make room", left)
       for rank in (0, 1) for options, left in (("", [3]), ("--async-save --save-every 6", []))],
-    ("single.py", 0, "", "at(5, lambda: fill_disk_under('metrics.jsonl'))",
+    ("single.py", 0, "", "at(5, fill_disk_under, 'metrics.jsonl')",
      "metrics.jsonl cannot be written ... No space left on device", [3]),
-    ("single.py", 0, "", "at(8, lambda: pathlib.Path('out/summary.json').mkdir())",
+    ("single.py", 0, "", "at(8, os.mkdir, 'out/summary.json')",
      "summary.json cannot be written ... Is a directory", [3, 6, 8]),
     # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
-    ("single.py", 0, "", "at(5, lambda: sys.exit('no data'))", "single.py: error: no data", [3]),
+    ("single.py", 0, "", "at(5, sys.exit, 'no data')", "single.py: error: no data", [3]),
     ("ddp.py", 2, "", "end_reader()", "nobody reads what this process prints", []),
     ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2", "at(5, kill_a_worker)", "DataLoader worker (pid", [3]),
     # Data that is replaced or cut while it is read, by this process or by a worker
-    ("single.py", 0, "--data copy",
-     "at(5, lambda: (open('new', 'wb').write(b'news ' * 20_000), os.replace('new', 'copy')))",
+    ("single.py", 0, "--data copy", "at(5, replace, 'copy')",
      "copy has changed since the run began", [3]),
     ("ddp.py", 2, "--data copy --workers 1",
      "before(common.data, 'load_batches', lambda *_: os.truncate('copy', 100))",
      "copy has changed since the run began", []),
+    ("single.py", 0, "--data copy", "at(5, os.remove, 'copy')",
+     "copy cannot be read (No such file or directory): put it back", [3]),
+    # Memory that an option asks for
+    ("single.py", 0, "--vocab-size 2000000000 --hidden-size 20000", "", "can't allocate memory", []),
+    ("single.py", 0, "", "at(5, fail, '', MemoryError)", "error: MemoryError: ", [3]),
 ]
 ALWAYS = {("single.py", 0), ("zero.py --stage 2", 2), ("ddp.py", 2), ("hybrid_3d.py --pp 2", 2)}
 
@@ -109,13 +111,13 @@ def one_error(result):
 def steps(out):
     """Of the checkpoints in a run folder; no other step is there in part."""
     assert not list(out.glob("step-*.tmp"))
-    return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)]
+    return [stored.step_of(path) for path in stored.list_checkpoints(out)]
 
 
 def assert_equal(result, other):
     """Two runs have ended in the same weights and optimizer states, bit for bit."""
     found, expected = (
-        checkpoint.read(each.out / "step-00000008", prefix="") for each in (result, other)
+        stored.read(each.out / "step-00000008", prefix="") for each in (result, other)
     )
     assert found.keys() == expected.keys() and len(found) > 60
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -127,7 +129,7 @@ def assert_equal(result, other):
 @pytest.mark.parametrize("command, world, inject, words", [
     ("ddp.py", 2, "before(common.model.Transformer, 'forward', lambda *_: rank / 0)",
      "ZeroDivisionError"),
-    ("single.py", 0, "at(2, lambda: os.stat('nothing'))", "FileNotFoundError"),
+    ("single.py", 0, "at(2, os.stat, 'nothing')", "FileNotFoundError"),
 ])
 def test_an_error_that_is_no_setting(run, corpus, command, world, inject, words):
     result = run(command, world, f"{OPTIONS} --data {corpus} --save-every 0", inject=inject,
@@ -158,14 +160,15 @@ def edited(folder, script, *changes):
     return str(folder / script)
 
 
-UNREPORTED = [(r"report\.steps\((.*)\):", r"\1:"), (r"^.*(\breport\b|validation\.due).*\n", "")]
+UNREPORTED = [(r"report\.steps\((.*)\):", r"\1:"), (r"^.*(\b[Rr]eport\b|validation\.due).*\n", "")]
 
 
 @pytest.mark.parametrize("script, world", sampled([("single.py", 0), ("ddp.py", 2)],
                                                   [("ddp.py", 2)]))
 def test_without_the_report_a_broken_step_is_not_saved(run, corpus, tmp_path, script, world):
     copy = edited(tmp_path, script, *UNREPORTED)
-    result = run(copy, world, f"{OPTIONS} --data {corpus}", inject="gradients_times(1e30, 5)",
+    options = OPTIONS.replace("--log-every 1", "")
+    result = run(copy, world, f"{options} --data {corpus}", inject="gradients_times(1e30, 5)",
                  expect_ok=False)
     (line,) = result.lines
     assert in_order(NOT_SAVED, line) and all(result.statuses) and steps(result.out) == [3]
@@ -193,7 +196,7 @@ def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, ne
 @pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
-    with checkpoint._lock(tmp_path / "out"):
+    with run_folder.lock_folder(tmp_path / "out"):
         line = one_error(run(command, world, f"{OPTIONS} --data {corpus}", expect_ok=False))
         assert f"out is in use by process {os.getpid()} on " in line
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
@@ -201,11 +204,7 @@ def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
 
 
 def test_old_checkpoints_that_cannot_be_removed(run, corpus):
-    inject = ("import shutil\n"
-              "def fail(path, ignore_errors=False):\n"
-              "    if not ignore_errors: raise OSError(16, 'busy')\n"
-              "shutil.rmtree = fail")
-    result = run("single.py", 0, f"{OPTIONS} --data {corpus} --keep 1", inject=inject)
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus} --keep 1", inject="cannot_remove()")
     assert len(list(result.out.glob("step-*.old"))) == 2
 
 
@@ -224,7 +223,7 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
     options = f"{OPTIONS} --data {corpus} {options}"
     inject = (  # first: a shell that starts the tests in the background lets them ignore SIGINT
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"
-        f"at(4, lambda: signal_self('{name}'), on={max(world - 1, 0)})"
+        f"at(4, signal_self, '{name}', on={max(world - 1, 0)})"
     )
     result = run(command, world, options, inject=inject)
     if "--save-every 0" in options:
@@ -241,6 +240,6 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
 
 
 def test_a_second_signal_ends_at_once(run, corpus):
-    inject = "at(2, lambda: (signal_self('SIGTERM'), time.sleep(1.2), signal_self('SIGTERM')))"
-    result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=inject, expect_ok=False)
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus}",
+                 inject="at(2, signal_self_twice, 'SIGTERM')", expect_ok=False)
     assert result.statuses == [-signal.SIGTERM] and steps(result.out) == []

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from common import launch
-from common.services.checkpoint import list_checkpoints
 from common.errors import SettingError
+from common.services.stored import list_checkpoints
 from tests.processes import PATIENCE, ROOT, Result, free_port
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest
@@ -116,6 +116,23 @@ def listeners(pids):
             if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
+@pytest.fixture
+def endless(tmp_path, corpus):
+    """Start a run of ddp.py that does not end, and wait until it has logged a few steps."""
+    def endless(*command, **environment):
+        process = start([*command, *ENDLESS.split(), "--data", corpus], tmp_path,
+                        **{"NPROC": "2", **environment})
+        wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+        return process
+
+    return endless
+
+
+def has_saved(folder):
+    """Whether a run of ddp.py is over, and has left one checkpoint."""
+    return len(list_checkpoints(folder / "runs" / "ddp")) == 1 and not left_over(folder)
+
+
 @pytest.fixture(scope="module")
 def expected(once):
     """The curve of one machine with two processes."""
@@ -192,11 +209,9 @@ def test_on_one_machine_nothing_listens_beyond_loopback(tmp_path, corpus):
     [("SIGTERM", "run.sh"), ("SIGHUP", "run.sh"), ("SIGUSR1", "all"), ("SIGINT", "all")],
     [("SIGINT", "all")],
 ))
-def test_a_signal_lets_run_sh_save(tmp_path, corpus, name, to):
+def test_a_signal_lets_run_sh_save(tmp_path, endless, name, to):
     """To run.sh alone, or also to its processes at once: all end with status 0 and one line."""
-    process = start([*RUN, "ddp.py", *ENDLESS.split(), "--data", corpus], tmp_path, NPROC="2",
-                    MAX_RESTARTS="3")
-    wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+    process = endless(*RUN, "ddp.py", MAX_RESTARTS="3")
     for pid in [process.pid, *(children(process.pid) if to == "all" else [])]:
         os.kill(pid, getattr(signal, name))
     output = finish(process)
@@ -204,16 +219,13 @@ def test_a_signal_lets_run_sh_save(tmp_path, corpus, name, to):
     lines = [line for line in output.splitlines() if "steps/s" not in line and line.strip()]
     assert lines[-1].startswith("stopped after step") and "saved" in lines[-1]
     assert len(lines) == 6, output  # the command, four lines of the start, and the last one
-    assert len(list_checkpoints(tmp_path / "runs" / "ddp")) == 1
-    assert not left_over(tmp_path)
+    assert has_saved(tmp_path)
 
 
 @thorough
-def test_a_second_signal_ends_run_sh_at_once(tmp_path, corpus):
+def test_a_second_signal_ends_run_sh_at_once(tmp_path, endless):
     """Also if a rank has stopped, so that the others cannot save."""
-    process = start([*RUN, "ddp.py", *ENDLESS.split(), "--data", corpus], tmp_path, NPROC="2",
-                    MAX_RESTARTS="3")
-    wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+    process = endless(*RUN, "ddp.py", MAX_RESTARTS="3")
     os.kill(children(process.pid)[-1], signal.SIGSTOP)
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(1.5)
@@ -228,14 +240,11 @@ def test_a_second_signal_ends_run_sh_at_once(tmp_path, corpus):
 @pytest.mark.parametrize("launcher, name", [
     ("run.sh", "SIGKILL"), ("torchrun", "SIGUSR1"), ("torchrun", "SIGTERM"),
 ])
-def test_processes_that_lose_their_launcher_save_and_end(tmp_path, corpus, launcher, name):
-    command = {"run.sh": [*RUN, "ddp.py"], "torchrun": [*TORCHRUN, ROOT / "ddp.py"]}[launcher]
-    process = start([*command, *ENDLESS.split(), "--data", corpus], tmp_path, NPROC="2")
-    wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+def test_processes_that_lose_their_launcher_save_and_end(tmp_path, endless, launcher, name):
+    process = endless(*{"run.sh": RUN, "torchrun": TORCHRUN}[launcher], ROOT / "ddp.py")
     os.kill(process.pid, getattr(signal, name))
     wait_until(lambda: not left_over(tmp_path))
-    assert "saved: the same command" in finish(process)
-    assert len(list_checkpoints(tmp_path / "runs" / "ddp")) == 1
+    assert "saved: the same command" in finish(process) and has_saved(tmp_path)
 
 
 @thorough
@@ -265,7 +274,7 @@ def test_a_killed_process(tmp_path, corpus):
     assert "Traceback" not in output and not left_over(tmp_path)
 
 
-FAST = ("ddp.py --lr fast", "slow", "argument --lr: invalid number value: 'fast'")
+FAST = ("ddp.py --lr fast", "slow(0, 20)", "argument --lr: invalid number value: 'fast'")
 
 
 @pytest.mark.parametrize("launcher, script, inject, message", sampled([
@@ -274,10 +283,6 @@ FAST = ("ddp.py --lr fast", "slow", "argument --lr: invalid number value: 'fast'
 ], [("run.sh", *FAST)]))
 def test_an_error_is_one_line(tmp_path, launcher, script, inject, message):
     """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
-    if inject == "slow":
-        inject = ("import common.options, time; parse = common.options.parse_options; "
-                  "common.options.parse_options = "
-                  "lambda *args: (time.sleep(20 * (rank == 0)), parse(*args))[1]")
     command = {"run.sh": RUN, "torchrun": TORCHRUN}[launcher]
     process = start([*command, ROOT / "tests" / "inject.py", *script.split()], tmp_path,
                     NPROC="2", PYTHONPATH=str(ROOT), INJECT=inject)
@@ -303,6 +308,49 @@ def test_settings_that_cannot_be(tmp_path, environment, message):
     process = start([*RUN, "ddp.py"], tmp_path, **environment)
     (line,) = [line for line in finish(process).splitlines() if not line.startswith("+ ")]
     assert process.returncode == 1 and line.startswith("run.sh: error: ") and message in line
+
+
+# Processes that somebody starts without a launcher
+
+
+@pytest.fixture
+def two_ranks(tmp_path, corpus):
+    """Start the two ranks of ddp.py with their options, one ``late`` seconds later. Returns the
+    statuses and the outputs."""
+    def two_ranks(*options, first=0, late=0):
+        with free_port() as port:
+            processes = {}
+            for rank in (first, 1 - first):
+                processes[rank] = start(
+                    [sys.executable, ROOT / "ddp.py", *OPTIONS.split(), "--data", corpus,
+                     *options[rank].split()], tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
+                    WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                time.sleep(late)
+            outputs = [finish(processes[rank]) for rank in (0, 1)]
+        return [processes[rank].returncode for rank in (0, 1)], outputs
+
+    return two_ranks
+
+
+@pytest.mark.parametrize("first", sampled([0, 1], [0]))
+def test_a_rank_that_starts_late(two_ranks, tmp_path, expected, first):
+    statuses, outputs = two_ranks("", "", first=first, late=4)
+    assert statuses == [0, 0], outputs
+    assert is_near(tmp_path / "runs" / "ddp", expected)
+
+
+@pytest.mark.parametrize("wrong", sampled([0, 1], [1]))
+def test_a_rank_that_fails_before_it_connects(two_ranks, wrong):
+    """It says why; the other one waits for it, and then says so too."""
+    options = ["--timeout 3", "--timeout 3"]
+    options[wrong] += " --lr fast"
+    statuses, outputs = two_ranks(*options)
+    assert statuses == [1, 1] and "Traceback" not in "".join(outputs), outputs
+    (line,) = outputs[wrong].splitlines()[wrong:]  # of a rank that is not 0 an empty line is first
+    assert line == "ddp.py: error: argument --lr: invalid number value: 'fast'"
+    line = outputs[1 - wrong].splitlines()[-1]
+    assert line.startswith(f"ddp.py: error: rank {1 - wrong} cannot connect to the others through ")
+    assert "all ranks must start within --timeout seconds" in line
 
 
 # Several machines, by hand: here one machine plays both
@@ -402,14 +450,17 @@ def test_two_hosts_over_ssh(machines, tmp_path, corpus, expected):
     output = finish(process)
     assert process.returncode == 0, output
     assert is_near(tmp_path / "two hosts", expected)
-    assert output.count("common/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
+    assert output.count("tools/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
+    # This machine's own name does not lead from one host to the other.
+    assert output.count(" GLOO_SOCKET_IFNAME=wire ") == 2
 
 
 @thorough
 def test_what_crosses_ssh(machines, tmp_path):
-    """Each host has its number; arguments and settings arrive as they are."""
+    """Each host has its number; arguments and settings arrive as they are: run.sh changes none."""
     forwarded = {"OMP_PROC_BIND": "true", "TP_SIZE": "2", "NCCL_DEBUG": "a b", "CUDA_A": "c",
-                 "TORCH_B": "d", "PYTORCH_C": "e", "FI_D": "f", "UCX_E": "g"}
+                 "TORCH_B": "d", "PYTORCH_C": "e", "FI_D": "f", "UCX_E": "g",
+                 "GLOO_SOCKET_IFNAME": "mine"}
     (tmp_path / "show.py").write_text(SHOW)
     odd = ["two  words", "it's", '"$HOME"', "a\nb", "*", "", "~", "é", "--max-restarts=9", "\\"]
     process = on_hosts(machines, tmp_path, "show.py", " ".join(forwarded), *odd, NPROC="2",
@@ -441,15 +492,14 @@ def test_a_host_that_cannot_start(machines, tmp_path, corpus):
 
 @thorough
 @pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGKILL", -9)])
-def test_stopping_run_sh_stops_all_hosts(machines, tmp_path, corpus, name, status):
+def test_stopping_run_sh_stops_all_hosts(machines, tmp_path, endless, name, status):
     """They save first. SIGKILL leaves run.sh no time to do anything."""
-    process = on_hosts(machines, tmp_path, "ddp.py", *ENDLESS.split(), "--data", corpus)
-    wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+    process = endless(*machines.prefix, *RUN, "ddp.py", SSH=machines.ssh,
+                      HOSTS=" ".join(machines.hosts), NPROC="1")
     os.kill(process.pid, getattr(signal, name))
     output = finish(process)
     assert process.returncode == status and "Traceback" not in output, output
-    assert not left_over(tmp_path)
-    assert len(list_checkpoints(tmp_path / "runs" / "ddp")) == 1
+    assert has_saved(tmp_path)
 
 
 # As a Slurm job
@@ -476,6 +526,9 @@ NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=ALL Default=YES
 """
+
+
+SRUN = ["srun", "--nodes=2"]
 
 
 @pytest.fixture(scope="module")
@@ -521,8 +574,6 @@ def job(slurm, tmp_path, corpus):
 
     def job(command, options, meanwhile=None):
         words = [*command, *options.split(), "--data", corpus, "--out", str(tmp_path / "out")]
-        if "srun" in words:
-            words = ["--wrap", shlex.join(words)]
         number = sh(shlex.join(["sbatch", "--parsable", "--nodes=2", f"--output={tmp_path}/log",
                                 *words]), cwd=ROOT, env=environment)
         if meanwhile:
@@ -549,45 +600,33 @@ def test_a_batch_job(job, tmp_path, expected):
 
 
 @thorough
-@pytest.mark.parametrize("command, scancel", [
-    (["run.sh", "ddp.py"], "scancel --signal=USR1 --batch {}"),  # as --signal=B:USR1@120 sends it
-    (["srun", "--ntasks=2", sys.executable, f"{ROOT}/ddp.py"], "scancel --signal=USR1 {}"),
-])
-def test_a_signal_of_slurm_lets_all_save(job, command, scancel):
-    assert "saved: the same command" in job(command, ENDLESS, scancel)
+def test_a_signal_of_slurm_lets_all_save(job):
+    scancel = "scancel --signal=USR1 --batch {}"  # as --signal=B:USR1@120 sends it
+    assert "saved: the same command" in job(["run.sh", "ddp.py"], ENDLESS, scancel)
 
 
 @thorough
-def test_srun_starts_a_script(slurm, tmp_path, corpus, expected):
-    """Slurm's own variables say which process is which."""
-    srun = ["srun", "--nodes=2", "--ntasks=2"]
+def test_srun_starts_torchrun(slurm, tmp_path, corpus, expected):
+    """Once on each machine. What would train alone, or twice on a machine, is refused."""
     options = [*OPTIONS.split(), "--data", corpus, "--out", tmp_path / "out"]
-    process = start([*srun, sys.executable, ROOT / "ddp.py", *options], tmp_path, **slurm)
-    output = finish(process)
+    with free_port() as port:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+                    "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+        process = start([*SRUN, "--ntasks=2", *torchrun, ROOT / "ddp.py", *options], tmp_path,
+                        GLOO_SOCKET_IFNAME="lo", **slurm)
+        output = finish(process)
     assert process.returncode == 0, output
     assert is_near(tmp_path / "out", expected)
-    process = start([*srun, sys.executable, ROOT / "single.py", *options], tmp_path, **slurm)
-    assert "single.py is one process and was started as 2" in finish(process)
-    process = start(["srun", "--nodes=2", "--ntasks=4", *RUN, "ddp.py"], tmp_path, **slurm)
-    assert "srun starts this 4 times on 2 machines: start it once on each" in finish(process)
+    for tasks, command, words in [
+        (2, [sys.executable, ROOT / "ddp.py"], "SLURM_STEP_NUM_TASKS is 2 but RANK is not set"),
+        (2, [sys.executable, ROOT / "single.py"], "each process would train alone; start"),
+        (4, [*RUN, "ddp.py"], "srun starts this 4 times on 2 machines: start it once on each"),
+    ]:
+        process = start([*SRUN, f"--ntasks={tasks}", *command, *options], tmp_path, **slurm)
+        assert words in finish(process) and process.returncode
 
 
 # Variables of other launchers
-
-
-@pytest.mark.parametrize("nodes, first", [
-    ("node7", "node7"), ("node[03-05,9],other", "node03"), ("a-1.b,c", "a-1.b"),
-    ("r[1-2]n[10,12]", "r1n10"),
-])
-def test_the_first_host_of_a_list(monkeypatch, nodes, first):
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": nodes}
-    monkeypatch.setattr(os, "environ", step)
-    assert launch.rank_and_world_size() == (1, 2) and os.environ["MASTER_ADDR"] == first
-    assert os.environ["MASTER_PORT"] == "10070" and os.environ["LOCAL_RANK"] == "1"
-    shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of sbatch or salloc
-    monkeypatch.setattr(os, "environ", shell)
-    assert launch.rank_and_world_size() == (0, 1)
 
 
 def test_the_gpu_of_a_process(monkeypatch):

@@ -1,8 +1,11 @@
 """Bad options, files and environments end in one line from one rank, which names the value, what is
 allowed and what to change, with a status that is not 0; and nothing in the run folder is lost."""
 
+import argparse
+import importlib
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -11,31 +14,69 @@ import sys
 import numpy as np
 import pytest
 
+from common import launch, options
+from common.errors import SettingError
 from tests.processes import PATIENCE, ROOT, free_port
-from tests.sample import sampled, thorough
+from tests.sample import sampled
 
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+EXPERTS = "single.py", "ep.py"  # train them
+NO_EXPERTS = "trains no experts: use ep.py (with --ep 1 it is FSDP for experts), or single.py"
 HUGE = "1" + "0" * 400
-WHOLE = {  # options that are whole numbers: their least value
-    "--steps": 1, "--batch-size": 1, "--grad-accum": 1, "--warmup-steps": 0, "--seed": 0,
-    "--seq-len": 1, "--workers": 0, "--timeout": 1, "--save-every": 0, "--keep": 1,
-    "--log-every": 1, "--resume-from": 1, "--val-every": 1, "--val-batches": 1,
-}
-SIZES = ["--vocab-size", "--hidden-size", "--intermediate-size", "--num-hidden-layers",
-         "--num-attention-heads", "--num-key-value-heads", "--head-dim"]
-NUMBERS = ["--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--grad-clip",
-           "--rms-norm-eps", "--rope-theta", "--initializer-range"]
+MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
+            "--num-experts"}
+TEXTS = {"--data", "--val-data", "--out", "--model", "--wandb", "--stage"}  # of rows below
+
+
+def parser_of(script, monkeypatch):
+    """The parser of a script, with the options of its services."""
+    module, parsers = importlib.import_module(script.removesuffix(".py")), []
+
+    def take(parser, argv):
+        parsers.append(parser)
+        sys.exit()
+
+    monkeypatch.setattr(module, "parse_options", take)
+    with pytest.raises(SystemExit):
+        module.main([])
+    return parsers[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_type_of_each_option(script, monkeypatch):
+    """No option takes a value that nothing checks."""
+    for action in parser_of(script, monkeypatch)._actions:
+        (name, *_), parse, refused = action.option_strings, action.type, []
+        if parse and parse.__name__ == "whole number":
+            least = 1 - (name in MAY_BE_0)
+            assert parse(str(least)) == least
+            refused = [str(least - 1), HUGE]
+        elif parse and parse.__name__ == "number":
+            refused = ["nan", "inf", "-1"]
+        else:
+            assert action.nargs == 0 or action.choices or name in TEXTS, name
+        for text in refused:
+            with pytest.raises(argparse.ArgumentTypeError, match="it must be (at|greater than)"):
+                parse(text)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in EXPERTS])
+def test_scripts_that_train_no_experts(folder, monkeypatch, script):
+    parser = parser_of(script, monkeypatch)
+    for words in (["--num-experts", "4"], ["--num-experts=4"], ["--model", f"{folder}/mixtral"]):
+        with pytest.raises(SettingError, match=re.escape(NO_EXPERTS)):
+            options.parse_options(parser, words)
+
 
 # Of each table a row is a command, the number of processes and what the line says, in which " ... "
 # stands for any text; 0 processes: plain python.
 
 OPTIONS = [("single.py " + options, 0, words) for options, words in [
-    *[(f"{name} {least - 1}", f"{name}: {least - 1} is not allowed: it must be at least {least}")
-      for name, least in WHOLE.items()],
-    *[(f"{name} {HUGE}", f"{name}: 1000") for name in (*WHOLE, *SIZES)],
-    *[(f"{name} 1.5", f"{name}: invalid whole number value: '1.5'") for name in WHOLE],
-    *[(f"{name} 0", f"{name}: 0 is not allowed: it must be greater than 0") for name in SIZES],
-    *[(f"{name} {value}", f"{name}: {value} is not allowed")
-      for name in NUMBERS for value in ("nan", "inf", "-1")],
+    ("--steps 0", "argument --steps: 0 is not allowed: it must be at least 1"),
+    ("--hidden-size 0", "argument --hidden-size: 0 is not allowed: it must be greater than 0"),
+    (f"--seed {HUGE}", "argument --seed: 1000"),
+    ("--workers 1.5", "argument --workers: invalid whole number value: '1.5'"),
+    ("--lr nan", "argument --lr: nan is not allowed"),
     ("--lr ''", "--lr: invalid number value: ''"),
     ("--batch-size 1000000000000", "1000000000000 is not allowed: ... at most 16777216"),
     ("--num-hidden-layers 100000", "num_hidden_layers is 100000: it must be at most 10000"),
@@ -43,16 +84,16 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--head-dim 7", "head_dim 7 is odd"),
     ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
     ("--num-key-value-heads 3", "num_key_value_heads 3 does not divide num_attention_heads 8"),
-    ("--model huge", "--model huge: no such preset, choose from tiny, small"),
-    ("--model ''", "no such preset"),
-    *[(f"{name} wrong", f"{name}: invalid choice: 'wrong' (choose from ")
-      for name in ("--dtype", "--device", "--backend", "--token-dtype")],
+    *[(f"--model {name or repr(name)}", f"--model {name}: no such preset or file: choose from "
+       f"tiny, small ... , or give a config.json or its folder") for name in ("nowhere", "")],
+    ("--model empty", "empty/config.json cannot be read: No such file"),
+    ("--model file", "file cannot be read: it is no JSON"),
+    ("--model deep", "deep/config.json: num_hidden_layers is 1000000000: ... at most 10000"),
+    ("--dtype wrong", "--dtype: invalid choice: 'wrong' (choose from "),
     ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
     ("--device cuda", "--device cuda: torch finds no GPU here"),
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
-    ("--init-from ''", "--init-from: it is empty"), ("--wandb ''", "--wandb: it is empty: name a"),
-    ("--init-from nowhere", "nowhere cannot be read"),
-    ("--init-from deep", "deep/config.json: num_hidden_layers is 1000000000: ... at most 10000"),
+    ("--wandb ''", "--wandb: it is empty: name a"),
     ("--out ''", "--out: it is empty: name a "),
     ("--out file", "file ... File exists"), ("--out file/run", "file/run ... Not a directory"),
     ("--out /proc/nothing/run", "/proc/nothing"), ("--out loop/run", "loop/run"),
@@ -64,9 +105,6 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--data '\x1b[2Jx'", r"--data \x1b[2Jx: no such file"),
     ("--data with-dangling", "dangling cannot be read (No such file or directory)"),
     ("--data with-loop", "loop cannot be read (Too many levels of symbolic links)"),
-    ("--data with-fifo", "fifo cannot be read (not a regular file)"),
-    ("--data fifo", "fifo cannot be read (not a regular file)"),
-    ("--data circle", "--data: circle/below/again cannot be read (a link to a folder above it)"),
     ("--data empty", "--data empty holds 0 tokens: one sample of --seq-len 128 takes 129; give"),
     ("--data file --seq-len 2000000000", "one sample of --seq-len 2000000000 takes 2000000001"),
     ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
@@ -74,7 +112,6 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--data mixed", "--data mixed mixes .bin files (token ids) with others (text): keep one"),
     ("--val-data ''", "--val-data: it is empty: name a file"),
     ("--val-data nowhere", "--val-data nowhere: no such file"),
-    ("--val-data with-fifo", "--val-data: with-fifo/fifo cannot be read (not a regular file)"),
     ("--val-data empty", "--val-data empty holds 0 tokens"),
     ("--val-data big.bin", "holds token 300, beyond a vocabulary of 256: raise --vocab-size"),
     ("--val-data mixed", "--val-data mixed mixes .bin files (token ids) with others (text)"),
@@ -143,8 +180,8 @@ STRATEGIES = [
     ("hybrid_3d.py --pp 2 --num-hidden-layers 1", 2, "--pp 2 stages are more than the 1 layers"),
     ("hybrid_3d.py --replicate 3", 4, "--replicate 3 does not divide dp (4)"),
     ("hybrid_3d.py --cp 4 --replicate 2", 4, "--replicate 2 does not divide dp (1)"),
-    ("hybrid_3d.py --num-experts 4", 2, "hybrid_3d.py splits no experts; use ep.py"),
-    ("tp.py --num-experts 4", 2, "tp.py splits no experts; use ep.py, or fsdp.py"),
+    ("ddp.py --num-experts 4", 2, f"ddp.py {NO_EXPERTS}"),
+    ("fsdp.py --model mixtral", 2, f"fsdp.py {NO_EXPERTS}"),
     ("ep.py", 2, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
     ("ep.py --num-experts 4 --ep 3", 4, "--ep 3 does not divide the world size 4: use 1 or 2 or 4"),
     ("ep.py --num-experts 6", 4, "--ep 4 does not divide --num-experts 6: use 1 or 2"),
@@ -173,43 +210,43 @@ RESUMES = [(f"{script} --out done {options}", world, words)
 # What a launcher sets: the first of two processes, with these changes
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 NEITHER = {"RANK": None, "WORLD_SIZE": None}
-SLURM = {**NEITHER, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a"}
+CONNECT = "rank 0 cannot connect to the others through MASTER_ADDR {}, MASTER_PORT {} ("
 ENVIRONMENTS = [
-    *[({name: value}, f"{name} is '{value:.40}': it must be a whole number from ")
-      for name, values in {
-        "RANK": ["", "-1", "one", HUGE], "WORLD_SIZE": ["", "1.5"],
-        "MASTER_PORT": ["foo", "-5", "99999", "", "0"]}.items() for value in values],
-    *[({"MASTER_ADDR": name}, f"MASTER_ADDR is '{name}': this machine cannot resolve that name; "
-       f"give the address") for name in ("", "no-such-machine.invalid", "a" * 300)],
+    *[({name: value}, f"{name} is '{value:.40}': it must be a whole number, as launchers set it")
+      for name, values in {"RANK": ["", "-1", "one", HUGE], "WORLD_SIZE": ["", "1.5"]}.items()
+      for value in values],
+    *[({"MASTER_PORT": port}, CONNECT.format("127.0.0.1", port))
+      for port in ("foo", "-5", "99999", "", None)],
+    *[({"MASTER_ADDR": name}, CONNECT.format(name, "")[:-2])
+      for name in ("", "no-such-machine.invalid", "a" * 250, None)],
     ({"WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE is 0: a launcher such as torchrun sets both"),
     ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2: a launcher such as torchrun sets both"),
     ({"RANK": None}, "RANK is None and WORLD_SIZE is 2: a launcher"),
     ({"WORLD_SIZE": None}, "RANK is 0 and WORLD_SIZE is None: a launcher"),
-    ({"MASTER_PORT": None}, "RANK is set but not MASTER_PORT"),
-    ({"MASTER_ADDR": None}, "RANK is set but not MASTER_ADDR"),
-    ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken}: ... ddress already in use"),
-    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"},
-     "GLOO_SOCKET_IFNAME is 'eth99': the network interfaces of this machine are "),
-    ({**NEITHER, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2 but RANK and WORLD_SIZE"),
-    ({**SLURM, "SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS is 'abc': it must be a whole"),
-    ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': it must be a whole number"),
-    ({**SLURM, "SLURM_STEP_NODELIST": "a b", "MASTER_ADDR": None},
-     "cannot tell the first host of SLURM_STEP_NODELIST 'a b': set MASTER_ADDR"),
+    ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
+    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"}, "cannot connect ... for: eth99) ... IFNAME must name"),
+    *[({**NEITHER, name: "2"}, f"{name} is 2 but RANK is not set: each process would train alone; "
+       f"start the script by run.sh or torchrun, which set RANK and WORLD_SIZE for each process")
+      for name in launch.TASKS],
 ]
 
 # A command on two ranks, and what is run before it on each of them.
 DIFFERENCES = [
-    *[(command, f"if rank == 1: sys.argv += ['{option}', '{value}']",
+    *[(command, f"rank_1_has('{option}', '{value}')",
        f"{option} is ... on rank 0 and {value} on rank 1: start all ranks with the same")
       for command, option, value in [
-        ("ddp.py", "--lr", "0.5"), ("ddp.py", "--dtype", "float64"), ("zero.py", "--keep", "9"),
-        ("fsdp.py", "--steps", "9"), ("tp.py", "--seed", "1"), ("cp.py", "--save-every", "3"),
-        ("pp.py", "--hidden-size", "64"), ("hybrid_3d.py --tp 2", "--log-every", "2")]],
-    ("ddp.py", "import platform; platform.python_version = lambda: '3.99.' + str(rank)",
-     "is 3.99.0 on rank 0 and 3.99.1 on rank 1: start all ranks with the same"),
-    # Found by one rank, while others connect
-    ("ddp.py", "common.launch.pick_device = lambda *_, **__: torch.device(['cpu', 'cuda'][rank])",
-     "is cpu on rank 0 and cuda on rank 1"),
+        ("ddp.py", "--lr", "0.5"), ("zero.py", "--dtype", "float64"), ("fsdp.py", "--keep", "9"),
+        ("tp.py", "--seed", "1"), ("cp.py", "--out", "elsewhere"), ("pp.py", "--hidden-size", "64"),
+        ("hybrid_3d.py --tp 2", "--log-every", "2"), ("ddp.py --backend gloo", "--backend", "mpi"),
+        ("ddp.py", "--backend", "gloo")]],
+    ("fsdp.py --model . --data ../file", "os.chdir(str(rank))",
+     "--hidden-size is 32 on rank 0 and 64 on rank 1: start all ranks with the same"),
+    ("ddp.py", "other_pythons()",
+     "Python is 3.99.0 on rank 0 and 3.99.1 on rank 1: start all ranks with the same"),
+    ("ddp.py --timeout 2", "slow(1, 30)",
+     "rank 0 cannot connect to the others through ... must start within --timeout seconds"),
+    # Before they connect over NCCL, which would wait for the rank on the CPU
+    ("ddp.py", "other_devices()", "the type of device is cpu on rank 0 and cuda on rank 1"),
     *[(f"{command} --out ../out --data {data}", "os.chdir(str(rank))", words)
       for command in ("ddp.py", "pp.py") for data, words in [
         ("letters", "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
@@ -220,23 +257,19 @@ DIFFERENCES = [
     ("ddp.py --out ../done --data letters --no-resume", "os.chdir(str(rank))",
      "the hash of some samples in --data is ... on rank 0 and ... on rank 1"),
     # A setting of a foreign model
-    ("fsdp.py", "settings = common.options.run_settings; common.options.run_settings = "
-     "lambda args, data: settings(args, data, {'n_layer': 2 + rank})",
+    ("fsdp.py", "other_models()",
      "--n-layer is 2 on rank 0 and 3 on rank 1: start all ranks with the same"),
 ]
 
-
 # Models that a strategy cannot take
-PARAMETER = ("after(common.model.Transformer, '__init__', lambda _, model, config: "
-             "model.model.register_parameter('gate', torch.nn.Parameter(torch.empty(3))))")
 MODELS = [
     *[(command, world, "tied()", "several stages have the parameter model.embed_tokens.weight = "
        "lm_head.weight: delete it from all stages but one (layers must keep their names")
       for command, world in [
         ("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
-    *[(command, 2, PARAMETER, "several stages have the parameter model.gate: delete")
+    *[(command, 2, "own_parameter()", "several stages have the parameter model.gate: delete")
       for command in ("pp.py", "hybrid_3d.py --pp 2")],
-    *[(command, world, PARAMETER, "the plan does not reach model.gate: add its module, with Repl")
+    *[(command, world, "own_parameter()", "the plan does not reach model.gate: add its module, with Repl")
       for command, world in [("tp.py", 2), ("hybrid_3d.py --tp 2 --pp 1", 2)]],
 ]
 
@@ -250,26 +283,26 @@ def folder(server, tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "dangling").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
-    os.mkfifo(folder / "fifo")
-    for name in ("dangling", "loop", "fifo"):
+    for name in ("dangling", "loop"):
         (folder / f"with-{name}").mkdir()
         os.rename(folder / name, folder / f"with-{name}" / name)
         (folder / f"with-{name}" / "text").write_text("text")
         (folder / name).symlink_to(f"with-{name}/{name}")
-    (folder / "circle" / "below").mkdir(parents=True)
-    (folder / "circle" / "below" / "again").symlink_to("..")
     (folder / "mixed").mkdir()
     for name in ("a.bin", "b.txt"):
         (folder / "mixed" / name).write_bytes(bytes(500))
     (folder / "odd.bin").write_bytes(bytes(301))
     np.full(5000, 300, np.uint16).tofile(folder / "big.bin")
-    (folder / "deep").mkdir()
-    (folder / "deep" / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
-        "num_hidden_layers": 10**9, "num_attention_heads": 4,
-    }))
+    for name, change in {
+        "deep": {"num_hidden_layers": 10**9}, "0": {}, "1": {"hidden_size": 64},
+        "mixtral": {"model_type": "mixtral", "num_key_value_heads": 4},
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({
+            "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 4, **change,
+        }))
     for rank in (0, 1):
-        (folder / str(rank)).mkdir()
         (folder / str(rank) / "letters").write_text("ab"[rank] + "x" * 9999)
         (folder / str(rank) / "length").write_text("x" * (10_000 + 128 * rank))
     server.run("single.py", 0, f"{SMALL} --data file", folder=folder, out="done")
@@ -331,10 +364,12 @@ def test_ranks_that_differ(refused, command, code, words):
     refused(command, 2, words, inject=code)
 
 
-@thorough
-def test_a_rank_that_starts_late(refused):
-    """Rank 0, which serves the store, waits for it: torch would look for the store for minutes."""
-    refused("ddp.py --lr fast", 2, "--lr: invalid number value", inject="time.sleep(4 * rank)")
+@pytest.mark.parametrize("name", launch.TASKS)
+def test_a_task_that_is_not_one_of_several(monkeypatch, name):
+    monkeypatch.setattr(os, "environ", {name: "1"})
+    assert launch.rank_and_world_size() == (0, 1)
+    monkeypatch.setattr(os, "environ", {name: "2", "RANK": "1", "WORLD_SIZE": "2"})
+    assert launch.rank_and_world_size() == (1, 2)
 
 
 @pytest.mark.parametrize("command, world, code, words", MODELS)
@@ -357,18 +392,22 @@ def test_run_sh(tmp_path, command, environment, words):
     assert line.startswith("run.sh: error: ") and words in line and result.returncode == 1
 
 
-@pytest.mark.parametrize("name", sampled(["a-file", "a-folder"], ["a-folder"]))
-def test_what_may_not_be_read(tmp_path, name):
-    """As a user without the right to read it; root, who has all rights, gives them up."""
+@pytest.mark.parametrize("name, rights, words", sampled([
+    ("data/a-file", 0, "data/a-file cannot be read (Permission denied)"),
+    ("data/a-folder", 0, "data/a-folder cannot be read (Permission denied)"),
+    (".", 0o500, "--out runs/single cannot be written (Permission denied): choose another folder"),
+], [(".", 0o500, "--out runs/single cannot be written (Permission denied): choose another folder")]))
+def test_a_right_that_is_missing(tmp_path, name, rights, words):
+    """Root, who has all rights, gives them up."""
     (tmp_path / "data" / "a-folder").mkdir(parents=True)
     (tmp_path / "data" / "text").write_text("text " * 1000)
     (tmp_path / "data" / "a-file").write_text("secret")
-    os.chmod(tmp_path / "data" / name, 0)
+    os.chmod(tmp_path / name, rights)
     prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] * (os.getuid() == 0)
     result = subprocess.run(
         [*prefix, sys.executable, ROOT / "single.py", "--data", "data", "--steps", "1"],
         cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE,
     )
-    os.chmod(tmp_path / "data" / name, 0o700)
+    os.chmod(tmp_path / name, 0o700)
     (line,) = result.stderr.splitlines()
-    assert f"data/{name} cannot be read (Permission denied)" in line and result.returncode == 1
+    assert words in line and result.returncode == 1

@@ -126,6 +126,10 @@ class Checkpoints:
                 more steps, ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
+        # torchrun counts a restart on the machine where a process has failed, maybe on no other.
+        restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
+        if not {None, "", "0"}.issuperset(restarts):
+            newest, step = True, None
         start = None
         unwritable = f"--out {self.folder} cannot be written", "choose another folder"
         with together(self.group, *unwritable):
@@ -162,8 +166,6 @@ class Checkpoints:
                 remove(path)
         checkpoints = list_checkpoints(self.folder)
         steps = [step_of(path) for path in checkpoints]
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
-            newest, step = True, None  # torchrun has started this process again
         if step is not None and step not in steps:
             raise SettingError(
                 f"--resume-from {step}: {self.folder} has no such checkpoint; it has "
