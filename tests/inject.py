@@ -272,18 +272,18 @@ def kill_while_saving(when):
     fsync, rename, rmtree = os.fsync, pathlib.Path.rename, shutil.rmtree
 
     def fsync_or_die(descriptor):
-        if when == "writing" and rank == 0 and os.path.exists("out/step-00000015.tmp"):
+        if when == "writing" and rank == 0 and list(pathlib.Path("out").glob("step-*15.*.tmp")):
             os.ftruncate(descriptor, 1000)
             kill_self()
         fsync(descriptor)
 
     def rename_or_die(path, target):
-        if when == "renaming" and path.name == "step-00000015.tmp":
+        if when == "renaming" and path.match("step-00000015.*.tmp"):
             kill_self()
         return rename(path, target)
 
     def rmtree_or_die(path, *args, **kwargs):
-        if when == "removing" and path.name == "step-00000005.old":
+        if when == "removing" and path.match("step-00000005.*.old"):
             next(path.glob("*.distcp")).unlink()
             kill_self()
         rmtree(path, *args, **kwargs)

@@ -130,7 +130,9 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
     """
     imported, model = Small(), Small()
     checkpoints_of(tmp_path, imported).save(0)
-    stored.write_settings(tmp_path / "step-00000000", {"size": 4}, {}, len(model.state_dict()))
+    stored.complete(tmp_path / "step-00000000", stored.read_sums(tmp_path / "step-00000000"),
+                    run=None, step=0, tensors=len(model.state_dict()), fixed={"size": 4},
+                    changeable={})
     settings = {"size": 4, "--seed": 1}
     checkpoints = checkpoints_of(tmp_path, model, must=settings, keep=1)
     assert checkpoints.resume() == 0
@@ -165,7 +167,7 @@ ANOTHER_RUN = {
                    "x.weight has shape .1, 1. here and none there"),
     "shapes": ({}, lambda: nn.ModuleDict({"linear": nn.Linear(4, 5)}),
                "linear.weight has shape .5, 4. here and .4, 4. there"),
-    "end": ({"stop": 1}, Small, "holds a run that has finished step 1, and --steps is 1: raise"),
+    "end": ({"stop": 0}, Small, "holds a run that has finished step 1, and --steps is 0: raise"),
 }
 
 
@@ -259,19 +261,12 @@ def test_a_loop_that_breaks_loses_no_save(tmp_path):
 
 
 def test_files_of_others_stay(tmp_path):
-    """Only what a run has written is removed or moved, also in a folder that a run has used."""
-    mine = ["config.json", "step-backup.old", "step-5", "notes.jsonl", "step-00000001.txt"]
+    """What has the name of a run's file moves aside; nothing is removed (see test_run_folder)."""
+    mine = ["config.json", "step-backup.old", "step-5", "notes.jsonl", "step-00000001.txt",
+            "step-00000002.tmp", "step-00000001.old"]
     written = ["metrics.jsonl", "trace-rank0.json", "events.out.x", "step-00000003"]
-    for name in [*mine, "metrics.jsonl", "trace-rank0.json", "events.out.x"]:
+    for name in [*mine, *written]:
         (tmp_path / name).write_text("mine")
-    for name in ("step-00000002.tmp", "step-00000001.old", "step-00000003"):
-        (tmp_path / name).mkdir()
-    def left():
-        return {path.name for path in tmp_path.iterdir()}
-
     checkpoints_of(tmp_path, Small()).resume(newest=False)
-    assert left() == {*mine, *written, "lock", "previous-1"} - {"step-00000003"}
-    (tmp_path / "step-00000003").mkdir()
-    checkpoints_of(tmp_path, Small()).resume(newest=False)
-    assert left() == {*mine, "lock", "previous-1", "previous-2"}
-    assert {path.name for path in (tmp_path / "previous-2").iterdir()} == set(written)
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "lock", "previous-1"}
+    assert {path.name for path in (tmp_path / "previous-1").iterdir()} == set(written)

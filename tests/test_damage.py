@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from common.errors import SettingError, printable
 from common.services import stored
 from common.services.checkpoint import Checkpoints
-from common.services.stored import write_hash
 from tests.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
 
@@ -108,8 +107,7 @@ def become_a_folder(path):
 DAMAGE = [
     (change, name)
     for change in (flip_a_bit, truncate, remove, become_a_fifo, become_endless, become_a_folder)
-    for name in (DATA, "__1_0.distcp", ".metadata", "run.json", f"{DATA}.sha256",
-                 ".metadata.sha256")
+    for name in (DATA, "__1_0.distcp", ".metadata", "run.json", stored.SUMS)
 ]
 
 
@@ -119,7 +117,10 @@ def test_a_damaged_file(out, change, name):
     change(out / "step-00000006" / name)
     with pytest.raises(SettingError) as error:
         stored.read(out / "step-00000006")
-    assert name.removesuffix(".sha256") in str(error.value)
+    if name != stored.SUMS or change in (remove, become_a_fifo, become_endless, become_a_folder):
+        assert f"{out}/step-00000006/{name} " in str(error.value)
+    with pytest.raises(SettingError) as error:
+        resume(out)
     assert str(error.value).endswith(f"use the older {out}/step-00000004: --resume-from 4")
 
 
@@ -167,7 +168,7 @@ def test_a_restart_that_torchrun_has_counted_on_one_of_two_machines(run, corpus,
 
 @thorough
 def test_sha256sum_reads_the_hashes(saved):
-    result = subprocess.run("sha256sum -c *.sha256 .*.sha256", shell=True, text=True,
+    result = subprocess.run(["sha256sum", "-c", stored.SUMS], text=True,
                             cwd=saved / "step-00000006", capture_output=True)
     assert result.returncode == 0 and result.stdout.count(": OK") == 4
 
@@ -201,9 +202,16 @@ def write(name, content):
 
     def write_file(folder):
         (folder / name).write_bytes(content)
-        write_hash(folder / name)
+        hash_again(folder)
 
     return write_file
+
+
+def hash_again(folder):
+    """Write the list of hashes of all files in a checkpoint."""
+    lines = [f"{stored.hash_of(path)}  {path.name}\n" for path in sorted(folder.iterdir())
+             if path.name != stored.SUMS]
+    (folder / stored.SUMS).write_text("".join(lines))
 
 
 def part(index):
@@ -219,9 +227,8 @@ def save_an_object(folder):
     shutil.rmtree(folder)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"x": Run(os.system, "touch ran")}, checkpoint_id=folder, no_dist=True)
-    for name in (".metadata", DATA):
-        write_hash(folder / name)
-    write("run.json", b'{"must stay the same": {}, "may change": {}, "tensors": 1}')(folder)
+    write("run.json", b'{"step": 6, "must stay the same": {}, "may change": {}, "tensors": 1}')(
+        folder)
 
 
 def without_states(index):
@@ -240,19 +247,21 @@ HOSTILE = {
     "a value": (save_an_object, "BytesStorageMetadata, which DCP never writes for tensors"),
     "states": (edit(without_states), "its index has 42 tensors of 84"),
     "another folder": (edit(lambda index: setattr(part(index), "relative_path", "../x")),
-                       "its index names the file '../x'"),
+                       "its index names '../x', which SHA256SUMS lacks"),
     "a device": (edit(lambda index: setattr(part(index), "relative_path", "/dev/zero")),
-                 "its index names the file '/dev/zero'"),
+                 "its index names '/dev/zero', which SHA256SUMS lacks"),
     "a file without a hash": (edit(lambda index: setattr(part(index), "relative_path", "x")),
-                              "its index names the file 'x'"),
+                              "its index names 'x', which SHA256SUMS lacks"),
     "another size": (edit(lambda index: setattr(entry(index), "size", torch.Size([2**40, 9]))),
-                     "is of another model: lm_head.weight has shape (256, 48) here and (109951162"),
+                     "it lacks a part of model.lm_head.weight"),
+    "a part": (edit(lambda index: entry(index).chunks.pop()),
+               "it lacks a part of model.lm_head.weight"),
     "no storage": (edit(lambda index: index.storage_data.clear()), "cannot be read"),
     "another place": (edit(lambda index: setattr(part(index), "offset", 5)), "cannot be read"),
     "no tensor": (edit(lambda index: index.state_dict_metadata.update(x=3)), "x is not a tensor"),
     "no table": (edit(lambda index: setattr(index, "state_dict_metadata", [1])), NONE),
     **{f"settings {text}": (write("run.json", text.encode()), NONE)
-       for text in ("null", "[]", "{}", '{"may change": 3}')},
+       for text in ("null", "[]", "{}", '{"may change": 3}', '{"step": 6}')},
 }
 
 
@@ -266,10 +275,9 @@ def test_a_hostile_checkpoint(out, tmp_path, monkeypatch, case):
         resume(out)
     line = str(error.value)
     assert line.startswith(f"{out}/step-00000006 ") and message in line, line
-    if "of another model" not in message:
-        assert line.endswith(f"use the older {out}/step-00000004: --resume-from 4"), line
-        with pytest.raises(SettingError):
-            stored.read(out / "step-00000006")
+    assert line.endswith(f"use the older {out}/step-00000004: --resume-from 4"), line
+    with pytest.raises(SettingError):
+        stored.read(out / "step-00000006")
     assert not (tmp_path / "ran").exists()
 
 
@@ -288,12 +296,13 @@ def test_control_characters_do_not_reach_the_terminal(out, capsys):
 
 
 def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
-    """They are removed as links, and never stand in the way of a start."""
+    """They are removed as links, if they lead to this run's; others stay, and stand in no way."""
     for step in (2, 4):
         shutil.move(out / f"step-0000000{step}", tmp_path / f"kept-{step}")
         (out / f"step-0000000{step}").symlink_to(tmp_path / f"kept-{step}")
     (out / "step-00000001.old").symlink_to(tmp_path / "kept-2")
     (out / "step-00000009.tmp").symlink_to("nowhere")
     run("single.py", 0, f"{STEPS} --data {corpus} --keep 1")
-    assert {path.name for path in out.glob("step-*")} == {"step-00000008"}
+    assert {path.name for path in out.glob("step-*")} == {
+        "step-00000008", "step-00000001.old", "step-00000009.tmp"}
     assert stored.read(tmp_path / "kept-2") and stored.read(tmp_path / "kept-4")

@@ -196,7 +196,9 @@ def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, ne
 @pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
-    with run_folder.lock_folder(tmp_path / "out"):
+    file, _ = run_folder.lock_folder(tmp_path / "out")
+    run_folder.write_lock(file, None)
+    with file:
         line = one_error(run(command, world, f"{OPTIONS} --data {corpus}", expect_ok=False))
         assert f"out is in use by process {os.getpid()} on " in line
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]

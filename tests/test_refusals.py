@@ -196,7 +196,7 @@ STRATEGIES = [
 SMALL = "--hidden-size 32 --batch-size 8 --seq-len 32 --steps 2"
 RESUMES = [(f"{script} --out done {options}", world, words)
            for script, world in (("single.py", 0), ("fsdp.py", 2)) for options, words in [
-    ("", "done holds a run that has finished step 2, and --steps is 2: raise --steps"),
+    ("--steps 1", "done holds a run that has finished step 2, and --steps is 1: raise --steps"),
     *[(f"--steps 4 {name} {now}", f"{name} is {saved} in done/step-00000002 and {now} in this run: "
        f"resume with the same, or start anew with --no-resume or another --out")
       for name, saved, now in [

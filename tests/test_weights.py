@@ -23,6 +23,7 @@ from common.services.hf_weights import load_weights
 from common.services.settings import config_settings
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tests.test_damage import hash_again
 from tools import export, import_hf
 
 NEEDS = "pip install -r examples/requirements.txt"
@@ -335,7 +336,7 @@ def test_a_missing_package_is_one_line(llama, monkeypatch):
 
 
 def test_a_disk_that_is_full(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "write_hash", lambda _: pathlib.Path("/dev/full").write_text("x"))
+    monkeypatch.setattr(stored, "hash_of", lambda _: pathlib.Path("/dev/full").write_text("x"))
     with pytest.raises(SettingError, match="could not be written .rank 0: .*No space left"):
         import_hf.main([str(llama[0]), str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
@@ -405,7 +406,7 @@ def break_settings(**values):
         run = json.loads((step / "run.json").read_text())
         run["must stay the same"] |= values
         (step / "run.json").write_text(json.dumps(run))
-        stored.write_hash(step / "run.json")
+        hash_again(step)
     return edit
 
 
@@ -427,8 +428,9 @@ def grow(step):
 
 BROKEN = {
     "damaged": (lambda step: (step / "__1_0.distcp").write_bytes(b"other"), "__1_0.distcp is dama"),
-    "cut off": (lambda step: (step / "__1_0.distcp.sha256").unlink(), "is not a checkpoint"),
-    "no index": (lambda step: (step / ".metadata").unlink(), ".metadata cannot be checked"),
+    "cut off": (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp is missing, or no reg"),
+    "no list": (lambda step: (step / "SHA256SUMS").unlink(), "SHA256SUMS is missing, or no regular"),
+    "no index": (lambda step: (step / ".metadata").unlink(), ".metadata is missing, or no regular"),
     "another model": (break_settings(**{"--model-type": "gpt2"}), "has model_type 'gpt2': only"),
     "no model": (break_settings(**{"--hidden-size": None}), "run.json lacks hidden_size"),
     "another shape": (break_settings(**{"--vocab-size": 9}), r"shape \(256, 32\), and its config"),
