@@ -9,6 +9,7 @@ were sharded when they were saved does not matter when they are loaded.
 Reading runs no code that a file chose.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -53,10 +54,11 @@ def older_checkpoint(checkpoint):
 
 def run_of(checkpoint):
     """The id of the run that has saved a checkpoint; None if it does not say."""
-    try:
-        return json.loads((checkpoint / "run.json").read_text())["run"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    path = checkpoint / "run.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        if path.is_file():  # reading a FIFO or a device might never end
+            return json.loads(path.read_text())["run"]
+    return None
 
 
 def read(checkpoint, prefix="model."):
