@@ -195,8 +195,8 @@ class TokenDataset(Dataset):
         some = self.read(0, min(self.tokens, 2**14))
         if guessed and self.dtype == np.uint16 and not some[1::2].any() and some.any():
             raise SettingError(
-                f"{option} {data}: every second number is 0, as if uint32 were read as uint16: name "
-                f"the type by --token-dtype"
+                f"{option} {data}: every second number is 0, as if uint32 were read as uint16: "
+                f"name the type by --token-dtype"
             )
 
     def __str__(self):

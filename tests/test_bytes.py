@@ -175,8 +175,8 @@ def test_the_table_of_a_run():
 
 
 def test_every_symbol_has_one_meaning():
-    """Those of all formulas, and of the scripts' docstrings, are in the table of docs/bytes.md, each
-    once."""
+    """Those of all formulas, and of the scripts' docstrings, are in the table of docs/bytes.md,
+    each once."""
     assert len(SYMBOLS) == len(set(SYMBOLS)) > 20
     source = (ROOT / "common" / "services" / "theory.py").read_text()
     formulas = " ".join(re.findall(r'"([^"]*[(/+][^"]*)"', source))

@@ -79,7 +79,8 @@ FAULTS = [
     ("single.py", 0, "--data copy", "at(5, os.remove, 'copy')",
      "copy cannot be read (No such file or directory): put it back", [3]),
     # Memory that an option asks for
-    ("single.py", 0, "--vocab-size 2000000000 --hidden-size 20000", "", "can't allocate memory", []),
+    ("single.py", 0, "--vocab-size 2000000000 --hidden-size 20000", "", "can't allocate memory",
+     []),
     ("single.py", 0, "", "at(5, fail, '', MemoryError)", "error: MemoryError: ", [3]),
 ]
 ALWAYS = {("single.py", 0), ("zero.py --stage 2", 2), ("ddp.py", 2), ("hybrid_3d.py --pp 2", 2)}

@@ -611,7 +611,8 @@ def test_srun_starts_torchrun(slurm, tmp_path, corpus, expected):
     options = [*OPTIONS.split(), "--data", corpus, "--out", tmp_path / "out"]
     with free_port() as port:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-                    "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+                    "--nproc-per-node=1", "--rdzv-backend=c10d",
+                    f"--rdzv-endpoint=localhost:{port}"]
         process = start([*SRUN, "--ntasks=2", *torchrun, ROOT / "ddp.py", *options], tmp_path,
                         GLOO_SOCKET_IFNAME="lo", **slurm)
         output = finish(process)

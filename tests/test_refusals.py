@@ -224,7 +224,8 @@ ENVIRONMENTS = [
     ({"RANK": None}, "RANK is None and WORLD_SIZE is 2: a launcher"),
     ({"WORLD_SIZE": None}, "RANK is 0 and WORLD_SIZE is None: a launcher"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
-    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"}, "cannot connect ... for: eth99) ... IFNAME must name"),
+    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"},
+     "cannot connect ... for: eth99) ... IFNAME must name"),
     *[({**NEITHER, name: "2"}, f"{name} is 2 but RANK is not set: each process would train alone; "
        f"start the script by run.sh or torchrun, which set RANK and WORLD_SIZE for each process")
       for name in launch.TASKS],
@@ -269,7 +270,8 @@ MODELS = [
         ("pp.py", 2), ("pp.py --schedule zbv", 1), ("hybrid_3d.py --pp 2", 2)]],
     *[(command, 2, "own_parameter()", "several stages have the parameter model.gate: delete")
       for command in ("pp.py", "hybrid_3d.py --pp 2")],
-    *[(command, world, "own_parameter()", "the plan does not reach model.gate: add its module, with Repl")
+    *[(command, world, "own_parameter()",
+       "the plan does not reach model.gate: add its module, with Repl")
       for command, world in [("tp.py", 2), ("hybrid_3d.py --tp 2 --pp 1", 2)]],
 ]
 
@@ -392,11 +394,14 @@ def test_run_sh(tmp_path, command, environment, words):
     assert line.startswith("run.sh: error: ") and words in line and result.returncode == 1
 
 
-@pytest.mark.parametrize("name, rights, words", sampled([
+RIGHTS = [
     ("data/a-file", 0, "data/a-file cannot be read (Permission denied)"),
     ("data/a-folder", 0, "data/a-folder cannot be read (Permission denied)"),
     (".", 0o500, "--out runs/single cannot be written (Permission denied): choose another folder"),
-], [(".", 0o500, "--out runs/single cannot be written (Permission denied): choose another folder")]))
+]
+
+
+@pytest.mark.parametrize("name, rights, words", sampled(RIGHTS, RIGHTS[-1:]))
 def test_a_right_that_is_missing(tmp_path, name, rights, words):
     """Root, who has all rights, gives them up."""
     (tmp_path / "data" / "a-folder").mkdir(parents=True)

@@ -126,7 +126,7 @@ def test_it_knows_its_step(out):
     """Renamed, it would skip samples or repeat some."""
     assert resume(out) == (3, 3.0)
     (out / "step-00000003").rename(out / "step-00000008")
-    with pytest.raises(SettingError, match="it was saved after step 3.*use the older .*step-00000002"):
+    with pytest.raises(SettingError, match="it was saved after step 3.*use the older .*00002"):
         resume(out)
 
 
@@ -142,7 +142,7 @@ def test_a_file_of_another_step_is_noticed(out):
     (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing, or no regular file"),
     (lambda step: (step / stored.SUMS).unlink(), "SHA256SUMS is missing, or no regular file"),
     (lambda step: (step / stored.SUMS).write_text(""), "cannot be checked: SHA256SUMS lacks it"),
-    (lambda step: (step / ".metadata.sha256").touch(), "is of an earlier format, with a .sha256 be"),
+    (lambda step: (step / ".metadata.sha256").touch(), "is of an earlier format, with a .sha256"),
     (lambda step: [path.unlink() for path in step.iterdir()], "SHA256SUMS is missing"),
 ])
 def test_a_list_that_does_not_fit(out, change, words):

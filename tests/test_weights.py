@@ -428,8 +428,8 @@ def grow(step):
 
 BROKEN = {
     "damaged": (lambda step: (step / "__1_0.distcp").write_bytes(b"other"), "__1_0.distcp is dama"),
-    "cut off": (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp is missing, or no reg"),
-    "no list": (lambda step: (step / "SHA256SUMS").unlink(), "SHA256SUMS is missing, or no regular"),
+    "cut off": (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp is missing, or no"),
+    "no list": (lambda step: (step / "SHA256SUMS").unlink(), "SHA256SUMS is missing, or no"),
     "no index": (lambda step: (step / ".metadata").unlink(), ".metadata is missing, or no regular"),
     "another model": (break_settings(**{"--model-type": "gpt2"}), "has model_type 'gpt2': only"),
     "no model": (break_settings(**{"--hidden-size": None}), "run.json lacks hidden_size"),
