@@ -231,7 +231,8 @@ def ring_blocks(n=4):
 
     def blocks(rank, source):
         own = chunks[rank]
-        queries, keys = cp.in_sight(source, types.SimpleNamespace(rank=lambda: rank), 2)
+        group = types.SimpleNamespace(rank=lambda: rank)
+        queries, keys, _ = cp.in_sight(source, group, 2, is_causal=True)
         pairs = itertools.product(own[queries], chunks[source][keys])
         return [(q, k) for q, k in pairs if source != rank or q >= k]
 

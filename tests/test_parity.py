@@ -78,7 +78,7 @@ FAULTS = {
     "no-mask-on-a-rank": (
         "ddp.py", "", "forward pass: the loss is",
         before("    replica = ", "    for layer in layers if dist.get_rank() else ():\n"
-               "        layer.self_attn.attention = lambda q, k, v: (\n"
+               "        layer.self_attn.attention = lambda q, k, v, **_: (\n"
                "            torch.nn.functional.scaled_dot_product_attention(q, k, v, "
                "enable_gqa=True))\n")),
     "mean-of-means": ("ddp.py", "", "a mean of means",
@@ -92,13 +92,13 @@ FAULTS = {
                     ["        optimizer.zero_grad()\n", ""]),
     "a-stages-own-norm": (
         "pp.py", "--microbatches 2", "step 0: clipping .* others by .* the norm of a part",
-        ["= clip_grad_norm(parameters, args.grad_clip, group)",
-         "= torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)"]),
+        ["= clip_over_stages(parameters, args.max_norm, group)",
+         "= torch.nn.utils.clip_grad_norm_(parameters, args.max_norm)"]),
     "wrong-norm": ("cp.py", "", "step 0: clipping by a wrong norm .* not by .*divided by 2",
-                   ["(model.parameters(), args.grad_clip)", "(model.parameters(), 0.25)"]),
+                   ["(model.parameters(), args.max_norm)", "(model.parameters(), 0.25)"]),
     "ranks-clip-otherwise": (
         "cp.py", "", "step 0: clipping .* scaled by .*, others by ",
-        ["(model.parameters(), args.grad_clip)", "(model.parameters(), 0.25 * (1 + cp_rank))"]),
+        ["(model.parameters(), args.max_norm)", "(model.parameters(), 0.25 * (1 + cp_rank))"]),
     "local-positions": ("cp.py", "", "forward pass: .* positions",
                         ["targets, positions) / count", "targets) / count"]),
     "learning-rate-times-n": (

@@ -134,11 +134,12 @@ def test_faults_are_seen(pretended, tmp_path):
     """A value that is read in the loop, a tensor on the CPU, attention without a fused kernel."""
     faults = {
         "reads.py": ("single.py", "loss += micro_loss.detach()", "loss += micro_loss.item()"),
-        "stays.py": ("cp.py", "positions = shards[cp_rank]", "positions = shards[cp_rank].cpu()"),
+        "stays.py": ("cp.py", "zigzag).to(device)[cp_rank]", "zigzag)[cp_rank]"),
         "scores.py": (
             "single.py", "    wrap_layers(",
             "    for layer in layers:\n"
-            "        layer.self_attn.attention = lambda q, k, v: q @ k.mT.repeat(1, 2, 1, 1) @ "
+            "        layer.self_attn.attention = lambda q, k, v, **_: q @ k.mT.repeat(1, 2, 1, 1)"
+            " @ "
             "v.repeat(1, 2, 1, 1)\n"
             "    wrap_layers(",
         ),
