@@ -364,6 +364,23 @@ def rank_1_has(*words):
         sys.argv += words
 
 
+def other_code(name):
+    """On rank 1 a file of that name has another text."""
+    read = pathlib.Path.read_bytes
+
+    def read_and_change(path):
+        text = read(path)
+        return text + b"# edited" if rank == 1 and path.name == name else text
+
+    pathlib.Path.read_bytes = read_and_change
+
+
+def nan_weights():
+    after(common.materialise, "materialise", lambda _, model, *args: (
+        next(model.parameters()).data.fill_(torch.nan)
+    ))
+
+
 def other_pythons():
     platform.python_version = lambda: f"3.99.{rank}"
 

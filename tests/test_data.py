@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from common import data
 from common.data import BatchSampler, TokenDataset, load_batches, permute
 from common.errors import SettingError
+from common.services.settings import fingerprint
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 
@@ -190,3 +191,16 @@ def test_it_serves_a_users_own_dataset():
 def test_a_replication_that_does_not_divide_the_ranks_is_refused():
     with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
         BatchSampler(SIZE, 12, rank=0, world_size=4, replication=3)
+
+
+def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):
+    """Of 20,000 samples 200, anywhere: the same number of samples, the same first and last."""
+    text = np.frombuffer(("seven wizards box " * 40_000).encode(), np.uint8)[: 20_000 * 32 + 1]
+    other = text.copy()
+    other[np.random.default_rng(1).choice(np.arange(1, 19_999), 200, replace=False) * 32 + 7] += 1
+    found = []
+    for name, tokens in (("a", text), ("b", other)):
+        tokens.tofile(tmp_path / name)
+        found.append(fingerprint(TokenDataset(str(tmp_path / name), 32)))
+    (size, one), (same, two) = (each.values() for each in found)
+    assert size == same == 20_000 and one != two

@@ -37,6 +37,7 @@ FAULTS = [
     ("ddp.py", 2, "--log-every 9 --async-save", "gradients_times(1e30, 5)", NOT_SAVED, [3]),
     ("ddp.py", 2, "--log-every 2", "gradients_times(1e30, 4)", DIVERGED, [3]),
     ("single.py", 0, "--log-every 3 --save-every 0", "gradients_times(torch.inf, 4)", DIVERGED, []),
+    ("single.py", 0, "", "nan_weights()", "not finite: look at the weights that the run", []),
     # An update that overflows after a norm that is finite
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
        "step 1 is not saved, since ... is not finite: training diverged; lower --lr", [])

@@ -298,6 +298,7 @@ def test_an_error_is_one_line(tmp_path, launcher, script, inject, message):
     ({"NODE_RANK": "1"}, "NODE_RANK is 1 but NNODES is not set"),
     *[({"NNODES": "2", **more}, "NNODES is 2: set NODE_RANK, the number of this machine ")
       for more in ({}, {"NODE_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"})],
+    ({"NNODES": "2", "NODE_RANK": "x", "MASTER_ADDR": "127.0.0.1"}, "NNODES is 2: set NODE_RANK"),
     ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no..host"},
      "MASTER_ADDR is no..host: this machine cannot resolve that name"),
     ({"NPROC": "0"}, "NPROC is '0': it must be a whole number, at least 1"),

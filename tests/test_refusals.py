@@ -107,6 +107,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--data with-loop", "loop cannot be read (Too many levels of symbolic links)"),
     ("--data empty", "--data empty holds 0 tokens: one sample of --seq-len 128 takes 129; give"),
     ("--data file --seq-len 2000000000", "one sample of --seq-len 2000000000 takes 2000000001"),
+    ("--data wide.bin", "--data wide.bin: every second number is 0, as if uint32 were read"),
     ("--data odd.bin", "odd.bin has 301 bytes: not a whole number of uint16 tokens"),
     ("--data big.bin", "holds token 300, beyond a vocabulary of 256: raise --vocab-size"),
     ("--data mixed", "--data mixed mixes .bin files (token ids) with others (text): keep one"),
@@ -190,6 +191,7 @@ STRATEGIES = [
      "experts, and neither these nor --hidden-size 128 and --expert-size 25 can be cut into 2"),
     ("single.py --num-experts 2 --experts-per-token 3", 0,
      "experts_per_token 3 is more than num_experts 2: change one of them"),
+    ("single.py --balance-rate 1e-3", 0, "--balance-rate 0.001: this model has no experts: give"),
     ("single.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
 ]
 
@@ -245,6 +247,7 @@ DIFFERENCES = [
      "--hidden-size is 32 on rank 0 and 64 on rank 1: start all ranks with the same"),
     ("ddp.py", "other_pythons()",
      "Python is 3.99.0 on rank 0 and 3.99.1 on rank 1: start all ranks with the same"),
+    ("ddp.py", "other_code('model.py')", "the hash of common/model.py is ... on rank 0 and ... on"),
     ("ddp.py --timeout 2", "slow(1, 30)",
      "rank 0 cannot connect to the others through ... must start within --timeout seconds"),
     # Before they connect over NCCL, which would wait for the rank on the CPU
@@ -295,6 +298,7 @@ def folder(server, tmp_path_factory):
     for name in ("a.bin", "b.txt"):
         (folder / "mixed" / name).write_bytes(bytes(500))
     (folder / "odd.bin").write_bytes(bytes(301))
+    np.arange(5000, dtype=np.uint32).tofile(folder / "wide.bin")
     np.full(5000, 300, np.uint16).tofile(folder / "big.bin")
     for name, change in {
         "deep": {"num_hidden_layers": 10**9}, "0": {}, "1": {"hidden_size": 64},

@@ -335,6 +335,13 @@ def test_a_missing_package_is_one_line(llama, monkeypatch):
         ours(llama[0])
 
 
+def test_numbers_that_are_not_finite(copied, tmp_path):
+    resave(copied / FILE.format(2), lambda tensors: {
+        name: tensor * torch.nan for name, tensor in tensors.items()})
+    with pytest.raises(SettingError, match="copied.* has .* with numbers that are not finite"):
+        import_hf.main([str(copied), str(tmp_path / "out")])
+
+
 def test_a_disk_that_is_full(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(stored, "hash_of", lambda _: pathlib.Path("/dev/full").write_text("x"))
     with pytest.raises(SettingError, match="could not be written .rank 0: .*No space left"):

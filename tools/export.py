@@ -222,8 +222,8 @@ def main(argv=None):
     checkpoint = find_checkpoint(args.checkpoint)
     files = export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype),
                    args.max_shard_size * 1e9)
-    print(f"{checkpoint} -> {args.folder}: config.json and {len(files)} safetensors file"
-          f"{'s' * (len(files) > 1)}")
+    noun = "file" if len(files) == 1 else "files"
+    print(f"{checkpoint} -> {args.folder}: config.json and {len(files)} safetensors {noun}")
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def fingerprint(dataset, option="--data", samples=None):
     dict. A sample is any structure of tensors, arrays, numbers and strings.
 
     ``samples``: how many are hashed, the first, the last and others anywhere; None: 1,024 of a
-    TokenDataset, and 16 of any other, whose samples may take long to read. If a share x of all
-    samples differs, this is noticed with the probability 1 - (1-x)^samples: 1 % by 1,024 almost
-    always, by 16 once in seven times.
+    TokenDataset (0.1 to 0.5 s on a local disk), and 16 of any other, which may take long to read.
+    If a share x of all samples differs, this is noticed with the probability 1 - (1-x)^samples: 1 %
+    by 1,024 almost always, by 16 once in seven times.
     """
     samples = samples or (1024 if isinstance(dataset, TokenDataset) else 16)
     digest, last = hashlib.sha256(), len(dataset) - 1
