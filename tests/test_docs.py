@@ -90,16 +90,24 @@ def test_files_exist(page):
 
 
 def test_the_first_commands_run(tmp_path):
-    """Those of the README, with a smaller model and fewer steps, in two processes."""
-    first, second = re.findall(r"(?m)^    (\S.*)", (ROOT / "README.md").read_text())[:2]
+    """All of the section Start of the README, typed in their order, with a smaller model and fewer
+    steps. The third one finds the run of the first one finished, says so, and has status 0."""
+    start = (ROOT / "README.md").read_text().partition("\n## Start\n")[2].partition("\n## ")[0]
     small = f"--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2 --out {tmp_path}/run"
-    for command, status in ((f"{first} {small}", 0), (second, 1)):
+    commands = [line.partition("  #")[0] for line in re.findall(r"(?m)^    (\S.*)", start)]
+    assert [command.split()[0] for command in commands] == ["bash", "diff", "torchrun"]
+    torchrun = f"{sys.executable} -m torch.distributed.run"
+    for command, status, words in zip(commands, (0, 1, 0), (
+        "2 processes on cpu", "device = start_process_group(args)", "holds a run that has finished",
+    )):
+        if command.startswith(("bash", "torchrun")):
+            command = command.replace("torchrun", torchrun) + f" {small}"
         result = subprocess.run(
             command.split(), cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE,
             env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
         )
         assert result.returncode == status, result.stderr[-2000:]
-        assert "2 processes on cpu" in result.stdout or second in f"{command} {result.stdout}"
+        assert words in result.stdout
 
 
 def test_the_diff_of_the_readme():
