@@ -148,11 +148,6 @@ class Checkpoints:
         if start is not None:
             self.load(self.path(start))
         done = start or 0
-        if done > self.stop:
-            raise SettingError(
-                f"{self.folder} holds a run that has finished step {done}, and --steps is "
-                f"{self.stop}: raise --steps to train on, or {ANEW}"
-            )
         with together(self.group, *unwritable):
             if _rank() == 0:
                 self.take_over(done)
@@ -239,6 +234,11 @@ class Checkpoints:
     def compare(self, checkpoint, stored, saved, unknown):
         """Refuse a checkpoint that does not fit this run: its settings that must stay the same are
         ``saved``, it has the tensors ``stored``, and those that no rank knows are ``unknown``."""
+        if step_of(checkpoint) > self.stop:
+            raise SettingError(
+                f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
+                f"--steps is {self.stop}: raise --steps to train on, or {ANEW}"
+            )
         for name, value in self.fixed.items():
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
