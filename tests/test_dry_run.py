@@ -47,6 +47,19 @@ def count(command, world_size, rank=0, nproc_per_node=8):
     return tool.count_apart(str(ROOT / script), options, world_size, rank, nproc_per_node)
 
 
+def test_selective_checkpointing_is_between_all_and_nothing():
+    """It keeps more than full checkpointing, and repeats no matrix product and no attention."""
+    options = "--model small --seq-len 256 --batch-size 4 --vocab-size 256"
+    kept, selective, full = (
+        count(f"single.py {options} {more}", 1) for more in (
+            "", "--activation-checkpointing selective", "--activation-checkpointing",
+        )
+    )
+    assert kept["operations"] == selective["operations"] < 0.85 * full["operations"]
+    peaks = [each["peak"]["activations"] for each in (full, selective, kept)]
+    assert peaks[0] < 0.5 * peaks[1] and peaks[1] < 0.7 * peaks[2]
+
+
 @pytest.fixture
 def dry_run(server, tmp_path):
     def dry_run(command, world_size, *options, **kwargs):
