@@ -429,7 +429,7 @@ def attend_to_blocks(q, blocks, group, is_causal, scale):
         queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
         block_out, block_lse = attend(q[..., queries, :], block[..., keys, :], mask, scale)
         if source == group.rank():
-            # Copies: selective checkpointing keeps what a kernel returns, and merging overwrites it.
+            # Copies: merging overwrites them, and selective checkpointing keeps what it is given.
             out, lse = block_out.to(wide(q), copy=True), block_lse.clone()
         else:
             merge(out[..., queries, :], lse[..., queries], block_out, block_lse)

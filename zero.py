@@ -286,8 +286,8 @@ def start_reduce_scatter(bucket, buckets):
 
 
 def take_gradients(bucket):
-    """Copy the gradients of ``bucket`` into one tensor, of which row i is what rank i receives, with
-    zeros as padding, and free each as soon as it is copied."""
+    """Copy the gradients of ``bucket`` into one tensor, (n, numbers), and free each as soon as it
+    is copied. Row i is what rank i receives, with zeros as padding."""
     sizes = bucket.padded_sizes
     whole = bucket.parameters[0].grad.new_zeros(bucket.mesh.size(), sum(sizes))
     for parameter, part, size in zip(bucket.parameters, whole.split(sizes, dim=1), sizes):
