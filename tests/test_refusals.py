@@ -129,7 +129,6 @@ STRATEGIES = [
     ("ddp.py --batch-size 4 --grad-accum 3", 2, "3 accumulation steps: use a multiple of 6"),
     ("ddp.py --device cuda", 2, "--device cuda: torch finds no GPU here"),
     ("ddp.py --backend nccl", 2, "--backend nccl needs a GPU for each process: use gloo"),
-    ("ddp.py --backend mpi", 2, "MPI"),
     ("zero.py --stage 3", 2, "--stage 3: zero.py has 1 and 2; stage 3 is fsdp.py"),
     ("fsdp.py --replicate 2", 3, "--replicate 2 does not divide the world size 3: use 1 or 3"),
     ("fsdp.py --replicate 4", 2, "--replicate 4 does not divide the world size 2: use 1 or 2"),
@@ -244,7 +243,7 @@ DIFFERENCES = [
       for command, option, value in [
         ("ddp.py", "--lr", "0.5"), ("zero.py", "--dtype", "float64"), ("fsdp.py", "--keep", "9"),
         ("tp.py", "--seed", "1"), ("cp.py", "--out", "elsewhere"), ("pp.py", "--hidden-size", "64"),
-        ("hybrid_3d.py --tp 2", "--log-every", "2"), ("ddp.py --backend gloo", "--backend", "mpi"),
+        ("hybrid_3d.py --tp 2", "--log-every", "2"), ("ddp.py --backend gloo", "--backend", "auto"),
         ("ddp.py", "--backend", "gloo")]],
     ("fsdp.py --model . --data ../file", "os.chdir(str(rank))",
      "--hidden-size is 32 on rank 0 and 64 on rank 1: start all ranks with the same"),
