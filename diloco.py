@@ -1,39 +1,38 @@
-"""DiLoCo: replicas of the model train alone, and meet every H steps: for slow links between them.
+"""DiLoCo: replicas of the model train alone and meet every few hundred steps, over slow links.
 
-Split: the batch, over all n ranks. The ranks form R replicas (--replicas), each of s = n/R ranks
-that share one copy of the model as fsdp.py does. Each replica trains on its share of the batch with
-AdamW, as if it were alone. After every H steps (--inner-steps) the replicas meet: for each weight
-the differences between the last common value and the values in the replicas are averaged; an outer
-optimizer, SGD with Nesterov momentum, takes this average as its gradient, and updates the common
-value; all replicas train on from there. Use it where links between machines are too slow to send
-all gradients in each step, such as 1 Gbit/s between two data centres; let each of these be one
-replica. (DiLoCo, arXiv:2311.08105)
+Split: the batch, over all n ranks. These form R replicas (--replicas) of s = n/R ranks each, which
+share one copy of the model as in fsdp.py. Each replica trains by AdamW on its share of the batch,
+as if it were alone. After every --inner-steps steps the replicas meet: for each weight, they
+average how far it has moved from its last common value. An outer optimizer, SGD with Nesterov
+momentum, takes this average for the gradient and updates the common value. All replicas train on
+from there. Use it if the links between machines are too slow to send all gradients in each step,
+such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
 
     torchrun --nproc_per_node=2 diloco.py
     torchrun --nproc_per_node=8 diloco.py --replicas 4 --model small --dtype bfloat16 --lr 1e-3
-    torchrun --nproc_per_node=8 diloco.py --inner-steps 500 --steps 20000 --save-every 500
+    torchrun --nproc_per_node=8 diloco.py --inner-steps 500 --save-every 500 --steps 20000
 
-It is another algorithm than that of all other scripts: its losses are close to those of ddp.py, but
-not equal, and they depend on the number of replicas. Even with H = 1 it is not ddp.py: AdamW
-divides each gradient by a mean of its size, so the average of the replicas' updates is not the
-update by the average gradient. (With plain SGD in place of AdamW, and --outer-lr 1
---outer-momentum 0, it is.) On a fast network fsdp.py --replicate does the same work, and follows
-the curve of one process. The logged loss and norm are means over the replicas. Between two meetings
+This is another algorithm than that of the other scripts. Its losses are close to those of ddp.py,
+but not equal, and they depend on the number of replicas. Even if the replicas meet in each step it
+is not DDP, because AdamW is not linear: it divides by the size of the gradient, so the mean of the
+replicas' updates is not the update by the mean gradient. With SGD in place of AdamW, --outer-lr 1
+and --outer-momentum 0 it would be. On a fast network use fsdp.py --replicate, which follows the
+curve of one process. Logged are the means of the replicas' losses and norms. Between two meetings
 each replica validates its own weights, on its share of the held-out data.
 
-Sent between replicas: P bytes are all parameters; in a meeting each rank all-reduces its shard of
-the differences, 2P/s (R-1)/R, once in H steps; fsdp.py --replicate sends as much in each step.
-Otherwise only the logged loss and norm, and 8 bytes in each step, for which no step waits: whether
-a signal asks the run to stop. Sent within a replica: what fsdp.py sends, with s in place of n.
-Overlap: all-reduces of a meeting run at once, but training waits for the meeting. On top of
-fsdp.py's each rank holds its shards of the common weights and of their momentum, 2P/s, and in a
-meeting P/s more. One step with a meeting is counted.
+Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
+of parameters it sends 2P/s (R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
+in each step. In each step the ranks also agree on whether a signal has asked them to stop (8
+bytes), and no step waits for the answer. Sent within a replica: what fsdp.py sends, with s in place
+of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each rank holds
+its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more. The step
+that is counted ends in a meeting.
 
-A checkpoint has the common weights under the names that all scripts have, so that each can read
-them (it then starts with fresh optimizer states), and each replica's own weights and states. Let
-H divide --save-every and --steps: then all checkpoints are saved at meetings. A run that is stopped
-between two meetings resumes with the same replicas, on any number of ranks; other scripts, and
-other numbers of replicas, refuse such a checkpoint. To copy it, take fsdp.py too.
+A checkpoint has the common weights under their usual names, so that every script can read them; it
+starts with fresh optimizer states then. It also has the weights and states of each replica. So a
+run that stops between two meetings resumes as it was, with the same --replicas, on any number of
+ranks. All others refuse a checkpoint from between two meetings: let --save-every and --steps be
+multiples of --inner-steps. To copy this script, take fsdp.py too.
 """
 
 import argparse
@@ -64,8 +63,8 @@ def main(argv=None):
     parser = option_parser(__doc__)
     parser.add_argument("--replicas", type=at_least(1), default=2, metavar="R",
                         help="replicas of the model, each sharded over world size / R ranks")
-    parser.add_argument("--inner-steps", type=at_least(1), default=10, metavar="H",
-                        help="steps that each replica trains alone before all meet (the paper: 500)")
+    parser.add_argument("--inner-steps", type=at_least(1), default=10, metavar="N",
+                        help="steps from one meeting of the replicas to the next; in the paper 500")
     parser.add_argument("--outer-lr", type=at_least(0, float, above=True), default=0.7,
                         metavar="LR", help="learning rate of the outer optimizer")
     parser.add_argument("--outer-momentum", type=at_least(0, float, most=1), default=0.9,
@@ -80,7 +79,7 @@ def main(argv=None):
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
     device = start_process_group(args)
-    R, H = args.replicas, args.inner_steps
+    R = args.replicas
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (R, n // R), mesh_dim_names=("replica", "dp_shard")
     )
@@ -126,14 +125,16 @@ def main(argv=None):
     checkpoints = Checkpoints(
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
-        replica=mesh.get_local_rank("replica"), common=common, outer=outer, inner_steps=H,
+        replica=mesh.get_local_rank("replica"), common=common, outer=outer,
+        inner_steps=args.inner_steps,
     )
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
     report = Report(
-        args, model, [optimizer, outer], [sampler, f"{R} replicas meet every {H} steps", dataset],
-        device, mesh, replicas=replicas, every=H,
+        args, model, [optimizer, outer],
+        [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
+        device, mesh, replicas=replicas, every=args.inner_steps,
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
@@ -152,7 +153,7 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % H == 0:  # DiLoCo: otherwise each replica trains on alone
+        if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
             meet(common, outer, replicas)
         report.log(step, loss, grad_norm)
         if validation.due(step):
@@ -170,7 +171,7 @@ def make_outer(parameters, lr, momentum):
     these values: SGD with the learning rate ``lr`` and Nesterov ``momentum``."""
     common = {p: p.detach().clone().requires_grad_() for p in parameters if p.requires_grad}
     outer = torch.optim.SGD(common.values(), lr, momentum, nesterov=momentum > 0)
-    if momentum:  # allocated now: memory that is too small fails at the start, not in H steps
+    if momentum:  # allocated now: memory that is too small fails at the start, not at a meeting
         for value in common.values():
             outer.state[value]["momentum_buffer"] = torch.zeros_like(value)
     return common, outer

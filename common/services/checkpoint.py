@@ -75,7 +75,7 @@ class Checkpoints:
                 f"an optimizer updates a parameter of shape {tuple(parameter.shape)} that is not "
                 f"among the tensors to be saved: add it to them"
             )
-        # What is saved: the beginnings of the names of tensors and of their states, and the tensors.
+        # What is saved: how the names of tensors and of their states begin, and the tensors.
         self.usual = self.parts = [("model.", "optimizer.", tensors)]
         self.common, self.inner_steps = common or {}, inner_steps
         if common:  # under the usual names, so that every script can read them
