@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
@@ -83,6 +83,7 @@ def main(argv=None):
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (R, n // R), mesh_dim_names=("replica", "dp_shard")
     )
+    set_timeout(mesh, args.timeout)
     replicas = mesh.get_group("replica")  # the ranks with the same shards, one of each replica
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
