@@ -110,7 +110,8 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(
         decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
-    common, outer = make_outer(model.parameters(), args.outer_lr, args.outer_momentum)  # DiLoCo
+    # DiLoCo: what the replicas have in common, and the optimizer that updates it when they meet
+    common, outer = make_outer(model.parameters(), args.outer_lr, args.outer_momentum)
 
     # Data
     dataset = open_dataset(args)
