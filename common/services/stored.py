@@ -213,10 +213,10 @@ def reason(error):
 class HashingWriter(dcp.FileSystemWriter):
     """DCP's writer. ``sums``: the hash of each file that this rank has written, by its name."""
 
-    def __init__(self, path):
+    def __init__(self, path, **options):
         # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
         # is GPU 0, every rank would open a context there.
-        super().__init__(path, per_thread_copy_ahead=0)
+        super().__init__(path, per_thread_copy_ahead=0, **options)
 
     def write_data(self, *args):
         try:
