@@ -22,11 +22,11 @@ each replica validates its own weights, on its share of the held-out data.
 
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
 of parameters it sends 2P/s (R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
-in each step. In each step the ranks also agree on whether a signal has asked them to stop (8
-bytes), and no step waits for the answer. Sent within a replica: what fsdp.py sends, with s in place
-of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each rank holds
-its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more. The step
-that is counted ends in a meeting.
+in each step. In each step the ranks also tell each other whether a signal has asked them to stop (8
+bytes), which they read at the end of the next step. Sent within a replica: what fsdp.py sends, with
+s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each
+rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more.
+The step that is counted ends in a meeting.
 
 A checkpoint has the common weights under their usual names, so that every script can read them; it
 starts with fresh optimizer states then. It also has the weights and states of each replica. So a
