@@ -151,6 +151,7 @@ def test_packed_documents_do_not_see_each_other(example, document_by_document, w
     result = example("cp_documents", world, f"--steps 3 --grad-accum 2 --attention {attention}")
     found = torch.tensor(result.curve())
     torch.testing.assert_close(found, document_by_document, rtol=0, atol=1e-10)
+    assert result.summary["sent"] == result.summary["theory"]["sent"]["bytes"]  # as in cp.py
 
 
 @pytest.mark.parametrize("world", sampled([1, 2, 4, 8], [4]))
