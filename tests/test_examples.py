@@ -64,7 +64,7 @@ def example(tmp_path_factory, corpus):
 RUNS = [("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"), ("ddp_convnet", 3, ""),
         ("tp_llama", 2, ""), ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""),
         ("cp_documents", 2, "--attention ulysses"),
-        ("cp_documents", 4, "--activation-checkpointing")]
+        ("cp_documents", 4, "--activation-checkpointing selective")]
 
 
 @pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[5]]))
@@ -232,9 +232,10 @@ def below_main(path):
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),
-    ("cp.py", "cp_documents.py", {"shard_positions", "set_attention", "refuse_others",
-                                  "around_the_ring", "pass_on", "in_sight", "ulysses_attention",
-                                  "can_share_heads", "Resplit", "check"}),
+    ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",
+                                  "set_attention", "refuse_others", "around_the_ring", "pass_on",
+                                  "in_sight", "ulysses_attention", "can_share_heads", "Resplit",
+                                  "check"}),
     ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
     ("fsdp.py", "trainer_fsdp.py", {"shard"}),
 ])
