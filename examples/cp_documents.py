@@ -1,17 +1,19 @@
 """cp.py with packed documents: each token attends within its own document only.
 
 Read it beside cp.py: `diff cp.py examples/cp_documents.py`. A document ends with ``--separator``;
-it may begin on one rank and end on another. A mask takes the place of the causal flag:
+it may begin on one rank and end on another. A mask by document comes on top of the causal one:
 
 - ring: blocks of keys still travel past every rank, so that all ranks send and receive alike. A
   rank skips a block if none of its queries sees a key of it; otherwise it masks the keys of other
-  documents. A query may then see no key of a block. Its log-sum-exp there would be that of an empty
-  sum, -inf, so the query is left out of the merge. What kernels return for it is not to be used: on
-  the CPU a log-sum-exp of 0, and merging two of -inf gives NaN. The rank's own block comes first,
-  and there each query sees itself.
+  documents. A query may then see no key of a block, and is left out when the block is merged: its
+  log-sum-exp there is set to -inf, that of no key. (The kernel of the CPU returns 0, which would be
+  merged as if the query saw a key.) Merging two of -inf would give NaN; it never happens, because
+  the rank's own block comes first, and there each query sees itself.
 - ulysses: after the all-to-all a rank has whole sequences, for its heads. That is a ring of one
   rank, so the same function attends to them. With more ranks than key/value heads, each of these
   heads is sent to several ranks, as in cp.py.
+
+allgather is left out: it would need the same lines as the ring.
 
     torchrun --nproc_per_node=2 -m examples.cp_documents
     bash run.sh examples/cp_documents.py --attention ulysses --data FOLDER --separator 0

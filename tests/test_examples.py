@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from common.data import BatchSampler, TokenDataset
+from common.errors import SettingError
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
 from common.services import stored
 from common.step import decay_groups, set_learning_rate
+from examples import cp_documents
 from tests.processes import PATIENCE, ROOT, ProcessServer
 from tests.sample import sampled, thorough
 
@@ -159,6 +161,12 @@ def test_attention_within_documents(run, world):
     """Outputs and gradients; documents of one token, of one chunk, across chunks and ranks, as long
     as the sequence. Blocks that no query sees are not computed."""
     assert "all agree" in run("tests/documents.py", world, pass_out=False).output
+
+
+def test_attention_within_documents_is_causal():
+    with pytest.raises(SettingError, match="causal: give it is_causal=True"):
+        cp_documents.ring_attention(*torch.zeros(3, 1, 2, 4, 8), group=None, documents=[None],
+                                    is_causal=False)
 
 
 @thorough
