@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
@@ -74,6 +74,7 @@ def main(argv=None):
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
+    set_timeout(mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
@@ -98,6 +99,8 @@ def main(argv=None):
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
+    for buffer in model.buffers():  # FSDP: parameters are offloaded, buffers are not
+        buffer.data = buffer.to(device)
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     load_weights(model, args.model, added=adapters)
     for name, parameter in adapters.items():
