@@ -89,7 +89,7 @@ def main(argv=None):
     for buffer in model.buffers():  # FSDP: parameters are offloaded, buffers are not
         buffer.data = buffer.to(device)
 
-    # Optimizer
+    # Optimizer: Muon for the matrices of the layers, AdamW for embedding, norms and head
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if p in inner]
     rest = [p for p in model.parameters() if p not in inner]
@@ -228,8 +228,8 @@ def shard_size(shape, n, rank):
 
 
 def newton_schulz(X, steps=5):
-    """U V^T of X = U S V^T, for X (out, in), with singular values that are only close to 1, in the
-    type of X. The coefficients are those of https://kellerjordan.github.io/posts/muon."""
+    """X (out, in) with all singular values brought close to 1, and the same singular vectors. It
+    computes in the type of X. Source: https://kellerjordan.github.io/posts/muon."""
     if len(X) > X.shape[1]:
         return newton_schulz(X.mT, steps).mT  # the products with the shorter side are smaller
     X = X / X.norm().clamp(min=1e-7)
