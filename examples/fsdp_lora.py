@@ -99,8 +99,7 @@ def main(argv=None):
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
-    for buffer in model.buffers():  # FSDP: parameters are offloaded, buffers are not
-        buffer.data = buffer.to(device)
+    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     load_weights(model, args.model, added=adapters)
     for name, parameter in adapters.items():
@@ -216,6 +215,13 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
         frees = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
+
+
+def move_buffers(model, device):
+    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def reshard(model):

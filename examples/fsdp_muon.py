@@ -86,8 +86,7 @@ def main(argv=None):
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
-    for buffer in model.buffers():  # FSDP: parameters are offloaded, buffers are not
-        buffer.data = buffer.to(device)
+    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
 
     # Optimizer: Muon for the matrices of the layers, AdamW for embedding, norms and head
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -273,6 +272,13 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
         frees = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
+
+
+def move_buffers(model, device):
+    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def reshard(model):

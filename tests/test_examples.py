@@ -237,8 +237,8 @@ def below_main(path):
 
 @pytest.mark.parametrize("script, example, lifted", [
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
-    ("fsdp.py", "fsdp_lora.py", {"shard", "reshard", "check"}),
-    ("fsdp.py", "fsdp_muon.py", {"shard", "reshard", "check"}),
+    ("fsdp.py", "fsdp_lora.py", {"shard", "move_buffers", "reshard", "check"}),
+    ("fsdp.py", "fsdp_muon.py", {"shard", "move_buffers", "reshard", "check"}),
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),

@@ -41,11 +41,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def lora(run, base, corpus):
-    """Run the example: ``lora(world, options)``."""
+    """Run the example: ``lora(world, options)``. Evaluations between the steps change nothing."""
 
     def lora(world, options="", script=SCRIPT, model=base, **kwargs):
-        return run(f"{script} --model {model} --data {corpus} {OPTIONS} {ADAPTERS} {options}",
-                   world, **kwargs)
+        data = f"--data {corpus} --val-data {corpus} --val-every 2 --val-batches 1"
+        return run(f"{script} --model {model} {data} {OPTIONS} {ADAPTERS} {options}", world,
+                   **kwargs)
 
     return lora
 
@@ -72,7 +73,8 @@ def plain_curve(base, corpus):
     for step, rows in enumerate(BatchSampler(len(dataset), 24, stop=args.steps)):
         set_learning_rate(optimizer, step, args)
         inputs, targets = map(torch.stack, zip(*(dataset[row] for row in rows)))
-        changed = {name: model.get_parameter(name) + 6 / 4 * B @ A for name, (A, B) in pairs.items()}
+        changed = {name: model.get_parameter(name) + 6 / 4 * B @ A
+                   for name, (A, B) in pairs.items()}
         loss = torch.func.functional_call(model, changed, (inputs, targets)) / targets.numel()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, args.max_norm)
@@ -159,8 +161,8 @@ def test_bytes_and_collectives(lora, world, more):
 
 @thorough
 def test_adapters_that_are_wrapped_apart_cost_twice_the_gathers(lora, tmp_path):
-    """4 and 8 for two layers. On top: the embedding, and norm with head; and with units of their own
-    for the adapters the embedding once more, ahead of a turn that it does not have."""
+    """4 and 8 for two layers. On top: the embedding, and norm with head. With units of their own
+    for the adapters the embedding is gathered once more, ahead of a turn that it does not have."""
     before = "    # FSDP: a mesh of two dimensions"
     copy = edited(tmp_path / "copy", SCRIPT, (before, f"""    for layer in layers:
         apart = [part for name, part in layer.named_modules() if ".lora_" in name]

@@ -1,5 +1,5 @@
-"""examples/fsdp_muon.py trains what torch.optim.Muon trains in one process without its rounding, and
-sends what its docstring says."""
+"""examples/fsdp_muon.py trains what torch.optim.Muon would train in one process without rounding to
+bfloat16, and sends what its docstring says."""
 
 import pytest
 import torch
@@ -24,11 +24,12 @@ MATRICES = 7  # in a layer
 
 @pytest.fixture
 def muon(run, corpus):
-    """Run the example: ``muon(world, options)``."""
+    """Run the example: ``muon(world, options)``. Evaluations between the steps change nothing."""
 
     def muon(world, options="", layers=2, script=SCRIPT, **kwargs):
-        return run(f"{script} --data {corpus} {OPTIONS} {layers} --dtype float64 --log-every 1 "
-                   f"{options}", world, **kwargs)
+        data = f"--data {corpus} --val-data {corpus} --val-every 2 --val-batches 1"
+        return run(f"{script} {data} {OPTIONS} {layers} --dtype float64 --log-every 1 {options}",
+                   world, **kwargs)
 
     return muon
 
