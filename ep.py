@@ -38,6 +38,7 @@ To copy it, take fsdp.py too, whose ``shard`` it uses.
 
 import argparse
 import functools
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,10 @@ def main(argv=None):
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
     # EP: first the experts of each layer, then FSDP for the rest of it
     for layer in layers:
-        shard_experts(layer.mlp.experts, expert_mesh, dtype, args.reshard_after_forward)
+        shard_experts(
+            layer.mlp.experts, expert_mesh["ep"], expert_mesh["expert_dp"], dtype,
+            args.reshard_after_forward,
+        )
         layer.mlp.dispatch = functools.partial(
             to_experts_and_back, group=expert_mesh.get_group("ep")
         )
@@ -103,8 +107,7 @@ def main(argv=None):
         [model.model.norm, model.lm_head],
     ]
     shard(model, units, mesh, dtype, args.reshard_after_forward)
-    for layer in layers:  # EP: gather its experts before its attention, not after the wait
-        layer.set_modules_to_forward_prefetch([layer.mlp.experts])
+    prefetch(units, backward=args.activation_checkpointing)  # EP: ahead of the wait for the counts
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank
 
@@ -158,24 +161,41 @@ def main(argv=None):
     return report.close()
 
 
-def shard_experts(experts, mesh, dtype=None, reshard_after_forward=True):
+def shard_experts(experts, ep_mesh, shard_mesh, dtype=None, reshard_after_forward=True):
     """Shard the weights of ``experts`` in place; dimension 0 of each is the experts. They are
-    spread over ``mesh["ep"]``: rank r gets the experts from rE/ep to (r+1)E/ep, which ep must
-    divide. Then FSDP shards these over ``mesh["expert_dp"]``, the ranks that hold the same experts:
-    whole experts if they can be shared evenly, otherwise dimension 1 of each matrix.
+    spread over ``ep_mesh``: rank r gets the experts from rE/ep to (r+1)E/ep, which ep must divide.
+    Then FSDP shards these over ``shard_mesh``, the ranks that hold the same experts: whole experts
+    if they can be shared evenly, otherwise dimension 1 of each matrix. Both are slices of one mesh.
 
-    ``dtype`` and ``reshard_after_forward``: see ``shard`` in fsdp.py.
+    ``shard_mesh`` of two dimensions, ``dtype`` and ``reshard_after_forward``: see ``shard`` in
+    fsdp.py.
     """
     for name, parameter in list(experts.named_parameters()):
-        spread = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+        spread = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
         own = len(spread.to_local())
-    dim = 0 if own % mesh["expert_dp"].size() == 0 else 1
+    dim = 0 if own % shard_mesh.size(-1) == 0 else 1
     fully_shard(
-        experts, mesh=mesh["expert_dp"], reshard_after_forward=reshard_after_forward,
+        experts, mesh=shard_mesh, reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False),
         shard_placement_fn=lambda parameter: Shard(dim),
     )
+
+
+def prefetch(units, backward):
+    """Let FSDP gather each unit while the unit before it computes. By itself it starts when the CPU
+    comes to the unit: too late, since in each layer the CPU waits for the counts of the tokens.
+    In the backward pass it waits only if layers are computed again: then set ``backward``.
+
+    ``units``: the lists of modules that ``shard`` took, in the order of their use. What is an FSDP
+    unit within them, as experts are, is gathered with them.
+    """
+    inner = [[m for module in unit for m in module.modules() if isinstance(m, FSDPModule)]
+             for unit in units]
+    for unit, following in itertools.pairwise(inner):
+        unit[0].set_modules_to_forward_prefetch(following)
+        if backward:
+            following[0].set_modules_to_backward_prefetch(unit)
 
 
 def add_gradients_up(model):
@@ -269,19 +289,31 @@ def check(args, n, ep):
     Raises:
         SettingError: the message says how they can be shared.
     """
-    config = args.config
-    E, sharers = config.num_experts, n // ep  # ranks that hold the same experts
-    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0)
-    widths = config.hidden_size, config.expert_size or 0
     refuse([
-        (not E, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
-        (n % ep, f"--ep {ep} does not divide the world size {n}: use {fitting}"),
-        (E % ep, f"--ep {ep} does not divide --num-experts {E}: use {fitting}"),
-        (sharers and E // ep % sharers and any(width % sharers for width in widths),
-         f"--ep {ep} leaves {sharers} ranks with the same {E // ep} experts, and neither these nor "
-         f"--hidden-size {widths[0]} and --expert-size {widths[1]} can be cut into {sharers} equal "
-         f"parts: use another --ep"),
+        (not args.config.num_experts,
+         "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+        *cannot_share(args.config, n, ep),
     ])
+
+
+def cannot_share(config, n, ep):
+    """The reasons for which n ranks cannot share the experts of a layer evenly, each ep of them
+    different experts: rows for ``refuse``. Each proposes the values of --ep with which they can."""
+    E, D, I = config.num_experts, config.hidden_size, config.expert_size or 0  # noqa: E741
+
+    def even(ep):  # over the ranks that hold the same experts: these, or dimension 1 of each matrix
+        sharers = max(1, n // ep)
+        return E // ep % sharers == 0 or D % sharers == I % sharers == 0
+
+    fitting = [str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0 and even(r)]
+    use = f"use {' or '.join(fitting)}" if fitting else f"use a multiple of {n} as --num-experts"
+    return [
+        (n % ep, f"--ep {ep} does not divide the {n} ranks that share the experts: {use}"),
+        (E % ep, f"--ep {ep} does not divide --num-experts {E}: {use}"),
+        (not even(ep),
+         f"--ep {ep} leaves {n // ep} ranks with the same {E // ep} experts, and neither these nor "
+         f"--hidden-size {D} and --expert-size {I} can be cut into {n // ep} equal parts: {use}"),
+    ]
 
 
 if __name__ == "__main__":
