@@ -283,19 +283,6 @@ def clip_over_meshes(parameters, max_norm):
     return norm
 
 
-def check(args, n, ep):
-    """Refuse experts that n ranks cannot share evenly.
-
-    Raises:
-        SettingError: the message says how they can be shared.
-    """
-    refuse([
-        (not args.config.num_experts,
-         "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
-        *cannot_share(args.config, n, ep),
-    ])
-
-
 def cannot_share(config, n, ep):
     """The reasons for which n ranks cannot share the experts of a layer evenly, each ep of them
     different experts: rows for ``refuse``. Each proposes the values of --ep with which they can."""
@@ -314,6 +301,19 @@ def cannot_share(config, n, ep):
          f"--ep {ep} leaves {n // ep} ranks with the same {E // ep} experts, and neither these nor "
          f"--hidden-size {D} and --expert-size {I} can be cut into {n // ep} equal parts: {use}"),
     ]
+
+
+def check(args, n, ep):
+    """Refuse experts that n ranks cannot share evenly.
+
+    Raises:
+        SettingError: the message says how they can be shared.
+    """
+    refuse([
+        (not args.config.num_experts,
+         "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+        *cannot_share(args.config, n, ep),
+    ])
 
 
 if __name__ == "__main__":
