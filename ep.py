@@ -28,10 +28,10 @@ all experts in all layers. L: number of layers.
               they are gathered in it. Nothing if ep is n.
     balance   16LE (n-1)/n: how many tokens each expert of each layer got in the step
 
-Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the experts of a layer are
-gathered while its attention computes. Exposed: all three all-to-alls, and in each layer and forward
-pass one wait of the CPU for the device, which has the counts, because the CPU must know how many
-rows to receive. In the backward pass it knows.
+Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the next layer and its
+experts are gathered while a layer computes. Exposed: all three all-to-alls, and in each layer and
+forward pass one wait of the CPU for the device, which has the counts, because the CPU must know how
+many rows to receive. In the backward pass it knows.
 
 To copy it, take fsdp.py too, whose ``shard`` it uses.
 """
@@ -49,7 +49,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
-from common.experts import balance_experts, read_counts
+from common.experts import Permute, balance_experts, inverse, read_counts
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -230,25 +230,18 @@ def to_experts_and_back(rows, counts, experts, group):
     leaving = counts.view(ep, -1)  # (ep, E/ep)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    counts = coming.sum(0)  # (E/ep,), of the experts of this rank
     # The CPU waits for the device here, and nowhere else: now they are lists, [r][e].
-    leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
-    sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
+    leaving_from, coming_from = read_counts(torch.stack((leaving, coming)), len(rows))
+    sent, received = ([sum(sizes) for sizes in lists] for lists in (leaving_from, coming_from))
 
     rows = SendRows.apply(rows, sent, received, group)  # by source, then by expert
-    rows = transpose_blocks(rows, coming)  # by expert, then by source
-    by_expert = list(zip(*coming))  # the same numbers, [e][r]
-    rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
-    rows = transpose_blocks(rows, by_expert)  # by source, then by expert
+    expert = torch.arange(coming.shape[1], device=rows.device).repeat(ep)  # (E,): e of each [r, e]
+    expert = expert.repeat_interleave(coming.flatten(), output_size=len(rows))  # of each row
+    order = expert.argsort(stable=True)
+    rows = Permute.apply(rows, order)  # by expert, then by source
+    rows = experts(rows, coming.sum(0), [sum(sizes) for sizes in zip(*coming_from)])
+    rows = Permute.apply(rows, inverse(order))  # by source, then by expert
     return SendRows.apply(rows, received, sent, group)  # (rows, D)
-
-
-def transpose_blocks(rows, sizes):
-    """``rows`` consist of blocks: ``sizes[i][j]`` rows for each i, and within i for each j. Returns
-    the same blocks, ordered by j and within j by i."""
-    blocks = rows.split([size for line in sizes for size in line])
-    columns = len(sizes[0])
-    return torch.cat([block for j in range(columns) for block in blocks[j::columns]])
 
 
 class SendRows(torch.autograd.Function):

@@ -188,6 +188,27 @@ def test_bytes_are_exact_if_routing_is_balanced(once):
             assert summary["held"][kind] == theory[kind] > 0
 
 
+FORWARD = "embedding 0 0.experts 1 1.experts wait head wait"
+
+
+@pytest.mark.parametrize("command, world, expected", sampled(GATHERS := [
+    ("ep.py --ep 1", 2, f"{FORWARD} 1 1.experts 0 0.experts embedding"),
+    (f"ep.py --ep 1 {AGAIN}", 2, f"{FORWARD} 1 1.experts 0 0.experts wait embedding wait"),
+    (f"hybrid_3d.py {AGAIN}", 2, f"{FORWARD} 1 1.experts 0 0.experts wait embedding wait"),
+], GATHERS[1:2]))
+def test_no_gather_waits_for_the_counts(once, command, world, expected):
+    """When the CPU waits in a layer, the next layer and its experts are on their way: in the
+    forward pass, and in the backward pass if it computes layers again, and so waits again."""
+    result = once(command, world, f"{OPTIONS} --steps 3 --save-every 0 --val-every 9",
+                  inject="note_gathers()")
+    (line,) = [line for line in result.lines if line.startswith("gathers ")]
+    *_, found = json.loads(line.removeprefix("gathers "))
+    short = {"model.embed_tokens": "embedding", "model.norm, lm_head": "head"}
+    assert " ".join(
+        short.get(name, name.removeprefix("model.layers.").replace(".mlp", "")) for name in found
+    ) == expected
+
+
 # The parts
 
 
@@ -264,6 +285,25 @@ def test_a_layer_is_what_its_formula_says():
     assert layer.counts.sum() == 2 * 15  # validation is not counted
 
 
+def test_the_router_computes_in_float32():
+    """Also under autocast, and with a weight in bfloat16, as FSDP gathers it. The products of
+    bfloat16 send some tokens to other experts."""
+    torch.manual_seed(0)
+    router = MixtureOfExperts(ModelConfig(hidden_size=256, num_experts=64)).router
+    torch.nn.init.normal_(router.weight, std=0.02)
+    x = torch.randn(1000, 256).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = router.to(dtype).weight
+        expected = F.linear(x.float(), weight.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            found, rounded = router(x), F.linear(x, weight)
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+        assert (rounded.topk(2).indices.sort().values != found.topk(2).indices.sort().values).any()
+        found.sum().backward()
+        assert weight.grad.dtype == dtype and weight.grad.norm() > 0
+        weight.grad = None
+
+
 # Mixtral
 
 
@@ -291,6 +331,19 @@ def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
     load_weights(own, tmp_path / "exported")
     tokens = torch.arange(60).view(3, 20)
     torch.testing.assert_close(own(tokens), exported(tokens).logits)
+
+
+def test_a_lost_auxiliary_loss_is_said(tmp_path, capsys, monkeypatch):
+    """Once, by rank 0."""
+    found = {"model_type": "mixtral", "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2,
+             "intermediate_size": 24, "num_attention_heads": 8}
+    for rank, wanted, said in (("0", True, True), ("1", True, False), ("0", False, False)):
+        (tmp_path / "config.json").write_text(json.dumps(found | {"output_router_logits": wanted}))
+        monkeypatch.setenv("RANK", rank)
+        assert read_config(tmp_path).num_experts == 8
+        error = capsys.readouterr().err
+        assert ("config.json has output_router_logits: with it transformers adds" in error) == said
+        assert error.count("\n") == said
 
 
 def test_biases_are_not_exported(trained, tmp_path):

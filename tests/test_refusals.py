@@ -214,6 +214,8 @@ STRATEGIES = [
      "--ep 4 does not divide --num-experts 6: use 1 or 2"),
     ("single.py --num-experts 2 --experts-per-token 3", 0,
      "experts_per_token 3 is more than num_experts 2: change one of them"),
+    ("single.py --num-experts 2 --experts-per-token 1", 0,
+     "experts_per_token 1 never trains the router: the weight of the one expert is always 1"),
     ("single.py --balance-rate 1e-3", 0, "--balance-rate 0.001: this model has no experts: give"),
     ("single.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
 ]
