@@ -78,7 +78,7 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__, experts=True)  # EP
-    grid = parser.add_argument_group("grid", "The product of dp, cp, tp and pp is the "
+    grid = parser.add_argument_group("grid", "The product of the first four is the "
                                      "world size.")
     for name, what in (
         ("dp", "data-parallel ranks; None: what the other three leave"),  # DP
