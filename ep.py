@@ -305,6 +305,9 @@ def check(args, n, ep):
     refuse([
         (not args.config.num_experts,
          "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+        (args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
+         "layer, and torch cannot compute a part of such a layer again; use full"),
         *cannot_share(args.config, n, ep),
     ])
 

@@ -350,6 +350,9 @@ def check(args, n, dp, M):
         (experts and tp > 1 and not args.sequence_parallel,
          f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
          f"tokens to the experts; leave it out"),
+        (experts and args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
+         "layer, and torch cannot compute a part of such a layer again; use full"),
         *(cannot_share(config, sharers, args.ep) if experts else ()),
     ])
 

@@ -204,6 +204,9 @@ STRATEGIES = [
      "--ep 3 does not divide the 4 ranks that share the experts: use 2"),
     ("ep.py --num-experts 6 --ep 2 --expert-size 25", 4, "--ep 2 leaves 2 ranks with the same 3 "
      "experts, and neither these nor --hidden-size 128 and --expert-size 25 can be cut into 2"),
+    *[(f"{command} --num-experts 4 --activation-checkpointing selective", 2,
+       "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a")
+      for command in ("ep.py", "hybrid_3d.py")],
     ("hybrid_3d.py --tp 2 --ep 2", 4,
      "--ep 2 spreads experts, and this model has none: give --num-experts too, or leave --ep out"),
     ("hybrid_3d.py --tp 2 --num-experts 4 --no-sequence-parallel", 2,
