@@ -9,7 +9,7 @@ SIZES = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-a
 SMALL = (f"{SIZES} --seq-len 64 --batch-size 64 --steps 20 --log-every 1 --warmup-steps 3 "
          "--save-every 0 --dtype float32")
 # Options of a row of CURVES that change what is trained: its reference gets them too.
-DEEP = "--num-hidden-layers 14"  # two stages on each of 8 ranks
+DEEP = "--num-hidden-layers 14 --lr 5e-4"  # two stages on each of 8 ranks
 EXPERTS = "--num-experts 8"
 WITHIN = 5e-4  # losses and norms of 20 steps in float32, beside those of one process on the CPU
 
