@@ -1,5 +1,5 @@
-"""What can be checked without a GPU of tests/test_cuda.py, which needs one: what its commands train,
-the block that it prints, and its test of kernels. Pretended GPUs: tests/test_pretend_cuda.py."""
+"""What a machine without a GPU can check of tests/test_cuda.py: what its commands train, the block
+that it prints, its test of kernels. Pretended GPUs: tests/test_pretend_cuda.py."""
 
 import importlib
 import re
