@@ -377,7 +377,7 @@ def test_bad_input_of_plot(tmp_path, monkeypatch):
 def test_the_benchmark_runs(tmp_path):
     """A loop and a script of one process, and of two."""
     command = ["bash", ROOT / "run.sh", "bench", "--nproc", "2", "--rounds", "1", "--warm-up", "1",
-               "--timed", "1", "--only", "single.py", "tp.py"]
+               "--timed", "1", "--together", "--only", "single.py", "tp.py"]
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
         env=os.environ | {"PYTHON": sys.executable},

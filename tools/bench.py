@@ -7,10 +7,10 @@ A script whose strategy has a tutorial stands beside the loop of that tutorial: 
 fsdp.py, tp.py. The others stand beside the loop with DDP, of the same batch; hybrid_3d.py, with
 tensor parallelism only, beside that of tp.py.
 
-The two run one after the other on this machine, in turn one of them first. Steps are timed after
-the warm-up, so that start-up does not count. Machines are noisy: the table has the median, minimum
-and maximum over the rounds of the ratios of such pairs. CPU seconds are summed over all processes;
-on a GPU look at tokens/s and MFU.
+The two run one after the other on this machine, in turn one of them first, or with --together at
+the same time. Steps are timed after the warm-up, so that start-up does not count. Machines are
+noisy: the table has the median, minimum and maximum over the rounds of the ratios of such pairs.
+CPU seconds are summed over all processes; on a GPU look at tokens/s and MFU.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -80,6 +81,9 @@ def main(argv=None):
                         "compiles (default: 5)")
     parser.add_argument("--timed", type=whole, default=20, metavar="STEPS",
                         help="steps that are timed (default: 20)")
+    parser.add_argument("--together", action="store_true", help="run the two of a pair at the same "
+                        "time, on a machine that is busy with other work: both then meet the same "
+                        "load, and the ratio of their CPU seconds is the one figure that counts")
     parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="time these scripts only")
     parser.add_argument("--batch-size", type=whole, default=16, metavar="B",
                         help="sequences in the global batch (default: 16)")
@@ -93,8 +97,9 @@ def main(argv=None):
     found = {pair: [] for pair in pairs}
     for number in range(args.rounds):
         for pair, rounds in found.items():
-            costs = {command: measure(command, args, options)
-                     for command in (pair if number % 2 == 0 else reversed(pair))}
+            order = pair if number % 2 == 0 else pair[::-1]
+            with ThreadPoolExecutor(2 if args.together else 1) as pool:
+                costs = dict(zip(order, pool.map(lambda each: measure(each, args, options), order)))
             rounds.append([costs[command] for command in pair])
             print(f"round {number + 1} of {args.rounds}: {pair[1]}", file=sys.stderr)
 
