@@ -15,6 +15,7 @@ import sys
 import pytest
 import torch
 
+from tests.gpus import PARAMETERS_1B, grid, llama_1b
 from tests.processes import ROOT
 from tests.sample import thorough
 
@@ -181,3 +182,17 @@ def test_faults_are_seen(pretended, tmp_path):
     assert "reads the value of a tensor" in reads["error"]
     assert "device" in stays["error"]
     assert scores["attention"] == []
+
+
+def test_the_1b_llama_of_test_cuda(pretended):
+    """Its commands hold all parameters on the GPU, and their peaks, with the kernels of a GPU, are
+    as near to what a dry run counts as the real runs must be."""
+    rows = [(f"single.py {llama_1b(1)}", 1, 0), (f"fsdp.py {llama_1b(8)}", 8, 0),
+            (f"hybrid_3d.py {grid(8)} {llama_1b(8)}", 8, 0)]
+    counted = pretended([(*row, device) for row in rows for device in ("cuda:0", "cpu")])
+    for (command, n, _), gpu, cpu in zip(rows, counted[::2], counted[1::2], strict=True):
+        assert "error" not in gpu, f"{command}: {gpu['error']}"
+        assert gpu["on_cpu"] == [] and gpu["attention"] == FUSED["bfloat16"], command
+        share = gpu["held"]["parameters"] / (4 * PARAMETERS_1B[0] / n)
+        assert 0.99 < share < (1.01 if "hybrid" not in command else 1.5), (command, share)
+        assert 0.8 < gpu["peak"]["in all"] / cpu["peak"]["in all"] < 1.2, command

@@ -374,23 +374,43 @@ def test_bad_input_of_plot(tmp_path, monkeypatch):
 
 
 @thorough
-def test_the_benchmark_runs(server, tmp_path):
-    """Its commands in one process each, and the tutorial's loop also in two."""
-    server.run("tools/tutorial.py", 2, "--steps 1", folder=tmp_path, pass_out=False)
-    command = ["bash", ROOT / "run.sh", "bench", "--nproc", "1", "--rounds", "1", "--least", "1",
-               "--most", "2"]
+def test_the_benchmark_runs(tmp_path):
+    """A loop and a script of one process, and of two."""
+    command = ["bash", ROOT / "run.sh", "bench", "--nproc", "2", "--rounds", "1", "--warm-up", "1",
+               "--timed", "1", "--together", "--only", "single.py", "tp.py"]
     result = subprocess.run(
-        [*command, "--only", "ddp.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=PATIENCE, env=os.environ | {"PYTHON": sys.executable},
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+        env=os.environ | {"PYTHON": sys.executable},
     )
     assert result.returncode == 0, result.stderr
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == ["tools/tutorial.py", "ddp.py"]
+    rows = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| `")]
+    assert [row[:2] for row in rows] == [
+        ["| `single.py`", "`tools/tutorial.py single`"], ["| `tp.py`", "`tools/tutorial.py tp`"],
+    ]
+    assert all(float(row[3]) > 0 and float(row[5].split()[0]) > 0 for row in rows)
+
+
+@thorough
+@pytest.mark.parametrize("experts", ["", "--num-experts 4 --expert-size 64"])
+def test_the_loops_of_the_benchmark_train_the_same(server, tmp_path, experts):
+    """With data parallelism all ranks have the same tokens: as one process with fewer of them."""
+    def losses(strategy, world, batch):
+        output = server.run(
+            f"tools/tutorial.py {strategy}", world, f"--steps 4 --batch-size {batch} --seq-len 16 "
+            f"{experts}", folder=tmp_path, pass_out=False,
+        ).output
+        return [json.loads(line.removeprefix("losses ")) for line in output.splitlines()
+                if line.startswith("losses")]
+
+    (expected,) = losses("single", 0, 4)
+    rows = [("ddp", 2, 8)] if experts else [("ddp", 2, 8), ("fsdp", 2, 8), ("tp", 2, 4)]
+    for strategy, world, batch in rows:
+        assert losses(strategy, world, batch) == [pytest.approx(expected, abs=1e-5)] * world
 
 
 @pytest.mark.parametrize("options, words", [
     ("--rounds 0", "--rounds: 0 is not allowed"), ("--nproc 0", "--nproc: 0 is not allowed"),
-    ("--least 4 --most 2", "--least 4 --most 2: the long runs must have more steps"),
+    ("--timed 0", "--timed: 0 is not allowed"),
 ])
 def test_bad_input_of_the_benchmark(options, words):
     assert words in the_line(bench.main, options.split())
@@ -399,5 +419,5 @@ def test_bad_input_of_the_benchmark(options, words):
 @thorough
 def test_a_benchmark_of_a_command_that_fails():
     """One line, with what the script says."""
-    found = the_line(bench.main, "--nproc 1 --rounds 1 --least 1 --most 2 --bogus".split())
+    found = the_line(bench.main, "--nproc 1 --rounds 1 --timed 1 --only ddp.py --bogus".split())
     assert "ddp.py failed: ddp.py: error: unrecognized arguments: --bogus" in found

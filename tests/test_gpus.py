@@ -1,0 +1,126 @@
+"""What a machine without a GPU can check of tests/test_cuda.py: what its commands train, the block
+that it prints, its test of kernels. Pretended GPUs: tests/test_pretend_cuda.py."""
+
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+
+from common.model import Transformer
+from tests import gpus
+from tests.gpus import COLUMNS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, block, llama_1b
+from tests.processes import ROOT
+from tests.sample import thorough
+
+BASES = {
+    "small": lambda n: {command: f"{SMALL} {more}" for command, more in gpus.curves(n).items()},
+    "deterministic": lambda n: dict.fromkeys(
+        gpus.each_script(n), f"{SMALL} --dtype bfloat16 --deterministic --save-every 10"
+    ),
+    "1b": lambda n: dict.fromkeys([*gpus.each_script(n), *UNCOUNTED_1B], llama_1b(n)),
+}
+
+
+class Accepted(Exception):
+    """Carries the parsed options of a script that would now start."""
+
+
+def accept(args):
+    raise Accepted(args)
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """A function: a command, the number of its ranks -> its options, as the script itself parses
+    and checks them on a machine with GPUs, up to where it would take one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def parsed(command, n):
+        script, *options = command.split()
+        module = importlib.import_module(script.removesuffix(".py"))
+        for name in ("start_process", "start_process_group"):
+            monkeypatch.setattr(module, name, accept, raising=False)
+        monkeypatch.setattr(sys, "argv", [script])
+        if script != "single.py":
+            monkeypatch.setenv("RANK", "0")
+            monkeypatch.setenv("WORLD_SIZE", str(n))
+        with pytest.raises(Accepted) as end:
+            module.main(options)
+        (args,) = end.value.args
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        return args
+
+    return parsed
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", BASES)
+def test_commands_are_accepted_and_train_what_they_should(parsed, kind, n):
+    for command, options in BASES[kind](n).items():
+        args = parsed(f"{command} {options} --device cuda", n)
+        with torch.device("meta"):
+            model = Transformer(args.config)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        if kind == "1b":
+            assert size == gpus.PARAMETERS_1B[command == EXPERTS_1B], command
+            assert args.bfloat16 and args.seq_len == 2048 and args.log_every > 1, command
+            assert args.compile == ("--compile" in command)
+        else:
+            assert size < 2_000_000 and args.log_every == 1, command
+
+
+def test_every_script_and_schedule_is_in_the_block():
+    commands = " ".join([*gpus.curves(8), *UNCOUNTED_1B])
+    scripts = {path.name for path in ROOT.glob("*.py")}
+    assert {word for word in commands.split() if word.endswith(".py")} == scripts
+    schedules = importlib.import_module("pp").SCHEDULES
+    assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
+
+
+def test_the_block():
+    """Equal, not equal, failed, not chosen, an unknown card."""
+    text = block({"cards": "2 x NVIDIA H100, of which 2 were used", "torch": "2.13.0+cu130"}, {
+        "single.py": {"distance": WITHIN / 250, "tokens_per_second": 31234.5, "mfu": 0.4123,
+                      "counted": 30e9, "allocated": 30.26e9},
+        "ddp.py": {"distance": 0.02, "tokens_per_second": None, "counted": 3.2e10,
+                   "allocated": None},
+        "fsdp.py": {"distance": None},
+        "tp.py": {"tokens_per_second": 900.0, "counted": 1e9, "allocated": 2e9},
+    })
+    assert text == """\
+- cards: 2 x NVIDIA H100, of which 2 were used
+- torch: 2.13.0+cu130
+
+| command | beside one process on the CPU | tokens/s | MFU | GB in a dry run | GB allocated |
+|---|---|---|---|---|---|
+| `single.py` | equal (2e-06) | 31,234 | 41.2% | 30.0 | 30.3 |
+| `ddp.py` | **not equal** (2e-02) | **failed** |  | 32.0 | **failed** |
+| `fsdp.py` | **failed** |  |  |  |  |
+| `tp.py` |  | 900 |  | 1.0 | 2.0 |"""
+
+
+def test_the_page_has_the_columns_of_the_block():
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    assert f"| command | {' | '.join(COLUMNS)} |" in page
+
+
+@thorough
+def test_kernels_of_the_cpu(server, tmp_path):
+    """What test_cuda.py does with the kernels of a GPU."""
+    result = server.run("tests/kernels.py cpu", 0, folder=tmp_path, pass_out=False)
+    gpus.check_kernels(result.lines)
+
+
+@thorough
+@pytest.mark.parametrize("fault", [
+    "common.attention.merge = lambda *_: None",  # the second block is lost
+    "common.experts.F.grouped_mm = lambda rows, weights, offs: rows @ weights[0]",
+])
+def test_wrong_kernels_are_seen(server, tmp_path, fault):
+    result = server.run("tests/kernels.py cpu", 0, folder=tmp_path, pass_out=False,
+                        inject=f"import common.attention, common.experts; {fault}")
+    with pytest.raises(AssertionError):
+        gpus.check_kernels(result.lines)
