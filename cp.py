@@ -32,9 +32,9 @@ key/value heads. L: number of layers. a: micro-batches.
 
 Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
 travels while the rank computes attention to the previous block. A long block hides its transfer,
-since computing grows with the square of its length. Exposed: the collectives of ulysses and
-allgather, and the all-reduce of the gradients after the backward pass. Its bytes do not grow with
-the sequence, so a long sequence makes it a small part of the step.
+since computing grows with the square of its length. Each gradient is all-reduced while the last
+backward pass goes on; its bytes do not grow with the sequence. Exposed: the collectives of ulysses
+and allgather, and the all-reduce of the last gradient, the embedding's.
 
 To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
 "cp"] in place of the all-reduce: for parameters, cp is more data parallelism; hybrid_3d.py does so.
@@ -105,6 +105,8 @@ def main(argv=None):
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
+    # CP: each rank has the gradient of its positions; they are added up during the backward pass
+    begin_reducing, finish_reducing = all_reduce_in_backward(model.parameters(), group)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -140,16 +142,16 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch)
-        for inputs, targets in batch:  # (B/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
             micro_loss = model(inputs, targets, positions) / count  # CP: a part of the mean
+            if i == args.grad_accum - 1:
+                begin_reducing()  # CP: in the last backward pass gradients are complete
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        for parameter in model.parameters():  # CP: each rank has the gradient of its part
-            if parameter.grad is not None:  # a frozen parameter has none
-                dist.all_reduce(parameter.grad, group=group)
+        finish_reducing()  # CP: before anything uses the gradients
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -178,6 +180,37 @@ def shard_positions(T, n, zigzag=True):
         return torch.arange(T).view(n, -1)
     early, late = torch.arange(T).view(2 * n, -1).chunk(2)
     return torch.cat((early, late.flip(0)), dim=1)
+
+
+def all_reduce_in_backward(parameters, group):
+    """Add up the gradients of ``parameters`` over ``group``, a ProcessGroup, during the last
+    backward pass of a step: each is all-reduced as soon as it is there, while the pass goes on.
+
+    Returns two functions. Call the first one before that backward pass, the second one after it: it
+    also reduces the gradients that this pass did not reach, and waits for all.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    awaited, works = set(), []
+
+    def reduce(parameter):
+        if parameter in awaited:
+            awaited.remove(parameter)
+            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def begin():
+        awaited.update(trained)
+
+    def finish():
+        for parameter in trained:
+            if parameter.grad is not None:
+                reduce(parameter)
+        awaited.clear()
+        while works:
+            works.pop().wait()
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return begin, finish
 
 
 def set_attention(modules, attention, group, replaces):
@@ -258,7 +291,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
-        grad_q, arriving = torch.zeros_like(q, dtype=wide(q)), None
+        grad_q, wait_for_gradient = torch.zeros_like(q, dtype=wide(q)), None
         for source, block in around_the_ring(torch.stack((k, v)), group):
             queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
             block_grad_q, block_grad_kv = attend_backward(
@@ -269,11 +302,13 @@ class RingAttention(torch.autograd.Function):
             if source == group.rank():
                 grad_kv = block_grad_kv.to(wide(k))  # the other ranks' part is added at the end
             else:  # add to the gradient that travels with this block, and pass it on
-                travelling = arriving() if arriving else torch.zeros_like(grad_kv)
+                travelling = (
+                    wait_for_gradient() if wait_for_gradient else torch.zeros_like(grad_kv)
+                )
                 travelling[..., keys, :] += block_grad_kv
-                arriving = pass_on(travelling, group)
-        if arriving:
-            grad_kv += arriving()
+                wait_for_gradient = pass_on(travelling, group)
+        if wait_for_gradient:
+            grad_kv += wait_for_gradient()
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
@@ -283,10 +318,10 @@ def around_the_ring(block, group):
     is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
     n, rank = group.size(), group.rank()
     for step in range(n):
-        arriving = pass_on(block, group) if step < n - 1 else None
+        wait_for_block = pass_on(block, group) if step < n - 1 else None
         yield (rank - step) % n, block
-        if arriving:
-            block = arriving()
+        if wait_for_block:
+            block = wait_for_block()
 
 
 def pass_on(tensor, group):
@@ -396,7 +431,8 @@ def attend_to_blocks(q, blocks, group, is_causal, scale):
         queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
         block_out, block_lse = attend(q[..., queries, :], block[..., keys, :], mask, scale)
         if source == group.rank():
-            out, lse = block_out.to(wide(q)), block_lse
+            # Copies: merging overwrites them, and selective checkpointing keeps what it is given.
+            out, lse = block_out.to(wide(q), copy=True), block_lse.clone()
         else:
             merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
     return out.to(q.dtype), lse

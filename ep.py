@@ -49,7 +49,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
 from common.experts import balance_experts, read_counts
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
@@ -82,6 +82,7 @@ def main(argv=None):
     expert_mesh = init_device_mesh(  # the ranks that exchange tokens are adjacent
         device.type, (n // ep, ep), mesh_dim_names=("expert_dp", "ep")
     )
+    set_timeout(expert_mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
@@ -73,6 +73,7 @@ def main(argv=None):
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
+    set_timeout(mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
@@ -93,6 +94,7 @@ def main(argv=None):
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
+    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -171,6 +173,13 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
         frees = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
+
+
+def move_buffers(model, device):
+    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def reshard(model):

@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
@@ -102,6 +102,7 @@ def main(argv=None):
         device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
+    set_timeout(mesh, args.timeout)
     dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # DP: who reads other samples
     # DP, CP: parameters are sharded over both, since for them CP is more data parallelism.
     shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")

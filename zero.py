@@ -277,18 +277,26 @@ def start_reduce_scatter(bucket, buckets):
             f"parameters of the shapes {missing} got no gradient, others of their unit did: "
             f"freeze them by requires_grad_(False), or put them into a unit of their own"
         )
-    n = bucket.mesh.size()
-    whole = torch.cat([
-        F.pad(p.grad.flatten(), (0, n * size - p.numel())).view(n, size)
-        for p, size in zip(bucket.parameters, bucket.padded_sizes)
-    ], dim=1).flatten()  # what rank 0 receives, then what rank 1 receives, ...
-    for parameter in bucket.parameters:
-        parameter.grad = None
-    own = whole.new_empty(sum(bucket.padded_sizes))
-    work = reduce_scatter_single(
-        own, whole, dist.ReduceOp.AVG, bucket.mesh.get_group(), async_op=True
-    )
+    whole = take_gradients(bucket)
+    own = torch.empty_like(whole[0])
+    # Over one rank NCCL's AVG may write zeros: https://github.com/pytorch/pytorch/issues/144045
+    op = dist.ReduceOp.AVG if len(whole) > 1 else dist.ReduceOp.SUM
+    work = reduce_scatter_single(own, whole.view(-1), op, bucket.mesh.get_group(), async_op=True)
     bucket.reduce_scatter = work, own
+
+
+def take_gradients(bucket):
+    """Copy the gradients of ``bucket`` into one tensor, (n, numbers), and free each as soon as it
+    is copied. Row i is what rank i receives, with zeros as padding."""
+    sizes = bucket.padded_sizes
+    whole = bucket.parameters[0].grad.new_zeros(bucket.mesh.size(), sum(sizes))
+    for parameter, part, size in zip(bucket.parameters, whole.split(sizes, dim=1), sizes):
+        gradient = parameter.grad.flatten()
+        parameter.grad = None
+        full = len(gradient) // size  # so many ranks receive no padding
+        part[:full] = gradient[: full * size].view(full, size)
+        part[full : full + 1, : len(gradient) - full * size] = gradient[full * size :]
+    return whole
 
 
 def finish_reduce_scatter(buckets):

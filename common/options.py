@@ -137,9 +137,13 @@ def option_parser(doc, model=True, text=True, experts=False):
         "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
         "products in bfloat16, and what is sent of them; weights, optimizer states, sums of "
         "gradients and the loss in float32; float64: to compare curves exactly")
+    add("--deterministic", action="store_true", help="on GPUs: add up in a fixed order, so that "
+        "the same run on the same GPUs repeats bit for bit; slower")
     add("--compile", action="store_true", help="torch.compile each layer")
-    add("--activation-checkpointing", action="store_true", help="keep only the input of each "
-        "layer, and compute the layer again in the backward pass")
+    add("--activation-checkpointing", nargs="?", choices=("full", "selective"), const="full",
+        help="full: keep only the input of each layer, and compute the layer again in the backward "
+        "pass; selective: also keep the outputs of matrix products and attention, and compute only "
+        "the rest again; without a word: full")
     return parser
 
 

@@ -40,7 +40,7 @@ def expected(command, n, options="", stage=0):
 def ep(args, n):
     """The bytes of the parameters, and the bytes that are sent."""
     model, a, ep, config = whole_model(args), args.grad_accum, args.ep or n, args.config
-    again, L, E = args.activation_checkpointing, config.num_hidden_layers, config.num_experts
+    again, L, E = bool(args.activation_checkpointing), config.num_hidden_layers, config.num_experts
     W = bytes_of(*(layer.mlp.experts for layer in model.model.layers.values()))
     rest, last = bytes_of(model) - W, bytes_of(model.model.norm, model.lm_head)
     half = args.compute_dtype.itemsize / args.param_dtype.itemsize
@@ -63,7 +63,7 @@ def hybrid_3d(args, n, stage):
     stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
     layers = list(keep_stage(model, stages, stage).model.layers.values())
     size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
-    again, half = args.activation_checkpointing, matrix_size / size
+    again, half = bool(args.activation_checkpointing), matrix_size / size
     first, last = stage == 0, stage == pp - 1
     N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)  # norms, which TP replicates
 

@@ -16,7 +16,7 @@ MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-at
 TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 6 --log-every 1 --warmup-steps 3 "
             "--lr 0.01 --save-every 4")
 OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 4 --val-batches 2"
-AGAIN = "--activation-checkpointing"
+AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Row:
 CHUNKS = "ignored(); loss_in_chunks()"
 EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
-    ("single.py --grad-accum 4 --workers 1", 0),
+    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("ddp.py --grad-accum 2", 0),
-    ("ddp.py", 1),
+    ("ddp.py --deterministic", 1),
     ("ddp.py", 2),
     (f"ddp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
-    ("ddp.py --grad-accum 3", 4),
+    (f"ddp.py --grad-accum 3 {SELECTIVE}", 4),
     ("zero.py --stage 1 --grad-accum 2", 2),
     ("zero.py --stage 1 --grad-accum 2", 3),
-    ("zero.py --stage 1", 4),
+    (f"zero.py --stage 1 {SELECTIVE}", 4),
     ("zero.py --stage 2", 1),
     ("zero.py --stage 2", 2),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
@@ -64,24 +64,24 @@ EXACT = [Row(command, world) for command, world in [
     ("fsdp.py", 2),
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
     ("fsdp.py --grad-accum 2", 3),
-    ("fsdp.py --no-reshard-after-forward --grad-accum 2", 2),
+    (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
     ("fsdp.py --replicate 3 --grad-accum 2", 3),
     ("fsdp.py --replicate 2 --grad-accum 2", 4),
     ("tp.py --grad-accum 2", 1),
     ("tp.py", 2),
-    ("tp.py", 4),
+    (f"tp.py {SELECTIVE}", 4),
     (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ring", 1),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
-    ("cp.py --attention ring", 3),
+    (f"cp.py --attention ring {SELECTIVE}", 3),
     ("cp.py --attention ring", 4),
     (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
-    ("cp.py --attention ulysses", 4),
+    (f"cp.py --attention ulysses {SELECTIVE}", 4),
     (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     (f"pp.py --schedule 1f1b --microbatches 4 {AGAIN}", 3),
-    ("pp.py --schedule 1f1b --grad-accum 2 --microbatches 6", 4),
+    (f"pp.py --schedule 1f1b --grad-accum 2 --microbatches 6 {SELECTIVE}", 4),
     ("pp.py --schedule interleaved1f1b --microbatches 6", 3),
     ("pp.py --schedule loopedbfs --stages-per-rank 3 --grad-accum 2 --microbatches 3", 2),
     ("pp.py --schedule zerobubble --stages-per-rank 1 --microbatches 4 --workers 1", 3),
@@ -93,7 +93,7 @@ EXACT = [Row(command, world) for command, world in [
     ("hybrid_3d.py --dp 2 --cp 2", 4),
     ("hybrid_3d.py --dp 2 --tp 2", 4),
     ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
-    ("hybrid_3d.py --cp 2 --tp 2", 4),
+    (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
     ("hybrid_3d.py --cp 2 --pp 2", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --cp 2 --replicate 2", 4),

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import SettingError
 from common.services import run_folder, stored
@@ -258,6 +259,39 @@ def test_a_loop_that_breaks_loses_no_save(tmp_path):
     checkpoints.finish()
     checkpoints.finish()
     assert steps_of(tmp_path) == [2, 4]
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies a whole tensor of ``size`` elements, and notes which memory is pinned."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.copies, self.pinned = size, 0, []
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if args and isinstance(args[0], torch.Tensor) and args[0].numel() == self.size:
+            self.copies += name in ("copy_", "_to_copy", "clone")
+            if name == "empty_like":
+                self.pinned.append((kwargs["device"].type, kwargs["pin_memory"]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_save_in_the_background_copies_once_and_needs_no_gpu_0(tmp_path, monkeypatch):
+    """On GPUs into pinned memory. DCP would copy ahead on a stream of the thread's GPU, which is
+    GPU 0 on every rank."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(torch.distributed.checkpoint.filesystem, "_OverlappingCpuLoader")
+    model = nn.Linear(7, 11, bias=False)
+    checkpoints = checkpoints_of(tmp_path, model, every=1, in_background=True)
+    checkpoints.resume()
+    for step in (0, 1):
+        with Copies(77) as seen:
+            checkpoints.after_step(step, 1.0)
+        assert seen.copies == 1
+        assert seen.pinned == ([("cpu", False)] if step == 0 else [])  # pinned, if it is on a GPU
+    checkpoints.finish()
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_files_of_others_stay(tmp_path):

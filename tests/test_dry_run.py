@@ -47,6 +47,19 @@ def count(command, world_size, rank=0, nproc_per_node=8):
     return tool.count_apart(str(ROOT / script), options, world_size, rank, nproc_per_node)
 
 
+def test_selective_checkpointing_is_between_all_and_nothing():
+    """It keeps more than full checkpointing, and repeats no matrix product and no attention."""
+    options = "--model small --seq-len 256 --batch-size 4 --vocab-size 256"
+    kept, selective, full = (
+        count(f"single.py {options} {more}", 1) for more in (
+            "", "--activation-checkpointing selective", "--activation-checkpointing",
+        )
+    )
+    assert kept["operations"] == selective["operations"] < 0.85 * full["operations"]
+    peaks = [each["peak"]["activations"] for each in (full, selective, kept)]
+    assert peaks[0] < 0.5 * peaks[1] and peaks[1] < 0.7 * peaks[2]
+
+
 @pytest.fixture
 def dry_run(server, tmp_path):
     def dry_run(command, world_size, *options, **kwargs):
@@ -118,6 +131,14 @@ def test_the_ranks_of_a_pipeline(dry_run):
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "pp.py as rank 1 of 2, a dry run" in result.output
     assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
+
+
+@thorough
+def test_the_first_line_says_when_it_counts_as_on_a_gpu(dry_run):
+    """A real run on the CPU would be in float32."""
+    result, _ = dry_run("single.py --hidden-size 32 --dtype auto", 1)
+    assert result.lines[0] == (f"{ROOT / 'single.py'} as rank 0 of 1, a dry run in bfloat16: "
+                               f"--dtype auto counts as on GPUs")
 
 
 @thorough

@@ -649,6 +649,35 @@ def test_the_gpu_of_a_process(monkeypatch):
     assert number(True, RANK="3", WORLD_SIZE="4", LOCAL_RANK="3") == 1
 
 
+def test_gpus_that_an_old_driver_hides(monkeypatch):
+    """NVML counts them, the CUDA runtime cannot use them: it must not become a run on the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(SettingError, match="has 8 GPUs, but torch .* cannot use them"):
+        launch.pick_device("auto")
+    assert launch.pick_device("cpu").type == "cpu"
+
+
+def test_groups_of_a_mesh_wait_as_long_as_they_are_told(run):
+    """A rank that is silent: the other one does not wait 30 minutes, torch's default."""
+    result = run("tests/silent.py", 2, pass_out=False)
+    assert "gave up after" in result.output
+
+
+def test_deterministic_sets_what_gpus_need(monkeypatch):
+    """A run with it: test_same_run.py."""
+    monkeypatch.setattr(os, "environ", {})
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        launch.make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_the_variables_of_accelerate(run, corpus, expected):
     """It sets those of torchrun; ACCELERATE_* beside them change nothing."""
     env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true"}

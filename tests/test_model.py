@@ -116,6 +116,22 @@ def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("tokens, most, sizes", [
+    (111, 2**28, [7] * 15 + [6]), (111, 96 * 5, [5] * 22 + [1]), (1600, 96 * 100, [100] * 16),
+    (3, 2**28, [1, 1, 1]), (2, 95, [1, 1]),
+])
+def test_the_sizes_of_chunks(monkeypatch, tokens, most, sizes):
+    """16 chunks, or more if one would have too many logits; at the least one token each."""
+    head = common.model.Head(8, 96, bias=False)
+    monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
+    monkeypatch.setattr(common.model, "MAX_CHUNK", most)
+    seen, loss = [], head.loss
+    head.loss = lambda x, targets: seen.append(len(targets)) or loss(x, targets)
+    with torch.no_grad():
+        head(torch.ones(1, tokens, 8), targets=torch.zeros(1, tokens, dtype=torch.int64))
+    assert seen == sizes
+
+
 def test_what_autocast_makes_bfloat16():
     """The residual stream, and nothing that must be exact: weights, their gradients, the loss."""
     model = Transformer(CONFIG)

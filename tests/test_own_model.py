@@ -122,8 +122,9 @@ def test_tied_parameters_in_two_units_are_refused(run, corpus, command):
     assert all(result.statuses) and ("in 2 of the units" in line or "two units share" in line)
 
 
-def test_zero_pairs_names_and_shards_by_identity(run):
-    assert "all units are right" in run("tests/zero_groups.py", 2, pass_out=False).output
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_pairs_names_and_shards_by_identity(run, world):
+    assert "all units are right" in run("tests/zero_groups.py", world, pass_out=False).output
 
 
 LOOK = """

@@ -130,6 +130,26 @@ def test_examples_stay_on_the_gpu(pretended):
     assert "rows.chunk(n)[rank].to(device)" in copy
 
 
+def test_offloading_leaves_buffers_on_the_gpu(pretended, tmp_path):
+    """A buffer that materialise has put beside the offloaded parameters, and that a norm uses; and
+    the same without the lines that move it."""
+    source, moving = (ROOT / "fsdp.py").read_text(), "    move_buffers(model, device)"
+    used = """
+    norm = model.model.norm
+    norm.register_buffer("scale", torch.ones(norm.weight.shape))
+    norm.register_forward_hook(lambda norm, _, out: out * norm.scale)
+"""
+    before, after = source.split(moving)
+    (tmp_path / "moves.py").write_text(before + used + moving + after)
+    (tmp_path / "stays.py").write_text(before + used + "    device = device" + after)
+    moves, stays = pretended([
+        (f"{tmp_path / name} {SMALL} --cpu-offload", 2, 0, "cuda:0")
+        for name in ("moves.py", "stays.py")
+    ])
+    assert "error" not in moves, moves["error"]
+    assert "device" in stays["error"]
+
+
 def test_faults_are_seen(pretended, tmp_path):
     """A value that is read in the loop, a tensor on the CPU, attention without a fused kernel."""
     faults = {

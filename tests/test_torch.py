@@ -44,6 +44,7 @@ PRIVATE = {
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
     "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
     "_schema": (torch.ops.aten.add.Tensor, "the name of an operation"),
+    "_set_pg_timeout": (distributed_c10d, "the timeout of a group that exists"),
     "_sharding_prop": (torch.distributed.tensor, "computes global shapes, which no rank holds"),
     "_subclasses": (torch, "fake tensors"),
     "_type": (torch.ScriptObject, "which arguments of an operation are process groups"),

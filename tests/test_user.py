@@ -62,6 +62,19 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
 
 
+def test_queued_work_ends_before_a_pause(run, corpus):
+    """Validation and saves wait for the GPU: in steps that are not logged, too, its queue must end
+    before, or it would not count as training."""
+    options = (f"{SMALL} --steps 9 --log-every 100 --data {corpus} --val-data {corpus} "
+               f"--val-every 3 --val-batches 1 --save-every 4 --no-count")
+    result = run("single.py", 0, options, inject="""
+from common.services.report import Report
+Report.synchronize = lambda report: print(f"waits in step {report.done}", flush=True)
+""")
+    waits = {int(step) for step in re.findall("waits in step ([0-9]+)", result.output)}
+    assert waits == {0, 1, 2, 3, 4, 6, 8, 9}  # warm-up: to step 3; 9 is logged
+
+
 @pytest.mark.parametrize("name, peak", [
     ("H100 80GB HBM3", 989), ("H100 PCIe", 756), ("A100-SXM4-80GB", 312), ("GeForce RTX 4090", 165),
     ("L4", 121), ("L40", 0), ("GB200", 0),

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero
 from common.errors import SettingError
 from common.launch import launch
+from common.services.counting import StepCounter
 
 
 def refused(model, units, mesh):
@@ -64,6 +65,24 @@ def main():
         assert "were used without a call" in str(error)
     else:
         raise AssertionError("stale parameters were used")
+    # A bucket's gradients exist twice while they are copied. Over one rank they are not averaged.
+    n = dist.get_world_size()
+    model, called, reduce_scatter = nn.Linear(64, 64), [], zero.reduce_scatter_single
+    (bucket,), _ = zero.make_buckets(model, [[model]], mesh)
+    zero.reduce_in_backward([bucket], False)
+    counter = StepCounter(torch.optim.SGD(model.parameters()), [model])
+    with counter:
+        model(torch.ones(1, 64)).sum().backward()
+        counter.peak.clear()
+        whole = zero.take_gradients(bucket)
+    assert counter.peak["in all"] == 3 * 4 * (64 * 64 + 64) and whole.shape == (n, 4160 // n)
+    assert model.weight.grad is None and counter.now["gradients"] == 0
+    zero.reduce_scatter_single = lambda own, whole, op, *args, **kwargs: (
+        called.append(op), reduce_scatter(own, whole, op, *args, **kwargs)
+    )[1]
+    zero.reduce_in_backward([bucket], True)
+    model(torch.ones(1, 64)).sum().backward()
+    assert called == [dist.ReduceOp.AVG if n > 1 else dist.ReduceOp.SUM], called
     print("all units are right" if dist.get_rank() == 0 else "", flush=True)
 
 

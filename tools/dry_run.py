@@ -319,6 +319,8 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             counted.update(world_size=world_size, rank=rank, description=[])
             super().__init__(*args, **kwargs)
             counted["description"] = counted["description"][1:5]  # without the device
+            counted["chosen"] = (" in bfloat16: --dtype auto counts as on GPUs"
+                                 if self.args.dtype == "auto" else "")
             if self.experts:
                 self.say("assumed: all experts get equally many tokens")
             if self.mesh is not None:
@@ -367,6 +369,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         "wrap_layers": lambda layers, compile, checkpoint: wrap_layers(layers, False, checkpoint),
         "run_settings": lambda *_: None, "Checkpoints": Checkpoints, "Report": DryReport,
         "check_stages": lambda *_: None,  # it gathers objects
+        "set_timeout": lambda *_: None,
         "read_counts": experts.read_counts,
         "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
@@ -456,7 +459,8 @@ def main(argv=None):
             counted = most([first, *tqdm(found, "other stages", len(others), leave=False,
                                          disable=not others)])
     counted.pop("stages", None)
-    print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run")
+    chosen = counted.pop("chosen")
+    print(f"{args.script} as rank {counted['rank']:,} of {args.world_size:,}, a dry run{chosen}")
     for line in lines_of(counted, args.device_memory):
         print(printable(line))
     if args.json:

@@ -314,7 +314,9 @@ class Checkpoints:
         if self.in_background:
             for name, tensor in self.named().items():
                 if name not in self.staged:
-                    self.staged[name] = tensor.to("cpu", copy=True)
+                    self.staged[name] = torch.empty_like(
+                        tensor, device="cpu", pin_memory=tensor.is_cuda
+                    )
                 self.staged[name].copy_(tensor)
             self.saving = self.aside.submit(self.write, self.staged, step)
         else:

@@ -196,6 +196,11 @@ def reason(error):
 class HashingWriter(dcp.FileSystemWriter):
     """DCP's writer. ``sums``: the hash of each file that this rank has written, by its name."""
 
+    def __init__(self, path):
+        # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
+        # is GPU 0, every rank would open a context there.
+        super().__init__(path, per_thread_copy_ahead=0)
+
     def write_data(self, *args):
         try:
             written = super().write_data(*args)
