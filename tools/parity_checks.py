@@ -604,7 +604,8 @@ def rounding(it):
     """Whether gradients are as far apart as the rounding of a type with fewer bits. Rounding is
     even: measured, that of one parameter is at most 4 to 5 times that of another. With another
     formula, such as another approximation of GELU, it was 18 times and more."""
-    share = it.share[it.off]
+    x = it.reference.gradients
+    share = (distance(x, it.run.gradients) / x.length)[it.off]
     middle, most = share.median(), share.max()
     if it.everywhere and it.loss_right and most < 10 * share.min():
         for word, low in ("bfloat16", 2**-12), ("float16", 2**-15), ("float32", 2**-28):
@@ -694,7 +695,8 @@ def crude_update(it):
                 f"learning rate, decay, clipping, or the optimizer.{still}")
     resting = (other == 0) & (way > 0)
     if resting.any():
-        return f"update: weights of {it.group(resting)} do not move: does the optimizer have them?"
+        which = describe(it.names, torch.zeros_like(resting), resting)
+        return f"update: weights of {which} do not move: does the optimizer have them?"
 
 
 def crude_not_cleared(it):
