@@ -547,10 +547,82 @@ def test_a_tied_name_does_not_hide_where_it_begins(tmp_path):
         recorded("one", 0), recorded("two", 0.1))
 
 
-def test_each_check_has_a_docstring():
-    for check in (parity_checks.ALWAYS + parity_checks.CHECKS + parity_checks.CAUSES
-                  + parity_checks.CRUDE):
-        assert check.__doc__, check
+def apart(kind, step):
+    """Two ranks hold different copies of 0.weight."""
+    def edit(lines):
+        lines[step][kind]["0.weight"]["sums"][0] = 1.0
+        lines[step][kind]["0.weight"]["ranks"] = "[0] and [1]"
+    return edit
+
+
+def scaled_by(name, by):
+    def spoil(model):
+        model.get_parameter(name).grad *= by
+    return spoil
+
+
+# What each check says of a fault: how the run differs, or an edit of its recording.
+SAYS = {
+    "step_numbers": ("step 0: steps: ", lambda lines: lines[0].update(step=7)),
+    "parameter_names": ("step 0: names: only the reference has 0.bias", lambda lines: [
+        line[kind].pop("0.bias") for line in lines for kind in ("values", "gradients")]),
+    "shapes": ("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24",
+               lambda lines: lines[0]["values"]["0.weight"].update(held=12)),
+    "not_finite": ("step 0: not finite: weights or gradients of 0.bias",
+                   {"spoil": scaled_by("0.bias", math.nan)}),
+    "initial_weights": ("step 0: initial weights: other values of 2.bias$", {
+        "start": lambda model: model[2].bias.data.add_(1)}),
+    "samples": ("step 0: samples: 8 of 8 are missing, and 8 other samples are read instead", {
+        "batch_of": lambda x: [x + 1]}),
+    "copies_of_weights": ("step 1: update: ranks .0. and .1. hold different weights of 0.weight",
+                          apart("values", 1)),
+    "update": ("step 1: update: weights of every parameter have moved differently, by up to 0.5 of "
+               "their way .times 2.: learning rate", {"lr": 0.2}),
+    "reduction": ("step 0: reduction: ranks .0. and .1. hold different gradients of 0.weight",
+                  apart("gradients", 0)),
+    "lost_tie": (),  # tests/bugs
+    "trained_in_one_run": (),  # below
+    "scaled": ("step 0: gradients: those of 0.weight: times 3; the loss is right",
+               {"spoil": scaled_by("0.weight", 3)}),
+    "missing": ("step 0: gradients: missing: those of 0.weight; the loss is right",
+                {"spoil": scaled_by("0.weight", 0)}),
+    "not_cleared": ("step 1: gradients: not cleared: all hold 1 of those of the step before", {
+        "clear": False}),
+    "rounding": ("step 0: gradients: rounding: they differ by .*, as if bfloat16", {
+        "spoil": lambda model: [p.grad.copy_(p.grad.bfloat16()) for p in model.parameters()]}),
+    "some_gradients": ("step 0: gradients: those of 0.weight differ, by up to ", {
+        "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))}),
+    "mean_of_means": (),  # below
+    "part_of_the_batch": ("step 0: gradients: part of the batch, or the backward", {
+        "spoil": lambda model: [p.grad.copy_(p.grad.roll(1, 0)) for p in model.parameters()]}),
+    "forward_pass": ("step 0: gradients: forward pass: the loss is ", {
+        "start": lambda model: model.register_forward_hook(lambda *args: args[-1].sin())}),
+    "loss": ("step 0: loss: it is .*, not .* .times 2.*and the gradients agree",
+             lambda lines: lines[0]["ranks"][0]["losses"].append(
+                 lines[0]["ranks"][0]["losses"][0])),
+    "clipping": ("step 0: clipping: by a wrong norm .* scaled by 0.5, not by 1",
+                 {"change": lambda _, model: scale_all(model)}),
+    "crude_update": (),  # above, in 16 bits
+    "crude_not_cleared": (),
+}
+
+
+@pytest.mark.parametrize("check", [name for name, says in SAYS.items() if says])
+def test_each_check(small, check):
+    expected, fault = SAYS[check]
+    one, two = read(small("one")), read(small("two", **(fault if isinstance(fault, dict) else {})))
+    if callable(fault):
+        fault(two)
+    assert parity_checks.compare(one, one).startswith("EQUAL")
+    message = parity_checks.compare(one, two)
+    assert re.match(f"DIFFERENT: {expected}", message), message
+
+
+def test_no_check_is_left_out():
+    checks = [*parity_checks.ALWAYS, *parity_checks.CHECKS, *parity_checks.CAUSES,
+              *parity_checks.CRUDE]
+    assert {check.__name__ for check in checks} - {"gradients"} == {*SAYS}
+    assert all(check.__doc__ for check in checks)
 
 
 class Attention(torch.nn.Module):
