@@ -41,11 +41,11 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     for name, script, options, edits in json.loads(jobs.read_text()):
         text = (ROOT / script).read_text()
-        if script not in OWN:
-            text = with_parity(text, script, folder / f"{name}.parity")
         for old, new in edits:
             assert text.count(old) == 1, f"{name}: {script} has {text.count(old)} times {old}"
             text = text.replace(old, new)
+        if script not in OWN:
+            text = with_parity(text, script, folder / f"{name}.parity")
         module = {"__name__": script, "__file__": str(ROOT / script)}
         exec(compile(text, script, "exec"), module)
         module["main"]([*options.split(), *data, "--out", str(folder / name)])

@@ -93,6 +93,7 @@ def main(argv):
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--tied", action="store_true")  # embedding and head
     args = parser.parse_args(argv)
     n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if n > 1 and not dist.is_initialized():
@@ -105,6 +106,8 @@ def main(argv):
             for part, offsets in parts:
                 part.copy_(value[tuple(slice(first, first + size)
                                        for first, size in zip(offsets, part.shape))])
+        if args.tied:
+            model.head.weight = model.embed.weight
     model.to(getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     parity = Parity(f"{args.out}.parity", model, optimizer,
@@ -112,12 +115,15 @@ def main(argv):
     generator = torch.Generator().manual_seed(1)
     for step in range(args.steps):
         tokens = torch.randint(VOCAB, (8, T + 1), generator=generator)
-        batch = [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens.chunk(2)]
+        batch = [{"tokens": rows[:, :-1], "targets": rows[:, 1:].clone()}
+                 for rows in tokens.chunk(2)]
+        batch[0]["targets"][::2] = -100
+        count = sum((micro_batch["targets"] != -100).sum() for micro_batch in batch)
         losses = []
         for micro_batch in batch:
             logits = model(micro_batch["tokens"])
-            loss = F.cross_entropy(logits.flatten(0, 1), micro_batch["targets"].flatten())
-            loss = loss / len(batch)
+            targets = micro_batch["targets"].flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / count
             loss.backward()
             losses.append(loss.detach())
         parity.record(step, losses, batch)

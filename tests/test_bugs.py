@@ -1,0 +1,52 @@
+"""docs/bugs.md: each patch applies, parity says of it what the page says, and finds nothing without
+the patch."""
+
+import re
+import subprocess
+
+import pytest
+
+from docs import draw
+from tests import bugs
+from tests.processes import ROOT
+from tests.sample import sampled
+from tests.test_parity import record
+from tools import parity
+
+BUGS = bugs.read()
+
+
+def without_figures(words):
+    """Figures that are not whole numbers depend on the machine."""
+    return re.sub(r"\d+\.\d+(e[-+]\d+)?|\d+e[-+]\d+", "...", words)
+
+
+@pytest.mark.parametrize(
+    "script", sampled(sorted({bug.script for bug in BUGS}), ["ddp.py", bugs.TRAINER])
+)
+def test_parity_says_what_the_page_says(once, shared, script):
+    own = [bug for bug in BUGS if bug.script == script]
+    alone, ranks = (record(once, shared, processes, jobs)
+                    for processes, jobs in bugs.jobs(own, bugs.STEPS).items())
+    for bug in own:
+        one = bugs.lines(alone / f"{bugs.file_name(bug.against)}.parity")
+        sound = bugs.lines(ranks / f"{bugs.file_name(bug.run)}.parity")
+        two = bugs.lines(ranks / f"{bug.name}.parity")
+        assert re.match(f"EQUAL .* {bugs.STEPS} of {bugs.STEPS} steps", parity.compare(one, sound))
+        assert without_figures(parity.compare(one, two)) == without_figures(bug.says), bug.name
+
+
+def test_the_page_shows_the_patches():
+    assert bugs.PAGE.read_text() == bugs.page(BUGS)
+    assert len(BUGS) >= 20 and all("](https://github.com/" in bug.text for bug in BUGS)
+
+
+@pytest.mark.parametrize("path", bugs.paths(), ids=lambda path: path.stem)
+def test_a_patch_applies(path):
+    subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=True)
+
+
+def test_the_picture_has_all_curves():
+    found = draw.read("bugs")
+    assert [*found["loss"]] == [bug.name for bug in BUGS]
+    assert {run["against"] for run in found["loss"].values()} == {*found["sound"]}
