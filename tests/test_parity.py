@@ -16,7 +16,7 @@ import torch
 
 from tests.processes import ROOT, ProcessServer
 from tests.sample import sampled, thorough
-from tools import parity
+from tools import parity, parity_checks
 
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
          "--num-key-value-heads 4")
@@ -38,17 +38,19 @@ def before(line, more):
 # name: script, its options, what it prints, edits. On 2 ranks, with 3 micro-batches, in float32.
 FAULTS = {
     "mean-instead-of-sum": (
-        "ddp.py", "", "all gradients: divided by 2: the ranks; the loss is right",
+        "ddp.py", "", "gradients: all: divided by 2, such as the ranks; the loss is "
+        "right .5.519434 and 5.519434.: look at the backward pass",
         ["(micro_loss * n).backward()", "micro_loss.backward()"]),
-    "times-n": ("zero.py", "", "all gradients: times 2: the ranks; the loss is right",
+    "times-n": ("zero.py", "", "gradients: all: times 2, such as the ranks; the loss is right",
                 ["dist.ReduceOp.AVG", "dist.ReduceOp.SUM"]),
-    "times-a": ("ddp.py", "", "all gradients: times 3: the micro-batches; the loss too",
+    "times-a": ("ddp.py", "", "gradients: all: times 3, such as the micro-batches; the loss too",
                 ["replica(inputs, targets) / count", "replica(inputs, targets) / count * 3"]),
     "divided-by-n-and-a": (
-        "fsdp.py", "", "all gradients: divided by 6: ranks x micro-batches; the loss is right",
+        "fsdp.py", "", "gradients: all: divided by 6, such as ranks x micro-batches; the loss is "
+        "right",
         ["(micro_loss * n).backward()", "(micro_loss / 3).backward()"]),
     "norms-not-reduced": (
-        "tp.py", "", "not reduced: ranks .0. and .1. hold different gradients of the norms: they "
+        "tp.py", "", "reduction: ranks .0. and .1. hold different gradients of the norms: they "
         "must be added up", ["dist.all_reduce(whole, group=group)", "pass"]),
     "another-ranks-samples": (
         "ddp.py", "", "samples: 12 of 24 are missing, one is read 2 times, by ranks .0, 1",
@@ -58,17 +60,18 @@ FAULTS = {
         before("        count = count_targets", "        batch = [[x[[0, *range(len(x) - 1)]]"
                " for x in micro_batch] for micro_batch in batch]\n")),
     "other-samples": (
-        "ddp.py", "", "samples: 2[34] of 24 are missing, 2[34] others are read: another seed",
+        "ddp.py", "", "samples: 2[34] of 24 are missing, and 2[34] other samples are read "
+        "instead: another seed",
         ["args.grad_accum, seed=args.seed", "args.grad_accum, seed=args.seed + 1"]),
     "a-stage-without-gradients": (
-        "pp.py", "--microbatches 2", "missing gradients: of layer 2, model.norm.weight, "
+        "pp.py", "--microbatches 2", "gradients: missing: those of layer 2, model.norm.weight, "
         "lm_head.weight; the loss is right",
         before(RECORD, "        if rank == 1:\n            optimizer.zero_grad()\n")),
     "clipped-before-the-reduction": (
-        "cp.py", "", "part of the batch: all .* clip before the reduction",
+        "cp.py", "", "gradients: part of the batch, .* clip before the reduction",
         before(CP_REDUCTION, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
     "clipped-and-not-reduced": (
-        "cp.py", "", "not reduced: .* each rank has clipped its own to 0.1",
+        "cp.py", "", "reduction: .* each rank has clipped its own to 0.1",
         [REDUCED, "pass\n"],
         before(CP_REDUCTION, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
     "initial-weights": (
@@ -76,37 +79,37 @@ FAULTS = {
         "initial weights: ranks .0. and .1. hold different values of all but the norms",
         ["device, args.seed)", "device, args.seed + cp_rank)"]),
     "no-mask-on-a-rank": (
-        "ddp.py", "", "forward pass: the loss is",
+        "ddp.py", "", "gradients: forward pass: the loss is",
         before("    replica = ", "    for layer in layers if dist.get_rank() else ():\n"
                "        layer.self_attn.attention = lambda q, k, v, **_: (\n"
                "            torch.nn.functional.scaled_dot_product_attention(q, k, v, "
                "enable_gqa=True))\n")),
-    "mean-of-means": ("ddp.py", "", "a mean of means",
+    "mean-of-means": ("ddp.py", "", "loss: a mean of means",
                       ["count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n"]),
     "reduction-in-bfloat16": (
-        "cp.py", "", "rounding: .* bfloat16",
+        "cp.py", "", "gradients: rounding: .* bfloat16",
         [REDUCED, "half = parameter.grad.bfloat16()\n"
          "                dist.all_reduce(half, group=group)\n"
          "                parameter.grad.copy_(half)\n"]),
-    "not-cleared": ("ddp.py", "", "step 1: not cleared: all gradients hold 0.25",
+    "not-cleared": ("ddp.py", "", "step 1: gradients: not cleared: all hold 0.25",
                     ["        optimizer.zero_grad()\n", ""]),
     "a-stages-own-norm": (
-        "pp.py", "--microbatches 2", "step 0: clipping .* others by .* the norm of a part",
+        "pp.py", "--microbatches 2", "step 0: clipping: .* elsewhere by .* the norm of a part",
         ["= clip_over_stages(parameters, args.max_norm, group)",
          "= torch.nn.utils.clip_grad_norm_(parameters, args.max_norm)"]),
-    "wrong-norm": ("cp.py", "", "step 0: clipping by a wrong norm .* not by .*divided by 2",
+    "wrong-norm": ("cp.py", "", "step 0: clipping: by a wrong norm .* not by .*divided by 2",
                    ["(model.parameters(), args.max_norm)", "(model.parameters(), 0.25)"]),
     "ranks-clip-otherwise": (
-        "cp.py", "", "step 0: clipping .* scaled by .*, others by ",
+        "cp.py", "", "step 0: clipping: .* scaled by .*, elsewhere by ",
         ["(model.parameters(), args.max_norm)", "(model.parameters(), 0.25 * (1 + cp_rank))"]),
-    "local-positions": ("cp.py", "", "forward pass: .* positions",
+    "local-positions": ("cp.py", "", "gradients: forward pass: .* positions",
                         ["targets, positions) / count", "targets) / count"]),
     "learning-rate-times-n": (
-        "ddp.py", "", "step 1: update: .* times 2: the ranks.*learning rate",
+        "ddp.py", "", "step 1: update: .* .times 2, such as the ranks.*learning rate",
         ["set_learning_rate(optimizer, step, args)\n",
          "set_learning_rate(optimizer, step, args)\n"
          "        for group in optimizer.param_groups:\n            group['lr'] *= n\n"]),
-    "the-last-micro-batch": ("cp.py", "", "part of the batch: .* samples are lost",
+    "the-last-micro-batch": ("cp.py", "", "gradients: part of the batch, .* samples are lost",
                              before("            micro_loss.backward()", "            "
                                     "optimizer.zero_grad()\n")),
     "heads-permuted": (
@@ -115,18 +118,19 @@ FAULTS = {
             BEFORE_AUTOCAST, "    q_proj = model.model.layers['1'].self_attn.q_proj\n"
             "    q_proj.weight.data = q_proj.weight.data.roll(4, 0)\n")),
     "a-rank-skips-a-step": (
-        "cp.py", "", "step 2: weights: ranks .0. and .1. hold different values",
+        "cp.py", "", "step 2: update: ranks .0. and .1. hold different weights",
         ["        optimizer.step()", "        if (step, cp_rank) != (1, 0):\n"
          "            optimizer.step()"]),
     "replicas-not-reduced": (
-        "ddp.py", "", "not reduced: ranks .0. and .1. hold different gradients of every parameter: "
+        "ddp.py", "", "reduction: ranks .0. and .1. hold different gradients of every parameter: "
         "they must be averaged",
         ["contextlib.nullcontext() if last else replica.no_sync()", "replica.no_sync()"]),
     "one-matrix-not-reduced": (
-        "cp.py", "", "not reduced: ranks .0. and .1. hold different gradients of "
+        "cp.py", "", "reduction: ranks .0. and .1. hold different gradients of "
         ".*embed_tokens.weight: they must be added up",
         ["model.parameters():  # CP: each", "list(model.parameters())[1:]:  # CP: each"]),
-    "loss-only": ("ddp.py", "", "loss only: .*times 2: the ranks",
+    "loss-only": (
+        "ddp.py", "", "loss: it is .*times 2, such as the ranks.*, and the gradients agree",
                   ["record(step, loss,", "record(step, 2 * loss,"]),
     "other-betas": ("ddp.py", "", "step 2: update: .* the optimizer",
                     ["args.lr, args.betas", "args.lr, (0.5, 0.5)"]),
@@ -136,36 +140,37 @@ FAULTS = {
     "a-loss-scale": ("ddp.py", "", "times 1024, a power of two: a loss scale",
                      ["(micro_loss * n)", "(micro_loss * n * 1024)"]),
     "a-layer-frozen": (
-        "ddp.py", "", "missing gradients: of layer 1; the loss is right",
+        "ddp.py", "", "gradients: missing: those of layer 1; the loss is right",
         before("    replica = ", "    model.model.layers['1'].requires_grad_(False)\n")),
     "a-layer-times-n": (
-        "cp.py", "", "gradients of layer 2: times 2: the ranks",
+        "cp.py", "", "gradients: those of layer 2: times 2, such as the ranks",
         before(RECORD, "        for p in model.model.layers['2'].parameters():\n"
                "            p.grad *= 2\n")),
     "weights-not-gathered": (
         "zero.py", "", "step 1: .*weights that are not gathered",
         ["        start_gathering(buckets)  # ZeRO: the rows", "        # ZeRO: the rows"]),
     "ignored-targets-counted": (
-        "ddp.py", "", "all gradients: times 0.[1-9].*; the loss too",
+        "ddp.py", "", "gradients: all: times 0.[1-9].*; the loss too",
         ["count_targets(batch, dist.group.WORLD)", "args.batch_size * args.seq_len"]),
     "a-tie-lost": (
-        "ddp.py", "", "a tie is lost: .* model.embed_tokens.weight and lm_head.weight must add up",
+        "ddp.py", "", "gradients: a tie is lost: .* model.embed_tokens.weight and lm_head.weight "
+        "must add up",
         before(BEFORE_AUTOCAST, "    model.lm_head.weight = torch.nn.Parameter(\n"
                "        model.model.embed_tokens.weight.detach().clone())\n")),
     "a-tie-kept-and-halved": (
-        "ddp.py", "", "all gradients: divided by 2: the ranks",
+        "ddp.py", "", "gradients: all: divided by 2, such as the ranks",
         before(BEFORE_AUTOCAST, f"    {TIED}\n"),
         ["(micro_loss * n).backward()", "micro_loss.backward()"]),
     # In a trainer with tensor parallelism by hand
     "a-layers-all-reduce-missing": (
-        TRAINER, "", "not reduced: .*; wrong from blocks.1.norm.bias on down, right above it; the "
+        TRAINER, "", "reduction: .*; wrong from blocks.1.norm.bias on down, right above it; the "
         "loss is right",
         ["Copy.apply(self.norm(x), self.n)", "Copy.apply(self.norm(x), 1 + (self.number != 1))"]),
     "a-sum-over-ranks-missing": (
-        TRAINER, "", "not reduced: .*; nor is the loss right: look at the forward pass",
+        TRAINER, "", "reduction: .*; the loss is wrong too .*: look at the forward pass",
         ["self.out.weight), self.n)", "self.out.weight), 1 + (self.number != 1))"]),
     "a-bias-on-every-rank": (
-        TRAINER, "", "forward pass: the loss",
+        TRAINER, "", "gradients: forward pass: the loss",
         ["self.out.weight)", "self.out.weight, self.out.bias)"]),
     "not-finite": (
         TRAINER, "", "step 1: not finite: weights or gradients of embed.weight",
@@ -211,7 +216,7 @@ def read(path):
 
 def compare(one, two):
     """What differs, or None; and how many steps were compared."""
-    message = parity.compare(read(one), read(two))
+    message = parity_checks.compare(read(one), read(two))
     equal = re.match(r"EQUAL up to rounding, (\d+) of", message)
     return (None, int(equal[1])) if equal else (message.removeprefix("DIFFERENT: "), None)
 
@@ -277,7 +282,7 @@ def test_a_factor_of_gradients_in_bfloat16(once, shared, reference):
     """Some gradients are too short there to prove anything: they are counted among the others."""
     _, folder = record_faults(once, shared, "ddp.py")
     message, _ = compare(reference("single-bfloat16"), folder / "mean-instead-of-sum.parity")
-    assert message.startswith("step 0: all gradients: divided by 2: the ranks")
+    assert message.startswith("step 0: gradients: all: divided by 2, such as the ranks")
 
 
 # False accusations
@@ -303,16 +308,16 @@ def test_shards_of_a_fused_matrix(reference, others):
 def test_a_loss_in_float32_in_a_model_in_float64(reference, others, name):
     """The type of the loss decides how large rounding is, also if the loss is a number."""
     one, two = read(reference("float32-loss")), read(others(name))
-    assert parity.compare(one, two).startswith("EQUAL")
+    assert parity_checks.compare(one, two).startswith("EQUAL")
     for rank in one[0]["ranks"] + two[0]["ranks"]:
         rank["eps"] = [torch.finfo(torch.float64).eps]
-    assert parity.compare(one, two).startswith("DIFFERENT")
+    assert parity_checks.compare(one, two).startswith("DIFFERENT")
 
 
 def test_noise_that_steps_amplify(reference, others):
     message, together = compare(reference("amplified"), others("amplified"))
     assert message is None and together > 5
-    words = parity.compare(read(reference("amplified")), read(others("amplified")))
+    words = parity_checks.compare(read(reference("amplified")), read(others("amplified")))
     tolerance, largest = re.search(r"gradients up to (\S+), .* difference: (\S+)$", words).groups()
     assert float(largest) > 1000 * float(tolerance)
 
@@ -546,15 +551,16 @@ def test_an_update_of_what_had_no_gradient_at_first(tmp_path):
     one, two = read(tmp_path / "one"), read(tmp_path / "two")
     for step in one + two:
         step["ranks"][0]["factors"] = []
-    assert parity.compare(one, two).startswith("DIFFERENT: step 2: update: weights of down.weight")
+    assert parity_checks.compare(one, two).startswith(
+        "DIFFERENT: step 2: update: weights of down.weight")
 
 
 def test_a_loss_of_zero_is_a_loss(small):
     one, two = read(small("one")), read(small("two"))
     two[0]["loss"] = 0.0
-    assert parity.compare(one, two).startswith("DIFFERENT: step 0: loss only: the loss is 0.0")
+    assert parity_checks.compare(one, two).startswith("DIFFERENT: step 0: loss: it is 0.0")
     two[0]["loss"] = math.inf
-    assert parity.compare(one, two).startswith("DIFFERENT: step 0: loss only: the loss is inf")
+    assert parity_checks.compare(one, two).startswith("DIFFERENT: step 0: loss: it is inf")
 
 
 def test_a_mean_of_ranks_means(small):
@@ -564,16 +570,16 @@ def test_a_mean_of_ranks_means(small):
              for targets, losses in (([1, 1], [1.0, 2.0]), ([4, 2], [2.0, 0.5]))]
     one[0]["loss"] = (2 * 3.0 + 6 * 2.5) / 8
     two[0] |= {"ranks": ranks, "loss": (3.0 + 2.5) / 2}
-    assert parity.compare(one, two).startswith("DIFFERENT: step 0: a mean of means")
+    assert parity_checks.compare(one, two).startswith("DIFFERENT: step 0: loss: a mean of means")
 
 
 def test_a_type_that_one_run_alone_has_is_named(small):
     """A module in bfloat16 in a run in float64 makes its tolerance that of bfloat16."""
     one, two = read(small("one")), read(small("two"))
-    assert "though" not in parity.compare(one, two)
+    assert "though" not in parity_checks.compare(one, two)
     two[0]["ranks"][0]["eps"] = [torch.finfo(torch.bfloat16).eps]
     assert re.match("EQUAL .* steps, though one computes in a coarser type: ",
-                    parity.compare(one, two))
+                    parity_checks.compare(one, two))
 
 
 def test_replicas_of_a_partial_sum_count_once():
@@ -581,9 +587,9 @@ def test_replicas_of_a_partial_sum_count_once():
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
     row = [("w", [((2,), (0,), (2,), parity.sums(parts[rank % 2], [0], [2]))]) for rank in range(4)]
     merged = parity.merge([{"gradients": dict([own])} for own in row], "gradients")
-    step = {"gradients": merged}
+    step = {"values": merged, "gradients": merged, "ranks": [], "targets": [], "loss": []}
     whole = parity.sums(sum(parts), [0], [2])[3:]
-    assert parity.columns(step, "gradients", ["w"]).total.tolist()[0] == pytest.approx(whole)
+    assert parity_checks.run_of(step, ["w"]).gradients.total.tolist()[0] == pytest.approx(whole)
     assert merged["w"]["ranks"] == "[0, 2] and [1, 3]"
 
 
@@ -605,13 +611,13 @@ def test_gradients_in_a_type_in_between(small, dtype):
             p.grad.copy_(p.grad.to(getattr(torch, dtype)))
 
     message, _ = compare(small("one"), small("two", spoil=spoil))
-    assert message.startswith("step 0: rounding: ") and f"if {dtype} was" in message
+    assert message.startswith("step 0: gradients: rounding: ") and f"if {dtype} was" in message
 
 
 def test_several_optimizers(small):
     assert compare(small("one"), small("two", split=True))[0] is None
     message, _ = compare(small("one"), small("two", scale_first, split=True))
-    assert re.match("step 0: clipping .* scaled by 1, others by 0.5", message)
+    assert re.match("step 0: clipping: .* scaled by 1, elsewhere by 0.5", message)
 
 
 # As a user starts it
@@ -623,7 +629,7 @@ def test_the_command(small, capsys):
     assert capsys.readouterr().out.startswith("EQUAL up to rounding, 4 of 4 steps")
     assert parity.main([str(one), str(two), "--table"]) == 1
     out = capsys.readouterr().out
-    assert "\nDIFFERENT: step 0: clipping " in out
+    assert "\nDIFFERENT: step 0: clipping: " in out
     assert [line.split()[0] for line in out.splitlines()[1:-1]] == [
         "0.weight", "0.bias", "2.weight", "2.bias"]
     with pytest.raises(SystemExit) as end:
@@ -632,12 +638,17 @@ def test_the_command(small, capsys):
 
 
 def test_it_needs_torch_alone(tmp_path):
-    source = (ROOT / "tools" / "parity.py").read_text()
-    (tmp_path / "parity.py").write_text(source)
-    modules = {name.split(".")[0] for node in ast.walk(ast.parse(source)) for name in (
-        [alias.name for alias in node.names] if isinstance(node, ast.Import) else
-        [node.module] if isinstance(node, ast.ImportFrom) else [])}
-    assert modules - sys.stdlib_module_names == {"torch"}
+    """Both files are copied into another folder."""
+    modules = set()
+    for name in "parity.py", "parity_checks.py":
+        source = (ROOT / "tools" / name).read_text()
+        (tmp_path / name).write_text(source)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(node.module.split(".")[0])
+    assert modules - sys.stdlib_module_names == {"torch", "tools", "parity_checks"}
     code = """if True:
         import torch
         import parity

@@ -6,7 +6,8 @@
 
 Record some five steps of any two layouts: one process and n ranks, DDP and TP, yesterday's commit
 and today's. Both start from the same weights, read the same samples and have no dropout. It prints
-EQUAL, or names the first difference and its likely cause and exits with 1. It needs torch alone.
+EQUAL, or names the first difference and its likely cause and exits with 1. Recording needs torch
+alone; comparing needs parity_checks.py beside this file too, which says what is checked.
 
 It cannot see what only the forward pass uses, buffers, what does not act (such as clipping that is
 never active), and what lies below the tolerance. So run it in float32 or float64: in bfloat16 it
@@ -20,7 +21,6 @@ import itertools
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -200,246 +200,16 @@ def merge(everyone, kind):
     return tensors
 
 
-def columns(step, kind, names):
-    """What ``merge`` says of these parameters: tensors, a parameter in each row."""
-    rows = torch.tensor([step[kind][name]["sums"] if name in step[kind] else [0.0] * (4 + 3 * K)
-                         for name in names], dtype=torch.float64)
-    return SimpleNamespace(
-        spread=rows[:, 0], length=rows[:, 1].sqrt(), noise=rows[:, 2:4], sketch=rows[:, 4 : 4 + K],
-        mean=rows[:, -2 * K : -K], total=rows[:, -K:])
-
-
-def distance(x, y, r=1.0):
-    """The distances of r x and y, estimated; the differences of their lengths are exact."""
-    apart = (r * x.sketch - y.sketch).norm(dim=1)
-    return apart.maximum((abs(r) * x.length - y.length).abs())
-
-
-def factor(step, r, near):
-    """Say what r is, from the sizes of the run."""
-    first = step["ranks"][0]["targets"]
-    n, dp, a = len(step["ranks"]), len(step["targets"]), len(first)
-    sizes = {"the ranks": n, "the micro-batches": a, "the targets": sum(step["targets"]),
-             "a rank's targets": sum(first), "ranks x micro-batches": n * a}
-    if 1 < dp < n:
-        sizes |= {"ranks that read the same samples": n // dp,
-                  "ranks that read different samples": dp,
-                  "ranks that read different samples x micro-batches": dp * a}
-    for word, ratio in ("times", r), ("divided by", 1 / (r or math.nan)):
-        causes = [name for name, size in sizes.items() if size > 1 and abs(ratio / size - 1) < near]
-        if causes:
-            simple = [name for name in causes if " x " not in name] or causes
-            return f"{word} {sizes[simple[0]]}: {' or '.join(simple)}"
-    power = 200 < r < math.inf and abs(math.log2(r) - round(math.log2(r))) < near
-    scaled = ", a power of two: a loss scale that is not undone" if power else ""
-    return f"times {r:.4g}{scaled}"
-
-
-def describe(names, unclear, off):
-    """Say in a few words which parameters are ``off``; ``unclear`` ones may be among them."""
-    found = []
-    for pattern, label in (
-            (".*", "every parameter"), (r".*(norm|\bln_).*", "the norms"),
-            (r"(?!.*(norm|\bln_)).*", "all but the norms"),
-            (r"(.*?\.)?(\d+)\..*", r"layer \2"), (r"(.*?\.)?\d+\.", "every "), ("$", "")):
-        labels = [re.sub(f"^{pattern}", label, name) for name in names]
-        used = list(dict.fromkeys(itertools.compress(labels, off)))
-        if all(may for label, may in zip(labels, off | unclear) if label in used):
-            found.append(used)
-    words = min(found, key=len)
-    few = f"{words[0]} to {words[-1]} ({off.sum()} of {len(names)} parameters)"
-    return few if len(words) > 4 else ", ".join(words)
-
-
-def compare(one, two):
-    """Say that run ``two`` equals the reference ``one``, or what differs, causes before effects."""
-    a, b, names = one[0], two[0], [*one[0]["values"]]
-    weight_types, types = ([max(x for rank in step["ranks"] for x in rank[key]) for step in (a, b)]
-                           for key in ("weight_eps", "eps"))
-    weight_eps, eps, eps_acc = max(weight_types), max(types), min(max(types), 2**-23)
-    N, m = len(names), max(sum(a["targets"]), sum(b["targets"])) or 2**16
-    M = max(sum(rank["numbers"] for rank in step["ranks"]) for step in (a, b)) or 2**16
-    # Roundings of products make a random walk through the layers, and sums one over the batch.
-    fine = eps * N**0.5 + 2 * eps_acc * min(M, 2**16) ** 0.5
-    tolerance = max(fine, 0.3 if min(types) > 2**-12 else 1e-12)  # 16 bits flip ReLUs and routers
-    loss_tolerance = 2 * eps * max(N / m, 1.0) ** 0.5 + 16 * eps_acc
-    slack = largest = together = 0
-    for k, (a, b) in enumerate(zip(one, two)):
-        at = f"DIFFERENT: step {a['step']}:"
-        # w and x: weights and gradients of the reference, v and y: of the run.
-        w, v, x, y = (columns(step, kind, names)
-                      for kind in ("values", "gradients") for step in (a, b))
-        if not together:
-            first_w, first_v, x_before, longest, g, noise = w, v, x, *torch.zeros(3, N).double()
-        apart, floor = distance(x, y), 0.1 * x.length.norm() / N**0.5 + longest
-        share = apart / (x.length + floor).clamp(min=1e-300)
-        loose = slack * (longest + x.length)  # the weights differ by rounding already
-        allowed = tolerance * (x.length + floor) + loose
-        off = apart > allowed
-        unclear = ~off & (x.length <= 2 * allowed)  # too short to prove anything
-        group = lambda chosen: describe(names, unclear, chosen)
-
-        if odd := a["values"].keys() ^ b["values"]:
-            return f"{at} names: only one of the runs has {', '.join(sorted(odd)[:3])}"
-        for name in names:
-            want, have = (step["values"][name]["shape"] for step in (a, b))
-            if (held := b["values"][name]["held"]) != math.prod(want) or want != have:
-                return f"{at} shape: {name} is {have}, not {want}, and ranks hold {held} numbers"
-        finite, bad = (w.length + x.length).isfinite().all(), ~(v.length + y.length).isfinite()
-        if finite and bad.any():
-            return f"{at} not finite: weights or gradients of {group(bad)}"
-        words = "weights" if k else "initial weights"
-        if (bad := v.spread > (1e-6 if k else 1e-12) * v.length).any():
-            sets = b["values"][names[bad.nonzero()[0]]]["ranks"]
-            return f"{at} {words}: ranks {sets} hold different values of {group(bad)}"
-        far = distance(w, v) / w.length.clamp(min=1e-300)
-        if k == 0 and (bad := far > (1e-12 if len({*weight_types}) == 1 else weight_eps)).any():
-            permuted = far[bad].min() > 0.1 and w.length.allclose(v.length, 1e-9, 0)
-            more = ", of the same length: are parts in another order?" if permuted else ""
-            return f"{at} {words}: other values of {group(bad)}{more}"
-
-        for key in dict.fromkeys(key for rank in a["ranks"] for key in rank["samples"]):
-            rows = [[rank["samples"].get(key, []) for rank in step["ranks"]] for step in (a, b)]
-            want, have = (collections.Counter(itertools.chain(*ranks)) for ranks in rows)
-            n, m = want.total(), have.total()  # every sample is read by equally many ranks
-            if more := [row for row in have if have[row] * n > want[row] * m]:
-                lost, others = len(want.keys() - have), len(set(more) - want.keys())
-                top = max(more, key=have.get)
-                ranks = [i for i, own in enumerate(rows[1]) if top in own]
-                words = ""
-                if others:
-                    words = f", {others} others are read: another seed, order or start"
-                elif have[top] > 1:
-                    words = f", one is read {have[top]} times, by ranks {ranks}"
-                return f"{at} samples: {lost} of {len(want)} are missing{words}"
-
-        if slack > 0.3 or not finite:  # rounding has parted the runs, or a loss scale is too high
-            continue
-        ways = w.sketch - first_w.sketch, v.sketch - first_v.sketch  # since the first step
-        way, other, gap = (vectors.norm(dim=1) for vectors in (*ways, ways[0] - ways[1]))
-        bad = gap > (slack + 2 * noise) * way.maximum(other) + 8 * weight_eps * first_w.length
-        # Where the first gradient is only rounding, so is the way of the parameter.
-        bad &= (g > tolerance * g.norm() / N**0.5) | (g == 0)
-        if bad.any():
-            r, by = (other / way)[bad], (gap / way.maximum(other))[bad].max()
-            alike = r.max() - r.min() < 0.1 * abs(r[0] - 1)
-            why = f", {factor(b, r[0], 0.02)}" if alike else ""
-            return (f"{at} update: weights of {group(bad)} go another way, by up to {by:.0e} of it"
-                    f"{why}: learning rate, decay, clipping, the optimizer, or a rank skips it")
-
-        everywhere, known = bool((off | unclear).all()), [] not in (a["loss"], b["loss"])
-        want, have = (step["loss"] if known else math.nan for step in (a, b))
-        ratio = have / (want or math.nan)
-        room = eps_acc * x.length.norm() * w.length.norm() + slack * (x.length + longest) @ way
-        loss_right = abs(have - want) <= loss_tolerance * abs(want) + room
-        behind = ""
-        if loss_right:
-            behind = "; the loss is right: look behind it"
-        elif known:
-            behind = "; nor is the loss right: look at the forward pass"
-        last = max(off.nonzero(), default=0)  # a backward pass begins at the last parameter
-        down = last + 1 < N and off.sum() > 2 and (off | unclear)[:last].double().mean() > 0.8
-        where = behind
-        if down:
-            where = f"; wrong from {names[last]} on down, right above it{behind}"
-        if (bad := y.spread > fine * (y.length + floor) + loose).any():
-            i, norms = (bad * y.length).argmax(), [rank["norm"] for rank in b["ranks"]]
-            mean, total = ((x.sketch - of_ranks)[i].norm() for of_ranks in (y.mean, y.total))
-            why = "they must be averaged" if mean < total else "they must be added up"
-            if min(mean, total) > allowed[i]:
-                why = f"neither their sum nor their mean is right{where}"
-                if max(norms) < 1.00001 * min(norms):
-                    why = f"each rank has clipped its own to {norms[0]:.3g}: reduce before clipping"
-            sets = b["gradients"][names[bad.nonzero()[0]]]["ranks"]
-            return f"{at} not reduced: ranks {sets} hold different gradients of {group(bad)}: {why}"
-
-        if off.any():
-            who = "all gradients" if everywhere else f"gradients of {group(off)}"
-            for i, j in itertools.combinations(off.nonzero().flatten().tolist(), 2):
-                was_tied, is_tied = (z.sketch[i].equal(z.sketch[j]) for z in (x, y))
-                gap = (x.sketch[i] - y.sketch[i] - y.sketch[j]).norm()
-                if was_tied and not is_tied and gap <= allowed[i]:
-                    return f"{at} a tie is lost: gradients of {names[i]} and {names[j]} must add up"
-
-            i = (off * (x.length + y.length)).argmax()
-            r = ((x.sketch[i] @ y.sketch[i]).sign() * y.length[i] / x.length[i]).item()
-            limit = tolerance * (y.length + abs(r) * floor) + abs(r) * loose
-            if r and (distance(x, y, r) <= limit)[off | everywhere].all():
-                near = max(1e-3, min(0.1, 2 * tolerance))
-                words = "; the loss too" if abs(ratio / r - 1) < near else behind
-                return f"{at} {who}: {factor(b, r, near)}{words}"
-
-            if (bad := off & (y.length < 1e-3 * x.length)).any():
-                return f"{at} missing gradients: of {group(bad)}{behind}"
-            more, old = (y.sketch - x.sketch)[off].flatten(), x_before.sketch[off].flatten()
-            r = more @ old / (old @ old)
-            if k and (more - r * old).norm() < 0.1 * more.norm():
-                return f"{at} not cleared: {who} hold {r:.3g} of those of the step before"
-
-            least, middle, most = (f(share[off]) for f in (torch.min, torch.median, torch.max))
-            for word, low in ("bfloat16", 2**-12), ("float16", 2**-15), ("float32", 2**-28):
-                if everywhere and loss_right and low < middle and most < 64 * low:
-                    return f"{at} rounding: {middle:.0e}, as if {word} was in between (see dtype)"
-
-            if not everywhere:
-                return f"{at} {who} differ, by up to {most:.0e}{where}"
-            how = f"all gradients point elsewhere, by {least:.0e} to {most:.0e}"
-            if loss_right:
-                return (f"{at} part of the batch: {how}, the loss is right: samples are lost or "
-                        f"weigh more, as when ranks clip before the reduction, or in a wrong group")
-            if dropping := sorted({x for rank in a["ranks"] + b["ranks"] for x in rank["dropout"]}):
-                return f"{at} dropout is on, so no two layouts can agree: {', '.join(dropping[:2])}"
-            if not known:
-                return f"{at} {how}: record the loss, to tell whether the forward pass is right"
-
-        if known and not loss_right:
-            micro = [pair for rank in b["ranks"] for pair in zip(rank["counts"], rank["losses"])]
-            whole = [(sum(it["targets"]), sum(it["losses"])) for it in b["ranks"] if it["losses"]]
-            for pairs in micro, whole:
-                counts, losses = torch.tensor(pairs, dtype=torch.float64).T
-                r = ratio * (counts @ losses / counts.sum() / losses.mean()).item()
-                if abs(r - 1) <= loss_tolerance + slack:
-                    return f"{at} a mean of means: with losses weighted by targets it is right"
-            words = f"the loss is {have}, not {want}"
-            if off.any():
-                return (f"{at} forward pass: {words}; {how}: mask, positions, arithmetic, weights "
-                        f"that are not gathered, ranks that must share samples, or a mean of means")
-            return (f"{at} loss only: {words} ({factor(b, ratio, 1e-3)}), and the gradients agree: "
-                    f"how the losses of ranks or micro-batches are averaged")
-
-        # What the optimizer was given, in the next line; unless the reference clips each tensor
-        want, have = ([x for step in steps[k + 1 : k + 2] for rank in step["ranks"]
-                       for x in rank["factors"]] or [0.0] for steps in (one, two))
-        rounding, low, high = 1e-5 + 4 * weight_eps, min(have), max(have)
-        if max(want) - min(want) <= rounding * max(want):
-            words = f"{at} clipping by a wrong norm or before the reduction: scaled by {high:.6g},"
-            if high - low > rounding * high:
-                return f"{words} others by {low:.6g}, as by the norm of a part"
-            r = (high * y.length.norm() / (max(want) * x.length.norm())).item()
-            limit = (tolerance + 1e-5 + slack) * (1 + longest.norm() / x.length.norm())
-            if 0 < r < math.inf and abs(r - 1) > limit:
-                return f"{words} not by {max(want):.6g} ({factor(b, r, 0.01)})"
-
-        noise = torch.where(g == 0, x.noise.maximum(y.noise)[:, int(eps < 1e-12)].sqrt(), noise)
-        g = torch.where(g == 0, x.length.maximum(y.length), g)  # the first gradient that is not 0
-        x_before, longest, together = x, longest.maximum(x.length), together + 1
-        before, largest = largest, max(largest, share.max().item())
-        # Adam moves an element by a whole step even if its gradient is only rounding: hence the
-        # root. The factor 10, and 10 more if differences grow so fast, are measured, not derived.
-        growth = min(10.0, largest / (before or largest or 1.0))
-        slack = max(2 * (0.8 * tolerance) ** 0.5, 10 * growth * largest)
-    verdict = "EQUAL up to rounding" if together else "DIFFERENT: the reference is not finite"
-    though = ", though one computes in a coarser type" if types[0] != types[1] else ""
-    return (f"{verdict}, {together} of {k + 1} steps{though}: gradients up to {tolerance:.1e}, "
-            f"the loss up to {loss_tolerance:.1e} in the first; largest difference: {largest:.1e}")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m tools.parity", description=__doc__.splitlines()[0])
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")
     parser.add_argument("--table", action="store_true", help="print gradients of the first step")
     args = parser.parse_args(argv)
+    try:  # here, since a trainer that records needs this file alone
+        from tools.parity_checks import compare, table
+    except ImportError:  # both files are copied into another folder
+        from parity_checks import compare, table
     try:
         with open(args.reference) as one, open(args.run) as two:
             one, two = ([json.loads(line) for line in file] for file in (one, two))
@@ -448,10 +218,7 @@ def main(argv=None):
         parser.error(f"{args.reference} or {args.run} is no recording: {error}")
     message = compare(one, two)
     if args.table:
-        x, y = (columns(steps[0], "gradients", one[0]["values"]) for steps in (one, two))
-        print(f"{'gradient':50}  reference        run      ratio  difference")
-        for row in zip(one[0]["values"], x.length, y.length, y.length / x.length, distance(x, y)):
-            print("{:50} {:10.3e} {:10.3e} {:10.6f} {:11.1e}".format(*row))
+        print(table(one, two))
     print(message)
     return int(message.startswith("DIFFERENT"))  # the exit status
 
