@@ -138,9 +138,9 @@ def bugs(columns=5, width=176, height=112):
     """For each bug the loss with it over the loss without it, from 0 on."""
     found = read("bugs")
     yield from legend(8, 50, [("ca", "without the bug"), ("c5", "with it")])
-    for i, (name, run) in enumerate(found["loss"].items()):
+    for i, run in enumerate(found):
         left, top = 8 + i % columns * width, 66 + i // columns * height
-        sound, losses = found["sound"][run["against"]], run["losses"]
+        sound, losses = run["sound"], run["loss"]
         highest = max(sound + losses)
 
         def curve(values):
@@ -148,7 +148,7 @@ def bugs(columns=5, width=176, height=112):
                     for step, value in enumerate(values)]
 
         change = sum(losses[-10:]) / sum(sound[-10:]) - 1
-        number, _, words = name.replace("-", " ").partition(" ")
+        number, _, words = run["name"].replace("-", " ").partition(" ")
         yield text(left, top + 10, f"{int(number)} {words}", "ink s")
         yield line([(left, top + 76), (left + width - 16, top + 76)], "grid")
         yield line(curve(sound), "ca", 5, 'stroke-linejoin="round"')
@@ -321,7 +321,7 @@ def grid():
 
 def draw():
     save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
-    save("bugs", 888, 750, "30 bugs: the loss over 60 steps", bugs())
+    save("bugs", 888, 750, "The loss with and without each bug, over 50 steps", bugs())
     save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())

@@ -25,10 +25,10 @@ FOLDERS = ["", "common", "common/services", "tools", "examples", "tests", "docs"
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
-# Options of torchrun, Slurm, Docker, iptables, and those that run.sh itself takes
+# Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
 FOREIGN = set("""--all --torch --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
     --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
-    --signal
+    --signal --separator --tied
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
     --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())
 

@@ -59,16 +59,18 @@ def read():
 
 
 def jobs(bugs, steps):
-    """{processes: jobs of tests/parity_runs.py}. Sound runs have the name of their command: those
-    to compare with, in one process, and each of ``bugs`` without its patch."""
+    """Three lists of jobs for tests/parity_runs.py: what to compare with, in one process; on all
+    ranks, each of ``bugs`` without its patch; and with it. Sound ones are named ``file_name``."""
     def job(name, command, edits=()):
         script, *options = command.split()
         common = "" if script == TRAINER else OPTIONS
         return [name, script, f"{common} --steps {steps} {' '.join(options)}", edits]
 
-    alone, sound = ([job(file_name(command), command) for command in dict.fromkeys(commands)]
-                    for commands in ([bug.against for bug in bugs], [bug.run for bug in bugs]))
-    return {0: alone, RANKS: sound + [job(bug.name, bug.run, bug.edits) for bug in bugs]}
+    def sound(commands):
+        return [job(file_name(command), command) for command in dict.fromkeys(commands)]
+
+    return (sound(bug.against for bug in bugs), sound(bug.run for bug in bugs),
+            [job(bug.name, bug.run, bug.edits) for bug in bugs])
 
 
 def file_name(command):

@@ -10,40 +10,41 @@ from docs import draw
 from tests import bugs
 from tests.conftest import corpus_text
 from tests.processes import ProcessServer
-from tools import parity
+from tools import parity_checks
 
-CURVE = 60  # steps of a curve
+CURVE = 50  # steps of a curve
 
 
-def recordings(server, folder, steps):
-    """{name: its lines} of all runs."""
+def record(server, folder, ranks, jobs):
+    """{name: its lines} of jobs of tests/parity_runs.py."""
     folder.mkdir()
     (folder / "corpus.txt").write_text(corpus_text())
-    for ranks, jobs in bugs.jobs(bugs.read(), steps).items():
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        server.run(f"tests/parity_runs.py {folder}/jobs.json --data {folder}/corpus.txt", ranks,
-                   folder=folder, out=str(ranks), inject="ignored()")
-    return {f"{path.parent.name}/{path.stem}": bugs.lines(path)
-            for path in folder.glob("*/*.parity")}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    server.run(f"tests/parity_runs.py {folder}/jobs.json --data {folder}/corpus.txt", ranks,
+               folder=folder, inject="ignored()")
+    return {path.stem: bugs.lines(path) for path in folder.glob("out/*.parity")}
 
 
 def main():
-    with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
-        few = recordings(server, pathlib.Path(folder, "few"), bugs.STEPS)
-        many = recordings(server, pathlib.Path(folder, "many"), CURVE)
-    for path, bug in zip(bugs.paths(), bugs.read()):
-        says = parity.compare(few[f"0/{bugs.file_name(bug.against)}"],
-                              few[f"{bugs.RANKS}/{bug.name}"])
-        path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
     found = bugs.read()
-    curves = {name: [round(line["loss"], 4) for line in lines] for name, lines in many.items()}
-    data = {
-        "sound": {bug.against: curves[f"0/{bugs.file_name(bug.against)}"] for bug in found},
-        "loss": {bug.name: {"against": bug.against, "losses": curves[f"{bugs.RANKS}/{bug.name}"]}
-                 for bug in found},
-    }
-    (draw.DATA / "bugs.json").write_text(json.dumps(data) + "\n")
-    bugs.PAGE.write_text(bugs.page(found))
+    with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
+        recorded = []
+        for steps in bugs.STEPS, CURVE:
+            alone, _, spoiled = bugs.jobs(found, steps)
+            for ranks, jobs in (0, alone), (bugs.RANKS, spoiled):
+                name = f"{steps}-steps-on-{ranks}"
+                recorded.append(record(server, pathlib.Path(folder, name), ranks, jobs))
+    sound, with_bugs, *curves = recorded
+    for path, bug in zip(bugs.paths(), found):
+        says = parity_checks.compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
+        path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
+    sound, with_bugs = ({name: [round(line["loss"], 4) for line in lines]
+                         for name, lines in runs.items()} for runs in curves)
+    (draw.DATA / "bugs.json").write_text(json.dumps([
+        {"name": bug.name, "sound": sound[bugs.file_name(bug.against)], "loss": with_bugs[bug.name]}
+        for bug in found
+    ]) + "\n")
+    bugs.PAGE.write_text(bugs.page(bugs.read()))
     draw.draw()
 
 
