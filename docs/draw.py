@@ -134,6 +134,11 @@ def curves():
             yield path(dots, f"{colour}-line", 'stroke-width="2.4" stroke-linecap="round"')
 
 
+def change_of_loss(run):
+    """By a bug, over the last 10 steps of its curve."""
+    return sum(run["loss"][-10:]) / sum(run["sound"][-10:]) - 1
+
+
 def bugs(columns=5, width=176, height=112):
     """For each bug the loss with it over the loss without it, from 0 on."""
     found = read("bugs")
@@ -147,7 +152,7 @@ def bugs(columns=5, width=176, height=112):
             return [(left + step * (width - 16) / len(values), top + 76 - 56 * value / highest)
                     for step, value in enumerate(values)]
 
-        change = sum(losses[-10:]) / sum(sound[-10:]) - 1
+        change = round(change_of_loss(run), 3) + 0.0  # no -0.0
         number, _, words = run["name"].replace("-", " ").partition(" ")
         yield text(left, top + 10, f"{int(number)} {words}", "ink s")
         yield line([(left, top + 76), (left + width - 16, top + 76)], "grid")

@@ -13,11 +13,11 @@ import re
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "bugs.md"
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
-           "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --lr 0.01 "
-           "--grad-clip 0.5 --save-every 0 --no-resume --dtype float32")
+           "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
+           "--save-every 0 --no-resume --dtype float32")
 TRAINER = "tests/parity_trainer.py"  # it has options of its own
 RANKS = 2  # of all bugs; what they are compared with is one process
-STEPS = 3
+FEW = "--steps 3 --lr 0.01"  # for parity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,14 @@ def read():
     return bugs
 
 
-def jobs(bugs, steps):
+def jobs(bugs, more):
     """Three lists of jobs for tests/parity_runs.py: what to compare with, in one process; on all
-    ranks, each of ``bugs`` without its patch; and with it. Sound ones are named ``file_name``."""
+    ranks, each of ``bugs`` without its patch; and with it. Sound ones are named ``file_name``.
+    ``more``: options of all."""
     def job(name, command, edits=()):
         script, *options = command.split()
         common = "" if script == TRAINER else OPTIONS
-        return [name, script, f"{common} --steps {steps} {' '.join(options)}", edits]
+        return [name, script, f"{common} {more} {' '.join(options)}", edits]
 
     def sound(commands):
         return [job(file_name(command), command) for command in dict.fromkeys(commands)]

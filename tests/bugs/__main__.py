@@ -12,7 +12,7 @@ from tests.conftest import corpus_text
 from tests.processes import ProcessServer
 from tools import parity_checks
 
-CURVE = 50  # steps of a curve
+CURVE = "--steps 50 --lr 0.003"
 
 
 def record(server, folder, ranks, jobs):
@@ -29,11 +29,11 @@ def main():
     found = bugs.read()
     with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
         recorded = []
-        for steps in bugs.STEPS, CURVE:
-            alone, _, spoiled = bugs.jobs(found, steps)
+        for options in bugs.FEW, CURVE:
+            alone, _, spoiled = bugs.jobs(found, options)
             for ranks, jobs in (0, alone), (bugs.RANKS, spoiled):
-                name = f"{steps}-steps-on-{ranks}"
-                recorded.append(record(server, pathlib.Path(folder, name), ranks, jobs))
+                own = pathlib.Path(folder, str(len(recorded)))
+                recorded.append(record(server, own, ranks, jobs))
     sound, with_bugs, *curves = recorded
     for path, bug in zip(bugs.paths(), found):
         says = parity_checks.compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
