@@ -291,7 +291,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
-        grad_q, arriving = torch.zeros_like(q, dtype=wide(q)), None
+        grad_q, wait_for_gradient = torch.zeros_like(q, dtype=wide(q)), None
         for source, block in around_the_ring(torch.stack((k, v)), group):
             queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
             block_grad_q, block_grad_kv = attend_backward(
@@ -302,11 +302,13 @@ class RingAttention(torch.autograd.Function):
             if source == group.rank():
                 grad_kv = block_grad_kv.to(wide(k))  # the other ranks' part is added at the end
             else:  # add to the gradient that travels with this block, and pass it on
-                travelling = arriving() if arriving else torch.zeros_like(grad_kv)
+                travelling = (
+                    wait_for_gradient() if wait_for_gradient else torch.zeros_like(grad_kv)
+                )
                 travelling[..., keys, :] += block_grad_kv
-                arriving = pass_on(travelling, group)
-        if arriving:
-            grad_kv += arriving()
+                wait_for_gradient = pass_on(travelling, group)
+        if wait_for_gradient:
+            grad_kv += wait_for_gradient()
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
@@ -316,10 +318,10 @@ def around_the_ring(block, group):
     is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
     n, rank = group.size(), group.rank()
     for step in range(n):
-        arriving = pass_on(block, group) if step < n - 1 else None
+        wait_for_block = pass_on(block, group) if step < n - 1 else None
         yield (rank - step) % n, block
-        if arriving:
-            block = arriving()
+        if wait_for_block:
+            block = wait_for_block()
 
 
 def pass_on(tensor, group):

@@ -138,9 +138,10 @@ def main(argv=None):
         )
         hidden = torch.empty(*tokens.shape, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
+    # PP: the targets of a global batch, which each step writes here; the schedule does not scale.
+    count = torch.ones((), dtype=torch.int64, device=device)
     schedule = make_schedule(
         args.schedule, parts, own, len(stage_layers), M, tokens, hidden, output,
-        # A mean over the batch of this step: the schedule adds up gradients, and does not scale.
         lambda micro_loss, targets: micro_loss / count, group, device,
     )
     rank_of = [r for stage in range(n * v) for r in range(n)
@@ -184,7 +185,7 @@ def main(argv=None):
         seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
-        count = count_targets(batch)
+        count.copy_(count_targets(batch))  # PP: for the loss of each micro-batch
         for inputs, targets in batch:  # (B/accum, T)
             # PP: forward and backward; the first stage uses the inputs, the last the targets.
             losses = []
@@ -367,9 +368,11 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
     M, last = len(starts), len(rank_of) - 1
     x, loss = None, torch.zeros((), dtype=torch.float64, device=inputs.device)
     inputs_of, targets_of = inputs.chunk(M), targets.chunk(M)
+    # What this rank computes, by the time
     todo = {start + stage: (stage, m) for stage in parts for m, start in enumerate(starts)}
     for time in range(max(todo) + 1):
         ops = []
+        # Compute, and send the result to the rank of the next stage
         if time in todo:
             stage, m = todo[time]
             x = parts[stage](x if stage else inputs_of[m], targets_of[m])
@@ -377,6 +380,8 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
                 loss += x
             elif stage + 1 not in parts:
                 ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank_of[stage + 1]))
+        # Receive what this rank computes next; the first stage takes tokens, and a neighbour on the
+        # same rank has left its result in x
         if time + 1 in todo and (stage := todo[time + 1][0]) and stage - 1 not in parts:
             x = torch.empty_like(hidden, device=inputs.device)
             ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))

@@ -134,6 +134,14 @@ def test_the_ranks_of_a_pipeline(dry_run):
 
 
 @thorough
+def test_the_first_line_says_when_it_counts_as_on_a_gpu(dry_run):
+    """A real run on the CPU would be in float32."""
+    result, _ = dry_run("single.py --hidden-size 32 --dtype auto", 1)
+    assert result.lines[0] == (f"{ROOT / 'single.py'} as rank 0 of 1, a dry run in bfloat16: "
+                               f"--dtype auto counts as on GPUs")
+
+
+@thorough
 def test_floating_point_operations():
     """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
     is one more forward pass of each, without its last product, whose result nobody needs."""

@@ -92,7 +92,7 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--dtype wrong", "--dtype: invalid choice: 'wrong' (choose from "),
     ("--activation-checkpointing some", "--activation-checkpointing: invalid choice: 'some'"),
     ("--activation-checkpointing selective --compile",
-     "selective with --compile: ... leave out one of them, or use --activation-checkpointing full"),
+     "selective with --compile: ... leave out one, or use --activation-checkpointing full"),
     ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
     ("--device cuda", "--device cuda: torch finds no GPU here"),
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
