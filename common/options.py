@@ -129,7 +129,7 @@ def option_parser(doc, model=True, text=True, experts=False):
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: CUDA if there is a GPU, otherwise the CPU")
-    add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="what carries "
+    add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="what carries "
         "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
     add("--timeout", type=whole, default=600, metavar="SECONDS",
         help="fail if a rank does not start, or take part in a collective, for this long")

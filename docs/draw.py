@@ -327,7 +327,7 @@ def grid():
 def draw():
     save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
     save("bugs", 888, 750, "The loss with and without each bug, over 50 steps", bugs())
-    save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
+    save("memory", 830, 454, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())
     save("ring", 790, 296, "Ring attention on 4 ranks: who computes which scores, and when", ring())

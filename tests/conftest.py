@@ -21,7 +21,7 @@ from tests.processes import ProcessServer, Result  # noqa: E402
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true",
                      help="run every test; without it, a sample of every kind")
-    parser.addoption("--kills", type=int, default=8, help="how many kills the soak does")
+    parser.addoption("--kills", type=int, default=9, help="how many kills the soak does")
     parser.addoption("--seed", type=int, default=0, help="seed of the soak")
 
 

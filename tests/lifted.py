@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp
+import diloco
 import ep
 import fsdp
 import pp
@@ -132,6 +133,25 @@ def use_ep(mesh, inputs, targets):
         torch.testing.assert_close(own.grad.full_tensor(), parameter.grad, rtol=0, atol=1e-12)
 
 
+def use_diloco(mesh):
+    """Replicas of a plain model, with an ordinary training step between meetings: two meetings are
+    two steps of SGD with Nesterov momentum, whose gradient is the mean of what they have moved."""
+    model, whole = make_model(), make_model()
+    common, outer = diloco.make_outer(model.parameters(), 0.7, 0.9)
+    expected = torch.optim.SGD(whole.parameters(), 0.7, 0.9, nesterov=True)
+    for _ in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(1.0 + mesh.get_rank())  # of two ranks
+        diloco.meet(common, outer, mesh.get_group())
+        for p in whole.parameters():
+            p.grad = torch.full_like(p, 1.5)
+        expected.step()
+        for own, parameter in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter, rtol=0, atol=1e-12)
+            assert torch.equal(own, common[own])
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -147,6 +167,7 @@ def main():
             expected = whole.get_parameter(name).grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
     use_ep(mesh, inputs, targets)
+    use_diloco(mesh)
     print(f"rank {dist.get_rank()}: all is right", flush=True)
 
 

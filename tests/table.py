@@ -17,6 +17,7 @@ TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 6 --log-every 1 --war
             "--lr 0.01 --save-every 4")
 OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 4 --val-batches 2"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
+ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,9 @@ EXACT = [Row(command, world) for command, world in [
     ("hybrid_3d.py --cp 2 --pp 2", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --cp 2 --replicate 2", 4),
+    # One replica and plain steps between its meetings: the algorithm of all other scripts
+    (f"{ONE_REPLICA} --inner-steps 2", 2),
+    (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0),
     ("ddp.py --grad-accum 2", 3),
@@ -136,7 +140,7 @@ SAMPLE = [row for row in EXACT if (row.command, row.world) in [
     ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --dp 2 --tp 2", 4),
-    (f"single.py {AGAIN}", 0),
+    (f"single.py {AGAIN}", 0), (f"{ONE_REPLICA} --inner-steps 2", 2),
 ]] + [row for row in LOOSE if (row.script, row.dtype) in [
     ("fsdp.py", "bfloat16"), ("pp.py", "float32"),
 ]]

@@ -77,16 +77,18 @@ def theory_of(command, n, **options):
     defaults = dict(
         config=PRESETS["tiny"], param_dtype=torch.float32, compute_dtype=torch.float32,
         batch_size=16, seq_len=128, grad_accum=1, activation_checkpointing=False, replicate=1,
-        stage=2, reshard_after_forward="--no-reshard-after-forward" not in flags,
+        stage=2, reshard_after_forward="--no-reshard-after-forward" not in flags, inner_steps=1,
+        outer_momentum=0.9,
         sequence_parallel="--no-sequence-parallel" not in flags, attention="ring",
     )
-    for name in ("stage", "attention", "replicate"):
+    for name in ("stage", "attention", "replicate", "replicas"):
         if f"--{name}" in flags:
             value = flags[flags.index(f"--{name}") + 1]
             defaults[name] = int(value) if value.isdecimal() else value
     args = argparse.Namespace(**defaults | options)
     name = script.removesuffix(".py")
-    return getattr(theory, name)(args, *([] if name == "single" else [n]))
+    more = {"single": [], "diloco": [n, 0]}.get(name, [n])  # the first step is counted
+    return getattr(theory, name)(args, *more)
 
 
 @thorough
@@ -128,6 +130,7 @@ def test_the_formulas_are_those_of_the_theory():
         "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
         "fsdp.py --no-reshard-after-forward", "fsdp.py --replicate R", "tp.py",
         "tp.py --no-sequence-parallel", "cp.py", "cp.py --attention ulysses",
+        "diloco.py --replicas R",
     ):
         expected = theory_of(
             command.replace(" R", " 2"), n, config=config, compute_dtype=torch.bfloat16,
@@ -138,6 +141,7 @@ def test_the_formulas_are_those_of_the_theory():
             assert value(cell.partition(";")[0], **symbols) == pytest.approx(expected[kind][1])
         # On top is the number of targets, which is all-reduced where ranks have different samples.
         targets = 16 * (n - 1) / n if command.startswith(("ddp", "zero", "fsdp")) else 0
+        targets = 16 * (s - 1) / s if command.startswith("diloco") else targets
         assert value(sent, **symbols) == pytest.approx(expected["sent"][1] - targets), command
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.processes import PATIENCE, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
+SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
 FOLDERS = ["", "common", "common/services", "tools", "examples", "tests", "docs"]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]

@@ -279,7 +279,7 @@ FAST = ("ddp.py --lr fast", "slow(0, 20)", "argument --lr: invalid number value:
 
 @pytest.mark.parametrize("launcher, script, inject, message", sampled([
     ("run.sh", *FAST), ("torchrun", *FAST),
-    ("run.sh", "ddp.py --backend mpi", "", "Distributed package doesn't have MPI built in"),
+    ("run.sh", "ddp.py --backend nccl", "", "--backend nccl needs a GPU for each process"),
 ], [("run.sh", *FAST)]))
 def test_an_error_is_one_line(tmp_path, launcher, script, inject, message):
     """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""

@@ -12,7 +12,7 @@ import torch
 from tests.processes import ROOT
 from tests.sample import sampled
 
-SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
+SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MODEL = "--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 --num-key-value-heads 2"
 OPTIONS = f"{MODEL} --num-hidden-layers 3 --seq-len 16 --batch-size 8 --grad-accum 2 --steps 4"
@@ -245,11 +245,12 @@ def test_below_main_stands_the_strategy_in_plain_values_then_check(name):
         arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
         assert not names_in(node) & (common | {"args"}) and "args" not in arguments, node.name
     scripts = {path for path in imports(SOURCES[name]) if "/" not in path}
-    composed = {"hybrid_3d": {"cp.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"}}
+    composed = {"hybrid_3d": {"cp.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"},
+                "diloco": {"fsdp.py"}}
     assert scripts == composed.get(name, set())
 
 
-MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP)(?:, [A-Z]+)*: "
+MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
 
 
 def loop_of(name):

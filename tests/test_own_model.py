@@ -19,6 +19,7 @@ from common.services.validation import Validation
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tests.table import ONE_REPLICA
 from tests.test_same_run import furthest, resumed
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -27,7 +28,7 @@ OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-
 UNSAVED = f"{OPTIONS} --save-every 0"
 SCRIPTS = [
     ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), ("tp.py", 2), ("cp.py", 2), ("pp.py", 2),
-    ("hybrid_3d.py --tp 2 --cp 2", 4),
+    ("hybrid_3d.py --tp 2 --cp 2", 4), (f"{ONE_REPLICA} --inner-steps 4", 2),
 ]
 
 
@@ -103,7 +104,7 @@ ODD = [("frozen", *script) for script in SCRIPTS] + [
 ]
 
 
-@pytest.mark.parametrize("kind, command, world", sampled(ODD, [ODD[1], ODD[8]]))
+@pytest.mark.parametrize("kind, command, world", sampled(ODD, [ODD[1], ODD[9]]))
 def test_frozen_and_tied_parameters(once, kind, command, world):
     """Every script trains them as one process does; and that is not what it does without them."""
     expected, plain, found = (torch.tensor(result.curve()) for result in (

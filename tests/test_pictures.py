@@ -43,11 +43,13 @@ def test_bytes_of_the_8b_model():
     table = re.findall(
         r"`([\w.]+)`\]\(\S+\)(?: `(.*?)`)? \|[^|]*\| (\S+) \| (\S+) \| (\S+) ", readme
     )
-    assert len(table) == 9
+    assert len(table) == 10
     for script, options, *shown in table:
         row = rows[{"zero.py": "zero.py --stage 2"}.get(script, f"{script} {options}".strip())]
         held = sum(row["held"][kind] for kind in draw.KINDS)
         assert shown == [draw.gb(size) for size in (held, row["peak"]["in all"], row["sent"])]
+    (between,) = [row["between_machines"] for row in rows.values() if "between_machines" in row]
+    assert f"{draw.gb(between)} GB cross them in one of 500 steps" in readme
 
 
 def test_the_grid():

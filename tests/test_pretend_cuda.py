@@ -39,6 +39,7 @@ ROWS = {  # of each script: options, number of ranks, rank
     "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3)],
     "ep.py": [("--num-experts 8 --ep 2 --grad-accum 2", 4, 3),
               ("--num-experts 8 --activation-checkpointing", 4, 0)],
+    "diloco.py": [("--inner-steps 3 --grad-accum 2", 4, 3)],
 }
 
 pytestmark = [

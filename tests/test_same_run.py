@@ -59,6 +59,8 @@ def saved(row, run):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
     tensors, others = (read(run(row).out) for row in (row, reference(row)))
+    if row.script == "diloco.py":  # its common tensors, over which come those of its one replica
+        tensors = {name.removeprefix("replica0."): tensor for name, tensor in tensors.items()}
     assert tensors.keys() == others.keys() and len(others) == 4 * TENSORS
     for name, tensor in others.items():
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
@@ -101,7 +103,8 @@ def held_and_sent(row, run):
         assert held["gradients"] == theory["gradients"]
         assert 0 < more <= 4 * TENSORS and more % 4 == 0
 
-    norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1}
+    norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1,
+             "diloco.py": TENSORS}
     ranks = row.world // row.option("--replicate") if row.script == "fsdp.py" else row.world
     expected = 2 * size * norms.get(row.script, 0) * ring(ranks or 1)
     more = summary["sent"] - theory["sent"]
@@ -127,9 +130,10 @@ def expected_collectives(row):
     if row.script == "zero.py":
         reductions = 1 if "--stage 1" in row.command else a
         return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 2}
-    if row.script == "fsdp.py":
+    if row.script in ("fsdp.py", "diloco.py"):
         gathered = GROUPS if "--no-reshard" in row.command else a * (2 * GROUPS - 1)
         reduced = 2 if row.option("--replicate") == 1 else GROUPS + 2
+        reduced += TENSORS * (row.script == "diloco.py")  # in a meeting
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2

@@ -16,7 +16,7 @@ from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_launch import OPTIONS, RUN, children, finish, history, left_over, start, wait_until
 
 COMMANDS = ["single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py", "pp.py",
-            "hybrid_3d.py --tp 2"]
+            "hybrid_3d.py --tp 2", "diloco.py --inner-steps 3"]
 
 
 def a_process(processes, launcher):

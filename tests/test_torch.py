@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch, _pytree
 
 from tests.processes import ROOT
 
-SCRIPTS = ("single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep")
+SCRIPTS = ("single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco")
 INSTALLED = Version(torch.__version__).release[:2]
 
 # Name: where torch has it, and why no public name does.

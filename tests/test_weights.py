@@ -23,6 +23,7 @@ from common.services.hf_weights import load_weights
 from common.services.settings import config_settings
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
+from tests.table import ONE_REPLICA
 from tests.test_damage import hash_again
 from tools import export, import_hf
 
@@ -193,7 +194,7 @@ def test_the_first_loss_is_that_of_transformers(expected, llama, corpus):
 
 RUNS = [
     ("ddp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3), ("tp.py", 2), ("cp.py", 2),
-    ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4),
+    ("pp.py", 2), ("hybrid_3d.py --tp 2 --pp 2", 4), (f"{ONE_REPLICA} --inner-steps 2", 2),
 ]
 
 

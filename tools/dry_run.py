@@ -339,9 +339,10 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
 
         def steps(self, numbered):
             for step, batch in numbered:
+                self.counted = step + -steps % self.every  # the last one ends in a meeting
                 if step == steps - 1:
                     self.start_counting()
-                yield step, batch
+                yield self.counted, batch
 
         def log(self, step, loss, grad_norm):
             self.stop_counting()

@@ -25,7 +25,7 @@ from common.errors import SettingError
 from common.model import config_from
 from common.options import at_least
 from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
-from common.services.stored import FIXED, list_checkpoints, open_checkpoint
+from common.services.stored import FIXED, check_common, list_checkpoints, open_checkpoint
 from tools.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -147,6 +147,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """
     check_is_free(folder)
     reader, stored, saved = open_checkpoint(checkpoint)
+    check_common(checkpoint, saved)
     settings = {key.removeprefix("--").replace("-", "_"): value
                 for key, value in saved[FIXED].items()}
     config = config_from({"model_type": "llama"} | settings, checkpoint / "run.json")

@@ -5,11 +5,12 @@
         --batch-size 512 --tflops 989 --link 450 --network 50
 
 Every script is tried, and hybrid_3d.py with every grid; for a mixture of experts ep.py with every
---ep, since the other scripts train no experts. Of each the table has the fewest accumulation steps
-that fit into memory. Activation checkpointing is tried if nothing fits without it, since it
-computes a third more; with --link also beside several accumulation steps, which may send more. A
-row is what ``tools.dry_run`` counts for the rank that holds most. What does not fit is counted no
-further: it holds at least what its row says.
+--ep, since the other scripts train no experts. diloco.py is left out, since its curve is another
+one. Of each the table has the fewest accumulation steps that fit into memory. Activation
+checkpointing is tried if nothing fits without it, since it computes a third more; with --link also
+beside several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for
+the rank that holds most. What does not fit is counted no further: it holds at least what its row
+says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is

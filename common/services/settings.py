@@ -11,7 +11,10 @@ from common.options import flag
 
 FIXED_OPTIONS = "seed", "batch_size", "seq_len"
 # They change what is trained. Checkpoints adds the settings of the optimizer, such as its betas.
-CHANGEABLE_OPTIONS = "steps", "lr", "min_lr", "warmup_steps", "grad_clip"
+CHANGEABLE_OPTIONS = (
+    "steps", "lr", "min_lr", "warmup_steps", "grad_clip",
+    "replicas", "inner_steps", "outer_lr", "outer_momentum",  # of diloco.py
+)
 
 
 def run_settings(args, dataset, config=None):

@@ -1,0 +1,219 @@
+"""DiLoCo: replicas of the model train alone and meet every few hundred steps, over slow links.
+
+Split: the batch, over all n ranks. These form R replicas (--replicas) of s = n/R ranks each, which
+share one copy of the model as in fsdp.py. Each replica trains by AdamW on its share of the batch,
+as if it were alone. After every --inner-steps steps the replicas meet: for each weight, they
+average how far it has moved from its last common value. An outer optimizer, SGD with Nesterov
+momentum, takes this average for the gradient and updates the common value. All replicas train on
+from there. Use it if the links between machines are too slow to send all gradients in each step,
+such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
+
+    torchrun --nproc_per_node=2 diloco.py
+    torchrun --nproc_per_node=8 diloco.py --replicas 4 --model small --dtype bfloat16 --lr 1e-3
+    torchrun --nproc_per_node=8 diloco.py --inner-steps 500 --save-every 500 --steps 20000
+
+This is another algorithm than that of the other scripts. Its losses are close to those of ddp.py,
+but not equal, and they depend on the number of replicas. Even if the replicas meet in each step it
+is not DDP, because AdamW is not linear: it divides by the size of the gradient, so the mean of the
+replicas' updates is not the update by the mean gradient. With SGD in place of AdamW, --outer-lr 1
+and --outer-momentum 0 it would be. On a fast network use fsdp.py --replicate, which follows the
+curve of one process. Logged are the means of the replicas' losses and norms. Between two meetings
+each replica validates its own weights, on its share of the held-out data.
+
+Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
+of parameters it sends 2P/s (R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
+in each step. In each step the ranks also tell each other whether a signal has asked them to stop (8
+bytes), which they read at the end of the next step. Sent within a replica: what fsdp.py sends, with
+s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each
+rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more.
+The step that is counted ends in a meeting.
+
+A checkpoint has the common weights under their usual names, so that every script can read them; it
+starts with fresh optimizer states then. It also has the weights and states of each replica. So a
+run that stops between two meetings resumes as it was, with the same --replicas, on any number of
+ranks. All others refuse a checkpoint from between two meetings: let --save-every and --steps be
+multiples of --inner-steps. To copy this script, take fsdp.py too.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from common.data import BatchSampler, load_steps, open_dataset
+from common.errors import refuse
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import at_least, option_parser, parse_options
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from fsdp import reshard, shard
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
+
+
+def main(argv=None):
+    parser = option_parser(__doc__)
+    parser.add_argument("--replicas", type=at_least(1), default=2, metavar="R",
+                        help="replicas of the model, each sharded over world size / R ranks")
+    parser.add_argument("--inner-steps", type=at_least(1), default=10, metavar="N",
+                        help="steps from one meeting of the replicas to the next; in the paper 500")
+    parser.add_argument("--outer-lr", type=at_least(0, float, above=True), default=0.7,
+                        metavar="LR", help="learning rate of the outer optimizer")
+    parser.add_argument("--outer-momentum", type=at_least(0, float, most=1), default=0.9,
+                        metavar="X", help="Nesterov momentum of the outer optimizer")
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
+                        default=True, help="free the gathered parameters of a layer after its "
+                        "forward pass, and gather them again for the backward pass")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
+    args = parse_options(parser, argv)
+    _, n = rank_and_world_size()
+    check(args, n)  # before the ranks connect
+    device = start_process_group(args)
+    R = args.replicas
+    mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
+        device.type, (R, n // R), mesh_dim_names=("replica", "dp_shard")
+    )
+    set_timeout(mesh, args.timeout)
+    replicas = mesh.get_group("replica")  # the ranks with the same shards, one of each replica
+
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
+    with torch.device("meta"):
+        model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    # FSDP: what is gathered together; before the optimizer, which updates the shards
+    units = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
+    # DiLoCo: over the ranks of this replica
+    shard(
+        model, units, mesh["dp_shard"],
+        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
+        reshard_after_forward=args.reshard_after_forward,
+    )
+    materialise(model, device, args.seed)  # the rows of this rank
+
+    # Optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
+    )
+    # DiLoCo: what the replicas have in common, and the optimizer that updates it when they meet
+    common, outer = make_outer(model.parameters(), args.outer_lr, args.outer_momentum)
+
+    # Data
+    dataset = open_dataset(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+    )
+    validation = Validation(
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
+    )
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+        replica=mesh.get_local_rank("replica"), common=common, outer=outer,
+        inner_steps=args.inner_steps,
+    )
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+
+    # Loop
+    report = Report(
+        args, model, [optimizer, outer],
+        [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
+        device, mesh, replicas=replicas, every=args.inner_steps,
+    )
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+        seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
+        count = count_targets(batch, mesh.get_group("dp_shard"))  # DiLoCo: of this replica
+        for i, (inputs, targets) in enumerate(batch):  # (B/n/accum, T)
+            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
+                model.set_reshard_after_backward(i == args.grad_accum - 1)
+            micro_loss = model(inputs, targets) / count
+            # DiLoCo: times s = n/R, since gradients are averaged over the ranks of this replica
+            (micro_loss * (n // R)).backward()
+            loss += micro_loss.detach() / R  # DiLoCo: the mean of the replicas' means is logged
+
+        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
+            meet(common, outer, replicas)
+        report.log(step, loss, grad_norm)
+        if validation.due(step):
+            report.log_validation(step, validation.loss(model))
+            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
+        if checkpoints.after_step(step, grad_norm):
+            break
+    checkpoints.finish()
+    return report.close(theory.diloco(args, n, report.counted))
+
+
+def make_outer(parameters, lr, momentum):
+    """What replicas have in common: a dict from each trained one of ``parameters`` to its common
+    value, at first a copy, sharded as the parameter is; and the outer optimizer, which updates
+    these values: SGD with the learning rate ``lr`` and Nesterov ``momentum``."""
+    common = {p: p.detach().clone().requires_grad_() for p in parameters if p.requires_grad}
+    outer = torch.optim.SGD(common.values(), lr, momentum, nesterov=momentum > 0)
+    if momentum:  # allocated now: memory that is too small fails at the start, not at a meeting
+        for value in common.values():
+            outer.state[value]["momentum_buffer"] = torch.zeros_like(value)
+    return common, outer
+
+
+@torch.no_grad()
+def meet(common, outer, replicas):
+    """Let the replicas meet: update the common values by the mean of what the replicas have moved
+    away from them, and let all replicas start again from the common values.
+
+    Args:
+        common, outer: see ``make_outer``. A parameter, its common value and the gradient of this
+            are DTensors (or tensors) of the same shape and placement.
+        replicas: the process group of the ranks that hold the same shards, one of each replica.
+    """
+    reductions = []
+    for own, value in common.items():
+        value.grad = (value - own) / replicas.size()  # its sum over the replicas is the mean
+        local = value.grad.to_local() if isinstance(value, DTensor) else value.grad
+        reductions.append(dist.all_reduce(local, group=replicas, async_op=True))
+    for reduction in reductions:
+        reduction.wait()
+    outer.step()
+    outer.zero_grad()
+    for own, value in common.items():
+        own.copy_(value)
+
+
+def check(args, n):
+    """Refuse what n ranks cannot do.
+
+    Raises:
+        SettingError: the message says what they can do.
+    """
+    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
+    refuse([
+        (n % args.replicas,
+         f"--replicas {args.replicas} does not divide the world size {n}: use {fitting}"),
+    ])
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,220 @@
+"""diloco.py: its reference is one process that runs the replicas in turn. Where replicas make no
+difference it is DDP, or one process (see also tests/table.py). Its checkpoints."""
+
+import argparse
+import shutil
+
+import pytest
+import torch
+
+from common.data import BatchSampler, TokenDataset
+from common.errors import SettingError
+from common.materialise import materialise
+from common.model import ModelConfig, Transformer
+from common.services import stored
+from common.step import decay_groups, set_learning_rate
+from tests.edits import edited
+from tests.sample import sampled
+from tests.test_checkpoint import assert_bit_equal
+from tests.test_same_run import furthest
+from tools.export import export
+
+T, B, STEPS, H, R = 24, 16, 8, 3, 2
+MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
+         f"--num-key-value-heads 2 --seq-len {T} --batch-size {B} --dtype float64")
+OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01"
+WHOLE = f"{OPTIONS} --save-every 2 --keep 9"  # steps 2, 4 and 8 are between two meetings, 6 is not
+COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
+
+
+@pytest.fixture
+def whole(once):
+    """A run of two replicas, each on two ranks."""
+    return once(COMMAND, 4, WHOLE, inject="ignored()")
+
+
+def tensors(out, step=STEPS):
+    return stored.read(out / f"step-{step:08d}", prefix="")
+
+
+def make_model():
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(256, 32, 48, 2, 4, 2)).double()
+    materialise(model, torch.device("cpu"), 0)
+    return model
+
+
+def mean_loss(model, dataset, indices):
+    """With the targets that ``ignored`` of tests/inject.py ignores."""
+    inputs, targets = map(torch.stack, zip(*(dataset[index] for index in indices)))
+    for index, row in zip(indices, targets):
+        row[: T if index % 2 else index % 29] = -100
+    return model(inputs, targets) / (targets != -100).sum()
+
+
+def test_one_process_runs_the_replicas_in_turn(whole, corpus):
+    """The curve, the common weights and those of each replica. In the samples some targets are
+    ignored, so that the replicas have different numbers of them."""
+    args = argparse.Namespace(lr=0.01, min_lr=0, warmup_steps=3, steps=STEPS)
+    dataset, models = TokenDataset(corpus, T, "auto", 256), [make_model() for _ in range(R)]
+    optimizers = [torch.optim.AdamW(decay_groups(model.parameters(), 0.1), 0.01, (0.9, 0.95))
+                  for model in models]
+    shares = [iter(BatchSampler(len(dataset), B, stop=STEPS, rank=replica, world_size=R))
+              for replica in range(R)]
+    common = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in common.items()}
+    curve = []
+    for step in range(STEPS):
+        found = []
+        for model, optimizer, share in zip(models, optimizers, shares):
+            set_learning_rate(optimizer, step, args)
+            loss = mean_loss(model, dataset, next(share))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+        curve.append([sum(numbers) / R for numbers in zip(*found)])
+        if (step + 1) % H == 0:
+            for name, value in common.items():
+                own = [model.get_parameter(name).detach() for model in models]
+                difference = value - sum(own) / R
+                momentum[name] = 0.9 * momentum[name] + difference
+                value -= 0.7 * (difference + 0.9 * momentum[name])
+                for weights in own:
+                    weights.copy_(value)
+    assert furthest(whole.curve(), curve) < 1e-10
+    saved = tensors(whole.out)
+    for name, value in common.items():
+        for key, expected in {
+            f"model.{name}": value, f"outer.{name}.momentum_buffer": momentum[name],
+            **{f"replica{i}.model.{name}": models[i].get_parameter(name) for i in range(R)},
+        }.items():
+            torch.testing.assert_close(saved[key], expected, rtol=0, atol=1e-10, msg=key)
+    assert not torch.equal(saved["replica0.model.lm_head.weight"],
+                           saved["replica1.model.lm_head.weight"])
+
+
+# Equal to other runs
+
+CONSTANT = f"{MODEL} --steps 6 --log-every 1 --warmup-steps 0 --grad-clip 0 --save-every 0"
+ADAMW = """torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
+    )"""
+
+
+@pytest.mark.parametrize("inner, outer, expected", [
+    # The mean of the replicas' steps is the step of the mean gradient
+    ("--lr 0.3 --min-lr 0.3", "--outer-lr 1 --outer-momentum 0", "args.lr"),
+    # The replicas' steps are their gradients: the outer optimizer is DDP's
+    ("--lr 1 --min-lr 1", "--outer-lr 0.1 --outer-momentum 0.9", "0.1, 0.9, nesterov=True"),
+])
+def test_with_sgd_and_a_meeting_in_each_step_it_is_ddp(run, corpus, tmp_path, inner, outer,
+                                                       expected):
+    found, ddp = (
+        edited(tmp_path / "copy", script, (ADAMW, f"torch.optim.SGD(model.parameters(), {sgd})"))
+        for script, sgd in (("diloco.py", "args.lr"), ("ddp.py", expected))
+    )
+    more = "--lr 0.1 --min-lr 0.1" if "nesterov" in expected else inner
+    other = run(ddp, 2, f"{CONSTANT} {more} --data {corpus}", out="ddp").curve("loss")
+    for world, replicas in ((2, 2), (4, 2)):
+        result = run(found, world, f"{CONSTANT} {inner} {outer} --replicas {replicas} "
+                     f"--inner-steps 1 --data {corpus}", out=f"out-{world}")
+        assert furthest(result.curve("loss"), other) < 1e-13
+    assert other[-1][0] < other[0][0] - 0.1
+
+
+def test_with_adamw_and_a_meeting_in_each_step_it_is_not_ddp(once):
+    """The mean of AdamW's steps is not the step of the mean gradient."""
+    options = f"{OPTIONS} --grad-clip 0 --save-every 0"
+    ddp = once("ddp.py", 2, options).curve("loss")
+    found = once("diloco.py --inner-steps 1 --outer-lr 1 --outer-momentum 0", 2, options)
+    assert 0.01 < furthest(found.curve("loss"), ddp) < 0.5
+
+
+# Checkpoints
+
+
+STOPS = [("at(6, kill_self, on=1)", "", 4), ("at(4, signal_self, 'SIGTERM')", "--async-save", 5)]
+
+
+@pytest.mark.parametrize("stop, more, last", sampled(STOPS, STOPS[:1]))
+def test_a_run_that_stops_between_two_meetings(run, whole, corpus, stop, more, last):
+    """Bit for bit the same weights in the same replicas. After a kill it goes back to the newest
+    checkpoint; a signal lets it finish a step and save."""
+    options = f"{WHOLE} {more} --data {corpus}"
+    first = run(COMMAND, 4, options, inject=f"ignored(); {stop}", expect_ok=False)
+    assert first.ok == ("SIGTERM" in stop)
+    assert stored.step_of(stored.list_checkpoints(first.out)[-1]) == last
+    again = run(COMMAND, 4, options, inject="ignored()")
+    assert f"resuming after step {last}" in again.output
+    assert_bit_equal(tensors(again.out), tensors(whole.out))
+    assert again.curve() == whole.curve()
+
+
+def copy_of(whole, folder, step):
+    """A run folder with one checkpoint of a run."""
+    name = f"step-{step:08d}"
+    shutil.copytree(whole.out / name, folder / name)
+    return folder.name
+
+
+def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, tmp_path):
+    out = copy_of(whole, tmp_path / "again", 4)
+    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}", inject="ignored()", out=out)
+    assert furthest(found.curve(), whole.curve()[4:]) < 1e-10
+    again, expected = tensors(found.out), tensors(whole.out)
+    assert again.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("command, world", sampled([
+    ("single.py", 0), ("fsdp.py", 2), ("pp.py", 2), (COMMAND.replace("2", "1", 1), 2),
+], [("fsdp.py", 2)]))
+def test_others_read_the_common_weights(run, whole, corpus, tmp_path, command, world):
+    """And train on with a fresh optimizer. A checkpoint between two meetings is refused."""
+    more = f"{WHOLE} --data {corpus}"
+    out = copy_of(whole, tmp_path / "again", 6)
+    found = run(command, world, more, inject="ignored()", out=out)
+    model, dataset = make_model(), TokenDataset(corpus, T, "auto", 256)
+    model.load_state_dict(stored.read(whole.out / "step-00000006"))
+    (indices,) = BatchSampler(len(dataset), B, start=6, stop=7)
+    expected = mean_loss(model, dataset, indices).item()
+    assert found.curve("loss")[0] == pytest.approx([expected], abs=1e-10)
+    saved = tensors(found.out)
+    prefix = "replica0." if "diloco" in command else ""
+    assert saved[f"{prefix}optimizer.lm_head.weight.step"] == 2
+    assert any(name.startswith("replica") for name in saved) == ("diloco" in command)
+    out = copy_of(whole, tmp_path / "between", 4)
+    refused = run(command, world, more, inject="ignored()", out=out, expect_ok=False)
+    (line,) = [line for line in refused.lines if "error:" in line]
+    assert "step-00000004 was saved by diloco.py between two meetings, when its" in line
+
+
+def test_the_common_weights_are_exported(whole, tmp_path):
+    export(whole.out / "step-00000006", tmp_path / "exported")
+    for use in (stored.read, lambda path: export(path, tmp_path / "other")):
+        with pytest.raises(SettingError, match="was saved by diloco.py between two meetings"):
+            use(whole.out / "step-00000004")
+
+
+# Bytes
+
+
+def test_bytes(once, whole):
+    """What the theory says, and the norm: a number for each of 21 tensors. The momentum is held
+    from the start. The counted step ends in a meeting, if the run has one that late."""
+    for result, n, met in (whole, 4, 1), (once("diloco.py", 2, f"{OPTIONS} --save-every 0"), 2, 0):
+        summary, s = result.summary, n // R
+        theory = {kind: entry["bytes"] for kind, entry in summary["theory"].items()}
+        held = {kind: summary["held"][kind.replace("_", " ")] for kind in theory if kind != "sent"}
+        P = sum(p.nbytes for p in make_model().parameters())
+        assert held["parameters"] == theory["parameters"] == 2 * P / s
+        assert held["gradients"] == theory["gradients"] == P / s
+        assert held["optimizer_states"] == theory["optimizer_states"] + 4 * 21 == 3 * P / s + 84
+        norm = 2 * 8 * 21 * (s - 1) / s
+        assert summary["sent"] == pytest.approx(theory["sent"] + norm, abs=1)
+        between = [(part["collective"], part["calls"], part["bytes"])
+                   for part in summary["collectives"] if part["group"] == "replica"]
+        assert between == [("all-reduce", 21, 2 * P / s * (R - 1) / R)] * met
