@@ -185,7 +185,7 @@ def test_the_table_of_variables_is_complete():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(page):
     """To a file of this repository, and to a heading of it."""
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in link:
             name, _, anchor = link.partition("#")
             path = page.parent / name if name else page
