@@ -1,16 +1,48 @@
-"""cp.py with packed documents: each token attends within its document only, by Ulysses.
+"""cp.py with packed documents: each token attends within its own document only.
+
+Read it beside cp.py: `diff cp.py examples/cp_documents.py`. A document ends with ``--separator``;
+it may begin on one rank and end on another. A mask by document comes on top of the causal one:
+
+- ring: blocks of keys still travel past every rank, so that all ranks send and receive alike. A
+  rank skips a block if none of its queries sees a key of it; otherwise it masks the keys of other
+  documents. A query may then see no key of a block, and is left out when the block is merged: its
+  log-sum-exp there is set to -inf, that of no key. (The kernel of the CPU returns 0, which would be
+  merged as if the query saw a key.) Merging two of -inf would give NaN; it never happens, because
+  the rank's own block comes first, and there each query sees itself.
+- ulysses: after the all-to-all a rank has whole sequences, for its heads. That is a ring of one
+  rank, so the same function attends to them. With more ranks than key/value heads, each of these
+  heads is sent to several ranks, as in cp.py.
+
+allgather is left out: it would need the same lines as the ring.
 
     torchrun --nproc_per_node=2 -m examples.cp_documents
-    bash run.sh examples/cp_documents.py --data FOLDER --separator 0
+    bash run.sh examples/cp_documents.py --attention ulysses --data FOLDER --separator 0
+
+Sent: what cp.py sends. Computed: if no document is longer than a chunk of the zig-zag, a rank
+attends to at most 3 of the n blocks: its own, and those with the chunks just before its two. With
+one long document it attends to all blocks, as in cp.py. In between, ranks may have unequal work.
+Once in each micro-batch the CPU waits for the GPU, to learn which blocks to skip.
+
+Masks on a GPU (torch's sources, aten/src/ATen/native/transformers): the flash-attention kernel has
+no argument for a mask (sdp_utils_cpp.h, check_for_attn_mask). The memory-efficient kernel adds a
+bias to the scores: in the type of the queries, of shape (B, H, Q, S), its rows aligned to 16 bytes
+(mem_eff_attention/kernel_forward.h). It computes the scores that the bias hides, too. So a block
+with a mask costs as much as one without, and its bias is of B (T/n)^2 numbers in the ring, of B T^2
+in ulysses; no layer keeps one, since the backward pass makes it anew. varlen_attn, flash attention
+that takes the borders of documents (https://docs.pytorch.org/docs/stable/nn.attention.varlen.html),
+computes nothing between documents. It has no kernel for the CPU, so it is not used here; in ulysses
+it can take the place of the ring of one rank.
+
+Rotary positions count on from document to document: attention sees only their differences.
 """
 
 import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from common.attention import attend, attend_backward, merge, wide
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
@@ -20,6 +52,7 @@ from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 
 # Services: each comes off with the lines that name it
+from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings
@@ -28,6 +61,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    parser.add_argument("--attention", choices=("ring", "ulysses"), default="ring",
+                        help="how attention exchanges keys and values between ranks")
     parser.add_argument("--separator", type=at_least(0), default=ord("\n"), metavar="TOKEN",
                         help="the token that ends a document")
     Checkpoints.add_options(parser)
@@ -39,10 +74,6 @@ def main(argv=None):
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
     cp_rank, group = mesh.get_local_rank("cp"), mesh.get_group("cp")
-    # CP: the positions in each sequence that this rank computes, (T/cp,)
-    shards = shard_positions(args.seq_len, n, zigzag=False).to(device)
-    positions = shards[cp_rank]
-    mask = None  # of the micro-batch: which tokens attend to which
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
@@ -50,21 +81,34 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
+    # CP: an attention for each layer, whether the positions must be, or may be, zig-zag, and the
+    # ring's group. In ulysses a rank has whole sequences: its ring is of itself alone.
+    alone = mesh.get_group("dp")
+    ring_of_one = functools.partial(ring_attention, group=alone)
+    attention, zigzag, ring = {
+        "ring": (ring_attention, True, group),
+        "ulysses": (functools.partial(ulysses_attention, attention=ring_of_one), False, alone),
+    }[args.attention]
+    documents = None  # of the micro-batch: see documents_in_sight
 
-    def attention(q, k, v, is_causal):  # to whole sequences, for 1/cp of the heads
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    @torch.compiler.disable  # since documents change
+    def within_documents(q, k, v, **keywords):
+        return attention(q, k, v, documents=documents, **keywords)
 
-    # CP: also with one rank: the mask, which is causal, takes the place of plain attention
-    set_attention(
-        [layer.self_attn for layer in layers],
-        functools.partial(ulysses_attention, attention=attention), group, replaces=plain_attention,
-    )
+    # CP: also with one rank: plain attention would see other documents
+    modules = [layer.self_attn for layer in layers]
+    set_attention(modules, within_documents, group, replaces=plain_attention)
+    # CP: the positions in each sequence that this rank computes, (T/cp,)
+    positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
+    shards = shard_positions(args.seq_len, ring.size(), zigzag).to(device)  # of all in the ring
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
+    # CP: each rank has the gradient of its positions; they are added up during the backward pass
+    begin_reducing, finish_reducing = all_reduce_in_backward(model.parameters(), group)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -82,9 +126,12 @@ def main(argv=None):
         args.workers,
     )
 
-    def loss_of_shard(micro_batch):  # CP: of the positions of this rank
-        nonlocal mask  # each rank has the tokens of the whole sequence, and so the whole mask
-        mask = document_mask(micro_batch[0], args.separator)
+    def find_documents(tokens):  # CP: each rank has the tokens of whole sequences, (B/accum, T)
+        nonlocal documents
+        documents = documents_in_sight(tokens, args.separator, shards, ring)
+
+    def loss_of_shard(micro_batch):  # CP: of the positions of this rank, for validation
+        find_documents(micro_batch[0])
         inputs, targets = (x[:, positions] for x in micro_batch)
         return model(inputs, targets, positions), (targets != -100).sum()
 
@@ -102,14 +149,17 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch)
-        for micro_batch in batch:  # (B/accum, T)
-            micro_loss = loss_of_shard(micro_batch)[0] / count  # CP: a part of the mean
+        for i, (inputs, targets) in enumerate(batch):  # (B/accum, T)
+            find_documents(inputs)
+            # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
+            inputs, targets = inputs[:, positions], targets[:, positions]
+            micro_loss = model(inputs, targets, positions) / count  # CP: a part of the mean
+            if i == args.grad_accum - 1:
+                begin_reducing()  # CP: in the last backward pass gradients are complete
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        for parameter in model.parameters():  # CP: each rank has the gradient of its part
-            if parameter.grad is not None:  # a frozen parameter has none
-                dist.all_reduce(parameter.grad, group=group)
+        finish_reducing()  # CP: before anything uses the gradients
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -119,7 +169,7 @@ def main(argv=None):
         if checkpoints.after_step(step, grad_norm):
             break
     checkpoints.finish()
-    return report.close()
+    return report.close(theory.cp(args, n))
 
 
 def shard_positions(T, n, zigzag=True):
@@ -140,12 +190,67 @@ def shard_positions(T, n, zigzag=True):
     return torch.cat((early, late.flip(0)), dim=1)
 
 
-def document_mask(tokens, separator):
-    """Which tokens attend to which: those before them in their document, and themselves. A document
-    ends with ``separator``. tokens (B, T) -> (B, 1, T, T)."""
-    ends = tokens == separator
-    documents = ends.cumsum(1) - ends.long()  # the number of the document that a token is in
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+def documents_in_sight(tokens, separator, shards, group):
+    """For each of the n ranks in ``group`` the number of the document that each of its tokens is
+    in, (B, T/n); None for a rank if no query of this rank sees a key of it.
+
+    tokens: (B, T). ``separator``: the token that is the last one of a document. ``shards``: the
+    positions of each rank, (n, T/n). The CPU waits for the device: call it once in a micro-batch.
+    """
+    ends = (tokens == separator).long()
+    documents = list((ends.cumsum(1) - ends)[:, shards].unbind(1))
+    seen = []
+    for source, numbers in enumerate(documents):
+        queries, keys, _ = in_sight(source, group, shards.shape[1], is_causal=True)
+        # The keys of another rank that are in sight are before the queries. So the last key and the
+        # first query are in one document, if any two are.
+        last, first = numbers[:, keys][:, -1], documents[group.rank()][:, queries][:, 0]
+        seen.append((last == first).any())
+    for source, is_seen in enumerate(read_seen(seen)):
+        if source != group.rank() and not is_seen:
+            documents[source] = None
+    return documents
+
+
+def read_seen(seen):
+    """``seen`` as booleans. In a dry run, where tokens have no values, all are True."""
+    return torch.stack(seen).tolist()
+
+
+def same_document(queries, keys):
+    """A mask, (B, 1, Q, S), from the numbers of documents of queries (B, Q) and keys (B, S)."""
+    return queries[:, None, :, None] == keys[:, None, None, :]
+
+
+def all_reduce_in_backward(parameters, group):
+    """Add up the gradients of ``parameters`` over ``group``, a ProcessGroup, during the last
+    backward pass of a step: each is all-reduced as soon as it is there, while the pass goes on.
+
+    Returns two functions. Call the first one before that backward pass, the second one after it: it
+    also reduces the gradients that this pass did not reach, and waits for all.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    awaited, works = set(), []
+
+    def reduce(parameter):
+        if parameter in awaited:
+            awaited.remove(parameter)
+            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def begin():
+        awaited.update(trained)
+
+    def finish():
+        for parameter in trained:
+            if parameter.grad is not None:
+                reduce(parameter)
+        awaited.clear()
+        while works:
+            works.pop().wait()
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return begin, finish
 
 
 def set_attention(modules, attention, group, replaces):
@@ -173,6 +278,155 @@ def set_attention(modules, attention, group, replaces):
                 f"computes causal or full attention and no more, only tell it so"
             )
         module.attention = functools.partial(attention, group=group)
+
+
+# Each attention takes q (B, H, T/cp, K), k and v (B, KV, T/cp, K) of this rank's positions and
+# returns (B, H, T/cp, K). Keywords have the names and the meaning that they have in
+# F.scaled_dot_product_attention, but is_causal must be said.
+
+
+@torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
+def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
+    """Ring attention over a ProcessGroup, causal, within ``documents_in_sight``. The positions of a
+    rank must be zig-zag chunks: see ``shard_positions``.
+
+    Raises:
+        SettingError: it is asked for full attention, a mask, dropout, or for anything else.
+    """
+    refuse_others("ring_attention", **others)
+    if not is_causal:
+        raise SettingError("ring_attention within documents is causal: give it is_causal=True")
+    return RingAttention.apply(q, k, v, group, is_causal, documents, scale)
+
+
+def refuse_others(name, attn_mask=None, dropout_p=0.0, enable_gqa=True, **unknown):
+    """Refuse what ring and all-gather attention do not compute. Heads are shared in any case."""
+    asked = list(unknown)
+    if attn_mask is not None:
+        asked.append("attn_mask")
+    if dropout_p:
+        asked.append("dropout_p")
+    if asked:
+        raise SettingError(
+            f"{name} computes causal or full attention with a scale, and no {', '.join(asked)}: "
+            f"leave that out, or use ulysses_attention around your own attention"
+        )
+
+
+class RingAttention(torch.autograd.Function):
+    """Keys and values travel around the ring. Queries stay, and add up their output block by block.
+
+    No rank ever has more of the sequence than its own shard, one block, and the block that arrives
+    next. In the backward pass the blocks travel again. Each block's gradient travels with it, in
+    float32 at least, and ends at the block's owner.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, is_causal, documents, scale):
+        ctx.group, ctx.is_causal, ctx.documents, ctx.scale = group, is_causal, documents, scale
+        blocks = around_the_ring(torch.stack((k, v)), group)
+        out, lse = attend_to_blocks(q, blocks, group, is_causal, documents, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        group, documents = ctx.group, ctx.documents
+        grad_q, wait_for_gradient = torch.zeros_like(q, dtype=wide(q)), None
+        for source, block in around_the_ring(torch.stack((k, v)), group):
+            if documents[source] is not None:
+                queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
+                visible = same_document(
+                    documents[group.rank()][:, queries], documents[source][:, keys]
+                )
+                block_grad_q, block_grad_kv = attend_backward(
+                    *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
+                    out[..., queries, :], lse[..., queries], mask, ctx.scale, visible,
+                )
+                grad_q[..., queries, :] += block_grad_q
+            if source == group.rank():
+                grad_kv = block_grad_kv.to(wide(k))  # the other ranks' part is added at the end
+            else:  # add to the gradient that travels with this block, and pass it on
+                travelling = (
+                    wait_for_gradient() if wait_for_gradient else torch.zeros_like(grad_kv)
+                )
+                if documents[source] is not None:
+                    travelling[..., keys, :] += block_grad_kv
+                wait_for_gradient = pass_on(travelling, group)
+        if wait_for_gradient:
+            grad_kv += wait_for_gradient()
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
+
+
+def around_the_ring(block, group):
+    """Yields (source, block) for all ranks: ``block`` belongs to rank ``source``. The first block
+    is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
+    n, rank = group.size(), group.rank()
+    for step in range(n):
+        wait_for_block = pass_on(block, group) if step < n - 1 else None
+        yield (rank - step) % n, block
+        if wait_for_block:
+            block = wait_for_block()
+
+
+def pass_on(tensor, group):
+    """Start to send ``tensor`` to the next rank, and to receive a tensor from the previous one.
+
+    Returns a function that waits for both and returns what was received. Until then it keeps both
+    tensors alive, and the caller must not change them.
+    """
+    n, rank = group.size(), group.rank()
+    ops = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, torch.empty_like(tensor), group=group, group_peer=(rank - 1) % n),
+    ]
+    works = dist.batch_isend_irecv(ops)
+
+    def received():
+        for work in works:
+            work.wait()
+        return ops[1].tensor
+
+    return received
+
+
+def in_sight(source, group, length, is_causal):
+    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
+    ``length`` positions, and whether a causal mask lies over them. In full attention, all to all.
+
+    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
+    exactly half of the block is visible, whichever rank it is from.
+    """
+    if not is_causal or source == group.rank():
+        return slice(None), slice(None), is_causal
+    if source < group.rank():  # its early chunk is before both of mine, its late one after both
+        return slice(None), slice(length // 2), False
+    return slice(length // 2, None), slice(None), False  # both of its chunks are between my two
+
+
+def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
+    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
+    own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
+    the output and the log-sum-exp of all scores, as ``attend`` does."""
+    for source, block in blocks:
+        if documents[source] is None:
+            continue  # it only travels through
+        queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
+        visible = same_document(documents[group.rank()][:, queries], documents[source][:, keys])
+        block_out, block_lse = attend(
+            q[..., queries, :], block[..., keys, :], mask, scale, visible
+        )
+        if source == group.rank():
+            # Copies: merging overwrites them, and selective checkpointing keeps what it is given.
+            out, lse = block_out.to(wide(q), copy=True), block_lse.clone()
+        else:  # leave out the queries that see no key of this block: their weight is exp(-inf)
+            blind = ~visible.any(-1)  # (B, 1, Q)
+            block_out = block_out.masked_fill(blind[..., None], 0)
+            block_lse = block_lse.masked_fill(blind, -torch.inf)
+            merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
+    return out.to(q.dtype), lse
 
 
 @torch.compiler.disable
@@ -229,13 +483,19 @@ def check(args, n):
     Raises:
         SettingError: the message says what they can share.
     """
+    ulysses, config = args.attention == "ulysses", args.config
+    chunks = 1 if n == 1 else n if ulysses else 2 * n
+    below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
     refuse([
-        (size % n, f"{name} {size} cannot be shared evenly by {n} ranks: use a multiple of {n}")
-        for name, size in (
-            ("--seq-len", args.seq_len),
-            ("--num-attention-heads", args.config.num_attention_heads),
-            ("--num-key-value-heads", args.config.num_key_value_heads),
-        )
+        (args.seq_len % chunks,
+         f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
+         f"each of {n} ranks: use a multiple of {chunks}, such as "
+         f"{f'{below} or {above}' if below else above}"),
+        (ulysses and not can_share_heads(n, config.num_attention_heads, config.num_key_value_heads),
+         f"--num-attention-heads {config.num_attention_heads} and --num-key-value-heads "
+         f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
+         f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
+         f"and is a multiple of the second, or --attention ring"),
     ])
 
 

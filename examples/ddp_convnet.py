@@ -116,7 +116,8 @@ def arrange_buckets(replica, *zeros):
 
     DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
     Done here, all steps have the same buckets. Otherwise the first step after a resume would add
-    gradients in another order than the same step of an uninterrupted run.
+    gradients in another order than the same step of an uninterrupted run. On GPUs equal bits need
+    --deterministic too.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
     gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}

@@ -37,6 +37,7 @@ RUNS = [
     ("diloco.py --inner-steps 3 --grad-accum 2 --dtype bfloat16", 4, [3]),
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
+    ("examples/fsdp_muon.py", 2, [1]),
 ]
 SAMPLE = RUNS[:1]
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from common.data import BatchSampler, TokenDataset
+from common.errors import SettingError
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
 from common.services import stored
+from common.step import decay_groups, set_learning_rate
+from examples import cp_documents
 from tests.processes import PATIENCE, ROOT, ProcessServer
 from tests.sample import sampled, thorough
 
@@ -25,8 +28,8 @@ TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
                 "transformers.models.llama.modeling_llama"]
 OPTIONS = "--batch-size 24 --steps 8 --log-every 1 --save-every 4 --dtype float64 --lr 0.01"
 
-DOCUMENTS = ("--seq-len 24 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
-             "--num-attention-heads 8 --num-key-value-heads 4")
+DOCUMENTS = ("--seq-len 48 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
+             "--num-attention-heads 8 --num-key-value-heads 2")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,8 @@ def example(tmp_path_factory, corpus):
 
 RUNS = [("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"), ("ddp_convnet", 3, ""),
         ("tp_llama", 2, ""), ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""),
-        ("cp_documents", 4, "--activation-checkpointing")]
+        ("cp_documents", 2, "--attention ulysses"),
+        ("cp_documents", 4, "--activation-checkpointing selective")]
 
 
 @pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[5]]))
@@ -107,26 +111,62 @@ def test_the_loss_in_bfloat16_has_more_than_3_digits(example):
     assert len(losses) == 2 and (losses.bfloat16().double() != losses).all()
 
 
-def test_packed_documents_do_not_see_each_other(example):
-    """The first loss is that of the documents one by one, each with plain causal attention."""
-    result = example("cp_documents", 2, "--steps 1")
-    args = parse_options(option_parser(""), DOCUMENTS.split())
+@pytest.fixture(scope="module")
+def document_by_document(example):
+    """The curve of a loop in one process that gives the model each document by itself: with plain
+    causal attention, and with positions from 0 on."""
+    run = example("cp_documents", 1, "--steps 3 --grad-accum 2")
+    (path,) = re.findall(r" tokens in (\S+)", run.output)
+    parser = option_parser("")
+    args = parse_options(parser, f"{DOCUMENTS} --dtype float64 --lr 0.01 --steps 3".split())
     with torch.device("meta"):
         model = Transformer(args.config).double()
     materialise(model, "cpu", 0)
-    (path,) = re.findall(r" tokens in (\S+)", result.output)
-    dataset = TokenDataset(path, 24)
-    (rows,) = BatchSampler(len(dataset), 24, stop=1)
-    losses, lengths = [], []
-    for inputs, targets in (dataset[row] for row in rows):
-        ends = (inputs == ord("\n")).nonzero().flatten().tolist()
-        for first, last in zip([0, *(end + 1 for end in ends)], [*(end + 1 for end in ends), 24]):
-            if first < last:
-                document = slice(first, last)
-                losses.append(model(inputs[None, document], targets[None, document]).item())
-                lengths.append(last - first)
-    assert sum(lengths) == 24 * 24 and len(lengths) > 2 * 24
-    assert abs(sum(losses) / 24**2 - result.curve()[0][0]) < 1e-10
+    optimizer = torch.optim.AdamW(decay_groups(model.parameters(), args.weight_decay), args.lr,
+                                  args.betas)
+    dataset, curve, number = TokenDataset(path, 48), [], 0
+    for step, rows in enumerate(BatchSampler(len(dataset), 24, stop=3)):
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0
+        for inputs, targets in (dataset[row] for row in rows):
+            borders = [0, *(inputs == ord("\n")).nonzero().flatten().add(1).tolist(), 48]
+            for first, last in zip(borders, borders[1:]):
+                if first < last:
+                    document = slice(first, last)
+                    part = model(inputs[None, document], targets[None, document]) / (24 * 48)
+                    part.backward()
+                    loss, number = loss + part.item(), number + 1
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append([loss, norm.item()])
+    assert number > 3 * 24 * 4
+    return torch.tensor(curve)
+
+
+PACKED = [(n, attention) for n in (1, 2, 4, 8) for attention in ("ring", "ulysses")]
+
+
+@pytest.mark.parametrize("world, attention", sampled(PACKED, [(4, "ring"), (4, "ulysses")]))
+def test_packed_documents_do_not_see_each_other(example, document_by_document, world, attention):
+    """With more ranks than the 2 key/value heads."""
+    result = example("cp_documents", world, f"--steps 3 --grad-accum 2 --attention {attention}")
+    found = torch.tensor(result.curve())
+    torch.testing.assert_close(found, document_by_document, rtol=0, atol=1e-10)
+    assert result.summary["sent"] == result.summary["theory"]["sent"]["bytes"]  # as in cp.py
+
+
+@pytest.mark.parametrize("world", sampled([1, 2, 4, 8], [4]))
+def test_attention_within_documents(run, world):
+    """Outputs and gradients; documents of one token, of one chunk, across chunks and ranks, as long
+    as the sequence. Blocks that no query sees are not computed."""
+    assert "all agree" in run("tests/documents.py", world, pass_out=False).output
+
+
+def test_attention_within_documents_is_causal():
+    with pytest.raises(SettingError, match="causal: give it is_causal=True"):
+        cp_documents.ring_attention(*torch.zeros(3, 1, 2, 4, 8), group=None, documents=[None],
+                                    is_causal=False)
 
 
 @thorough
@@ -197,11 +237,15 @@ def below_main(path):
 
 @pytest.mark.parametrize("script, example, lifted", [
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
+    ("fsdp.py", "fsdp_lora.py", {"shard", "move_buffers", "reshard", "check"}),
+    ("fsdp.py", "fsdp_muon.py", {"shard", "move_buffers", "reshard", "check"}),
     ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),
-    ("cp.py", "cp_documents.py", {"shard_positions", "set_attention", "ulysses_attention",
-                                  "can_share_heads", "Resplit"}),
+    ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",
+                                  "set_attention", "refuse_others", "around_the_ring", "pass_on",
+                                  "in_sight", "ulysses_attention", "can_share_heads", "Resplit",
+                                  "check"}),
     ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
     ("fsdp.py", "trainer_fsdp.py", {"shard"}),
 ])

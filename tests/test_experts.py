@@ -118,6 +118,15 @@ def test_a_checkpoint_of_ep_moves(trained, once, command, world):
     assert furthest(curve, trained("single.py", 0).curve(*NAMES)[2:]) < 1e-10
 
 
+def test_a_resumed_run_has_the_same_bits(trained):
+    whole = trained("ep.py", 4)
+    resumed = Result([0], "", whole.out / "again-0")
+    assert resumed.curve(*NAMES) == whole.curve(*NAMES)[2:]
+    tensors, others = saved(resumed), saved(whole)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in others.items())
+
+
 @thorough
 def test_common_faults_are_seen(server, trained, corpus, tmp_path):
     """Each leads to another curve than single.py's; without a fault the same run leads to it."""

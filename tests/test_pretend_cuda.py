@@ -117,14 +117,17 @@ def test_examples_stay_on_the_gpu(pretended):
     of the services, until it prints the first loss."""
     pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
     more = "--seq-len 64 --num-hidden-layers 2 --dtype bfloat16"
-    gpt2, documents, trainer = pretended([
+    gpt2, ring, ulysses, muon, trainer = pretended([
         ("examples/fsdp_gpt2.py --seq-len 64 --dtype bfloat16", 2, 1, "cuda:0"),
-        (f"examples/cp_documents.py {more}", 2, 0, "cuda:0"),
+        (f"examples/cp_documents.py {more}", 4, 3, "cuda:0"),
+        (f"examples/cp_documents.py --attention ulysses {more}", 2, 0, "cuda:0"),
+        (f"examples/fsdp_muon.py {more}", 2, 1, "cuda:0"),
         ("examples/trainer_fsdp.py", 2, 0),
     ])
-    for counted in (gpt2, documents):
+    for counted in (gpt2, ring, ulysses, muon):
         assert "error" not in counted, counted["error"]
-        assert counted["attention"] == FUSED["float32"] and counted["sent"] > 0
+        fused = FUSED["bfloat16" if counted is muon else "float32"]
+        assert counted["attention"] == fused and counted["sent"] > 0
         assert counted["copies"] == counted["on_cpu"] == []
     assert "print" in trainer["read"], trainer
     (copy,) = trainer["copies"]  # of the batch, which is made on the CPU

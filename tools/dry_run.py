@@ -285,15 +285,16 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         add_options = checkpoint.Checkpoints.add_options
 
         def __init__(self, folder, settings, tensors, optimizer, **_):
-            self.optimizer = optimizer
+            self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
 
         def resume(self, *, newest=True, step=None):
-            """Allocate the optimizer's states, so that the first step is as all others."""
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            """Allocate the optimizers' states, so that the first step is as all others."""
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
             return 0
 
         def after_step(self, step, grad_norm):
@@ -372,6 +373,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
         "check_stages": lambda *_: None,  # it gathers objects
         "set_timeout": lambda *_: None,
         "read_counts": experts.read_counts,
+        "read_seen": lambda seen: [True] * len(seen),  # examples/cp_documents.py: one document
         "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
 

@@ -26,10 +26,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 @torch.no_grad()
-def load_weights(model, folder):
+def load_weights(model, folder, added=()):
     """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from
     ``folder``: each parameter in its own type, whatever the type in the file. A rank reads only the
-    part of each parameter that it holds. It waits for no other rank.
+    part of each parameter that it holds. It waits for no other rank. Parameters whose names are in
+    ``added``, such as adapters, are not in ``folder``, and stay as they are.
 
     Raises:
         SettingError: see ``Weights``.
@@ -37,7 +38,7 @@ def load_weights(model, folder):
     weights = Weights(folder, model.config)
     for name, parameter in model.named_parameters():
         own = local_part(parameter)
-        if own.numel():
+        if own.numel() and name not in added:
             own.copy_(weights.read(name, local_slices(parameter)))
 
 

@@ -1,0 +1,311 @@
+"""fsdp.py with Muon for the matrices of the layers, and AdamW for embedding, norms and head.
+
+    torchrun --nproc_per_node=2 -m examples.fsdp_muon
+    bash run.sh examples/fsdp_muon.py --model small --lr 1e-3
+
+Muon brings all singular values of an update close to 1 (https://kellerjordan.github.io/posts/muon).
+Newton-Schulz, some matrix products, does that, and needs the whole matrix, of which each rank has
+some rows. So each matrix has an owner: the ranks send it their rows, it computes, and it sends each
+rank its rows of the result. The owners have about equally many numbers. The scale of
+arXiv:2502.16982 makes updates as large as AdamW's: --lr and --weight-decay are those of both.
+
+Sent in a step, on top of fsdp.py: two all-to-alls. M: bytes of the matrices. Each of n ranks sends
+2M/n (n-1)/n, if all own equally much. torch.optim.Muon under FSDP2 has 15 all-gathers for each
+matrix that is wide or square, and 10 all-reduces for each tall one. For llama3-8b in float32 on 8
+ranks that is 109 GB in a step; here it is 6.1 GB. It also computes in bfloat16, and so its updates
+depend on the number of ranks. Here Newton-Schulz has the type of the parameters. With --replicate
+each replica computes all updates. With more ranks than matrices some ranks own none. Exposed: both
+all-to-alls, and what the owner with most work computes.
+"""
+
+import argparse
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+)
+
+from common.data import BatchSampler, load_steps, open_dataset
+from common.errors import SettingError, refuse
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, wrap_layers
+from common.options import at_least, option_parser, parse_options
+from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+
+# Services: each comes off with the lines that name it
+from common.services import theory
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
+from common.services.settings import run_settings
+from common.services.validation import Validation
+
+
+def main(argv=None):
+    parser = option_parser(__doc__)
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
+                        default=True, help="free the gathered parameters of a layer after its "
+                        "forward pass, and gather them again for the backward pass")
+    parser.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
+                        help="replicas of the model, each sharded over world size / R ranks")
+    parser.add_argument("--cpu-offload", action="store_true",
+                        help="keep parameters, gradients and optimizer states in host memory")
+    Checkpoints.add_options(parser)
+    Validation.add_options(parser)
+    Report.add_options(parser)
+    args = parse_options(parser, argv)
+    _, n = rank_and_world_size()
+    check(args, n)  # before the ranks connect
+    device = start_process_group(args)
+    mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
+        device.type, (args.replicate, n // args.replicate),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+    set_timeout(mesh, args.timeout)
+
+    # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
+    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
+    # place of the meta device and materialise; its values, buffers and ties stay as they are.
+    with torch.device("meta"):
+        model = Transformer(args.config).to(args.param_dtype)
+    layers = model.model.layers.values()
+    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    # FSDP: what is gathered together; before the optimizer, which updates the shards
+    units = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
+    # FSDP: a mesh of two dimensions adds an all-reduce for each unit, even over one replica
+    shard(
+        model, units, mesh if args.replicate > 1 else mesh["dp_shard"],
+        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
+        reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
+    )
+    materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
+    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
+
+    # Optimizer: Muon for the matrices of the layers, AdamW for embedding, norms and head
+    inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+    matrices = [p for p in model.parameters() if p in inner]
+    rest = [p for p in model.parameters() if p not in inner]
+    optimizer = [
+        Muon(matrices, mesh.get_group("dp_shard"), args.lr, args.weight_decay),
+        torch.optim.AdamW(decay_groups(rest, args.weight_decay), args.lr, args.betas, fused=True),
+    ]
+
+    # Data
+    dataset = open_dataset(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+    )
+    validation = Validation(
+        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
+        args.workers,
+    )
+
+    # Resume: the step number is the only state of the data
+    checkpoints = Checkpoints(
+        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    )
+    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+
+    # Loop
+    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+        seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
+        set_learning_rate(optimizer, step, args)
+        loss = 0.0  # this rank's part of the mean
+        count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
+            # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
+            # set_requires_gradient_sync(last) sends less, but holds whole gradients on each rank.
+            last = i == args.grad_accum - 1
+            model.set_requires_all_reduce(last)
+            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
+                model.set_reshard_after_backward(last)
+            micro_loss = model(inputs, targets) / count
+            (micro_loss * n).backward()  # FSDP: times n, since gradients are averaged over ranks
+            loss += micro_loss.detach()
+
+        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
+        for each in optimizer:
+            each.step()
+            each.zero_grad()
+        report.log(step, loss, grad_norm)
+        if validation.due(step):
+            report.log_validation(step, validation.loss(model))
+            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
+        if checkpoints.after_step(step, grad_norm):
+            break
+    checkpoints.finish()
+    return report.close(formulas(args, n, matrices))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices (out, in) that are DTensors, sharded by their rows over the process group
+    ``ranks``, as FSDP does. All ranks call ``step``.
+
+    ``lr``: an update is scaled by 0.2 sqrt(max(out, in)), so that it is as large as AdamW's
+    (arXiv:2502.16982). ``momentum``: the share of the average of gradients that a step keeps; the
+    update is Nesterov's.
+    """
+
+    def __init__(self, matrices, ranks, lr, weight_decay=0.1, momentum=0.95):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.ranks = ranks
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum, updates = group["lr"], group["momentum"], []
+            matrices = [p for p in group["params"] if p.grad is not None]
+            for p in matrices:
+                if p not in self.state:
+                    self.state[p]["average"] = torch.zeros_like(p)
+                gradient, average = p.grad.to_local(), self.state[p]["average"].to_local()
+                average.lerp_(gradient, 1 - momentum)
+                updates.append(gradient.lerp(average, momentum))
+            updates = orthogonalize(updates, [p.shape for p in matrices], self.ranks)
+            for p, update in zip(matrices, updates):
+                p.mul_(1 - lr * group["weight_decay"])
+                p.to_local().sub_(update, alpha=lr * 0.2 * max(p.shape) ** 0.5)
+
+
+def orthogonalize(shards, shapes, ranks):
+    """``newton_schulz`` of matrices that are sharded by their rows over a process group, ``ranks``.
+    All of them call it.
+
+    ``shards``: this rank's part of each matrix, ``matrix.chunk(n)[rank]``. ``shapes``: (out, in) of
+    the whole matrices. Returns the same parts of the results.
+    """
+    n, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+    owned = share_out([shape.numel() for shape in shapes], n)  # indices, for each owner
+    order = [i for indices in owned for i in indices]
+
+    # To the owners: this rank gets the parts of its own matrices from each rank.
+    sizes = [[shard_size(shapes[i], n, r) for i in owned[rank]] for r in range(n)]
+    to_owners = [sum(shards[i].numel() for i in indices) for indices in owned]
+    from_ranks = [sum(parts) for parts in sizes]
+    sent = torch.cat([shards[i].flatten() for i in order])
+    received = sent.new_empty(sum(from_ranks))
+    dist.all_to_all_single(received, sent, from_ranks, to_owners, group=ranks)
+
+    # Each owner: the parts of a matrix, one after the other, are the matrix.
+    parts = [rows.split(of) for rows, of in zip(received.split(from_ranks), sizes)]
+    for i, rows in zip(owned[rank], zip(*parts)):
+        result = newton_schulz(torch.cat(rows).view(shapes[i])).flatten()
+        for part, new in zip(rows, result.split([len(part) for part in rows])):
+            part.copy_(new)  # in ``received``
+
+    # And back, the same way
+    dist.all_to_all_single(sent, received, to_owners, from_ranks, group=ranks)
+    results = dict(zip(order, sent.split([shards[i].numel() for i in order])))
+    return [results[i].view_as(shard) for i, shard in enumerate(shards)]
+
+
+def share_out(sizes, n):
+    """Share matrices of these ``sizes`` out to ``n`` owners, the largest first, each to the owner
+    that has least. Returns the indices of each owner's matrices."""
+    owned, loads = [[] for _ in range(n)], [0] * n
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner = loads.index(min(loads))
+        owned[owner].append(i)
+        loads[owner] += sizes[i]
+    return owned
+
+
+def shard_size(shape, n, rank):
+    """How many numbers of a matrix (out, in) a rank has, if FSDP shards its rows over n ranks."""
+    rows = -(-shape[0] // n)  # on the first ranks; the last ones may have fewer, or none
+    return max(0, min(rows, shape[0] - rank * rows)) * shape[1]
+
+
+def newton_schulz(X, steps=5):
+    """X (out, in) with all singular values brought close to 1, and the same singular vectors. It
+    computes in the type of X. Source: https://kellerjordan.github.io/posts/muon."""
+    if len(X) > X.shape[1]:
+        return newton_schulz(X.mT, steps).mT  # the products with the shorter side are smaller
+    X = X / X.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * gram + 2.0315 * gram @ gram) @ X
+    return X
+
+
+def formulas(args, n, matrices):
+    """(formula, bytes) of what a rank holds and sends in a step: fsdp.py's, and Muon's."""
+    found, s = theory.fsdp(args, n), n // args.replicate
+    M, (formula, sent) = sum(p.nbytes for p in matrices), found["sent"]
+    states = found["optimizer_states"][1] - M / s  # of a matrix: one in place of two
+    return found | {
+        "optimizer_states": ("(2P-M)/s", states),
+        "sent": (f"{formula} + 2M/s(s-1)/s", sent + 2 * M / s * (s - 1) / s),
+    }
+
+
+def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
+    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
+    dimensions, with replicas along the first (hybrid sharding).
+
+    ``units`` are lists of modules whose parameters are gathered together, in the order of their
+    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more unit.
+    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
+    free gathered parameters between forward and backward; the last unit keeps them, since its
+    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
+    SettingError if two units share a parameter.
+    """
+    parameters = [p for unit in units for p in nn.ModuleList(unit).parameters()]
+    if len(parameters) > len(set(parameters)):
+        raise SettingError("two units share a parameter: put modules with tied weights in one")
+    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32)
+    # The root casts float inputs of the model. Units do not: rotary angles stay in float32.
+    inner = dataclasses.replace(policy, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    options = {"mesh": mesh, "offload_policy": offload}
+    for unit in units:
+        frees = reshard_after_forward and unit is not units[-1]
+        fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
+    fully_shard(model, mp_policy=policy, **options)
+
+
+def move_buffers(model, device):
+    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def reshard(model):
+    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
+    the next forward pass uses them again, even if the shards have changed."""
+    if hasattr(model, "reset_iter_state"):  # it also forgets which units the forward pass used
+        return model.reset_iter_state()
+    for module in model.modules():  # torch 2.11: the next backward pass gathers one unit too many
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check(args, n):
+    """Refuse what n ranks, or this machine, cannot do.
+
+    Raises:
+        SettingError: the message says what they can do.
+    """
+    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
+    refuse([
+        (n % args.replicate,
+         f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"),
+        (args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()),
+         "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
+         "leave --cpu-offload out"),
+    ])
+
+
+if __name__ == "__main__":
+    launch(main)
