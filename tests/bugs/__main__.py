@@ -25,6 +25,12 @@ def record(server, folder, ranks, jobs):
     return {path.stem: bugs.lines(path) for path in folder.glob("out/*.parity")}
 
 
+def loss_of(line):
+    """The loss of the global batch, as the ranks have recorded it."""
+    losses = [sum(rank["losses"]) for rank in line["ranks"] if rank["losses"]]
+    return sum(losses) / (len(losses) if line["loss"] == "mean" else 1)
+
+
 def main():
     found = bugs.read()
     with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
@@ -38,7 +44,7 @@ def main():
     for path, bug in zip(bugs.paths(), found):
         says = parity_checks.compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
         path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
-    sound, with_bugs = ({name: [round(line["loss"], 4) for line in lines]
+    sound, with_bugs = ({name: [round(loss_of(line), 4) for line in lines]
                          for name, lines in runs.items()} for runs in curves)
     (draw.DATA / "bugs.json").write_text(json.dumps([
         {"name": bug.name, "sound": sound[bugs.file_name(bug.against)], "loss": with_bugs[bug.name]}
