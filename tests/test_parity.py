@@ -1,6 +1,7 @@
 """tools/parity.py: sound runs are equal, and faults are found and named."""
 
 import ast
+import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -229,7 +230,7 @@ def test_a_loss_in_float32_in_a_model_in_float64(reference, others, name):
     assert parity_checks.compare(one, two).startswith("EQUAL")
     for rank in one[0]["ranks"] + two[0]["ranks"]:
         rank["eps"] = [torch.finfo(torch.float64).eps]
-    assert parity_checks.compare(one, two).startswith("DIFFERENT")
+    assert ", as if float32 was in between" in parity_checks.compare(one, two)
 
 
 def test_noise_that_steps_amplify(reference, others):
@@ -266,28 +267,31 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "BLOCK", 7)
 
     def small(file, change=lambda *_: None, spoil=lambda _: None, parts=False, split=False,
-              every=1):
+              every=1, steps=4, dtype=torch.float64, clear=True, start=lambda _: None, lr=0.1,
+              batch_of=lambda x: [x]):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-        model.double()
+        model.to(dtype)
+        start(model)
         groups = [model[0], model[2]] if split else [model]
-        optimizers = [torch.optim.SGD(group.parameters(), 0.1) for group in groups]
+        optimizers = [torch.optim.SGD(group.parameters(), lr) for group in groups]
         detached = {name: p.detach() for name, p in model.named_parameters()}
         recorded = parity.Parity(tmp_path / file, detached if parts else model, optimizers,
                                  where=cut if parts else None)
-        for step in range(4):
-            x = torch.randn(8, 4).double()
+        for step in range(steps):
+            x = torch.randn(8, 4).to(dtype)
             loss = model(x).square().mean()
             loss.backward()
             spoil(model)
             for name, p in model.named_parameters():
                 detached[name].grad = p.grad
             if step % every == 0:
-                recorded.record(step, loss, [x])
+                recorded.record(step, loss, batch_of(x))
             change(step, model)
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
+                if clear:
+                    optimizer.zero_grad()
         return tmp_path / file
 
     return small
@@ -300,6 +304,325 @@ def test_parts_add_up_without_requires_grad(small):
 
 def scale_first(step, model):
     model[0].weight.grad *= 0.5
+
+
+def scale_all(model, by=0.5):
+    for p in model.parameters():
+        p.grad *= by
+
+
+def answer(one, two):
+    """The whole answer of parity to two files."""
+    return parity_checks.compare(read(one), read(two))
+
+
+# What would be called EQUAL, and is not
+
+
+def test_step_numbers(small):
+    """A run that crashed, one that goes on, and one that was recorded at other steps."""
+    one, short = small("one"), small("short", steps=1)
+    begin = "DIFFERENT: steps: the run has recorded 1 and the reference 4, and nothing differs"
+    assert answer(one, short).startswith(begin)
+    assert answer(short, one).startswith("DIFFERENT: steps: the run has recorded 4 and the ref")
+    assert answer(one, small("two", every=2)).startswith(
+        "DIFFERENT: step 1: steps: the run has recorded step 2 in place of step 1")
+
+
+@torch.no_grad()
+def fill(model, value):
+    for p in model.parameters():
+        p.fill_(value)
+
+
+def test_models_that_do_not_learn(small):
+    """All gradients, or all weights, are 0 in both runs: nothing is proved."""
+    def nothing(model):
+        return scale_all(model, 0)
+
+    one = small("one", spoil=nothing)
+    assert answer(one, one) == "NOTHING TO COMPARE: all gradients are 0 in both runs"
+    assert parity.main([str(one), str(one)]) == 1
+    none = small("none", spoil=lambda model: model.zero_grad())
+    assert answer(none, none).startswith("NOTHING TO COMPARE: neither run has gradients: record")
+    two = small("two", start=lambda model: fill(model, 0), change=lambda _, model: nothing(model),
+                spoil=lambda model: model[2].bias.grad.fill_(1))
+    assert answer(two, two) == "NOTHING TO COMPARE: all weights are 0 in both runs"
+    three = small("three", change=lambda _, model: nothing(model))
+    assert re.match("EQUAL .*Not compared: updates .no weight moves.$", answer(three, three))
+
+
+def test_in_16_bits_nothing_is_found(small):
+    """It is no proof. What is wrong by a factor of 2 is found there in later steps, too."""
+    def small_16(name, **options):
+        return small(name, dtype=torch.bfloat16, **options)
+
+    one = small_16("one")
+    message = answer(one, one)
+    assert re.match("NOTHING FOUND, 1 of 4 steps: .* in 3 of the steps only samples", message)
+    assert parity.main([str(one), str(one)]) == 0
+    faults = {
+        "update: the weights have moved 0 times .* does the optimizer have them": {
+            "change": lambda _, model: model.zero_grad()},
+        "update: .* moved [23].* times as far": {"lr": 0.25},
+        "update: .* moved 0.[34].* times": {"lr": 0.04},
+        "update: weights of 0.bias do not move": {
+            "change": lambda _, model: setattr(model[0].bias, "grad", None)},
+        "gradients: not cleared": {"clear": False},
+    }
+    for i, (expected, options) in enumerate(faults.items()):
+        message = answer(one, small_16(str(i), **options))
+        assert re.match(f"DIFFERENT: step [123]: {expected}", message), (expected, message)
+
+
+@dataclasses.dataclass
+class Images:
+    pixels: torch.Tensor
+    text: dict
+
+
+BATCHES = {
+    "a dict in a dict": lambda x: [{"inputs": {"x": x}, "name": "text"}],
+    "NumPy": lambda x: [(x.numpy(), x[:, 0].numpy())],
+    "a dataclass": lambda x: [Images(x, {"ids": x[:, :1].long()})],
+    "a list of tensors": lambda x: [{"images": list(x)}],
+    "integers": lambda x: [(x * 1000).long()],
+}
+
+
+@pytest.mark.parametrize("structure", BATCHES)
+def test_samples(small, structure):
+    """They are found in any structure."""
+    own, steps = BATCHES[structure], itertools.count()
+    one, two = small("one", batch_of=own), small("two", batch_of=lambda x: own(
+        x if next(steps) != 2 else x[[0, 0, *range(2, 8)]]))
+    assert "Not compared" not in answer(one, one)
+    assert re.match("DIFFERENT: step 2: samples: .*1 of 8 are missing, one is read 2 times, by "
+                    "ranks .0.|DIFFERENT: step 2: samples: 4 of 32 are missing", answer(one, two))
+
+
+def test_samples_that_are_not_compared(small):
+    """The answer says so."""
+    one, two = small("one", batch_of=lambda x: [{"x": x}]), small("two", batch_of=lambda _: None)
+    assert re.match("EQUAL .*Not compared: samples .no tensor has the same name", answer(one, two))
+
+
+def test_which_tensor_of_a_batch_differs(small):
+    one, two = (small(name, batch_of=lambda x: [{"ids": x, "mask": x > shift}])
+                for name, shift in (("one", 0), ("two", 0.5)))
+    assert answer(one, two).startswith(
+        "DIFFERENT: step 0: samples: `mask` differs, `ids` agrees: ")
+
+
+# What would be called DIFFERENT, and is not
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_that_are_computed(small, dtype):
+    """They differ by rounding, as if another device had normalised them."""
+    def rounded(x):
+        x = x.to(dtype)
+        return [x, torch.nextafter(x, 2 * x)]
+
+    one, two = (small(name, batch_of=lambda x: [rounded(x)[i]])
+                for i, name in enumerate(("one", "two")))
+    assert answer(one, two).startswith("EQUAL")
+
+
+def on_ranks(line, losses, samples):
+    """A recording of one rank as one of several that have these losses and samples."""
+    rank = line["ranks"][0]
+    line["ranks"] = [rank | {"losses": [loss], "samples": {"0": rank["samples"]["0"][part]}}
+                     for loss, part in zip(losses, samples)]
+    return line
+
+
+def test_ranks_with_the_same_loss_count_once(small):
+    """Parts of two data-parallel ranks add up, and two tensor-parallel ranks hold the same part.
+    Losses of context-parallel ranks are not the same."""
+    half = [slice(4), slice(4), slice(4, 8), slice(4, 8)]
+    for shares in (0.25, 0.25, 0.75, 0.75), (0.125, 0.25, 0.25, 0.375):
+        one, two = read(small("one")), read(small("two"))
+        for line in two:
+            (loss,) = line["ranks"][0]["losses"]
+            on_ranks(line, [share * loss for share in shares], half)["loss"] = "sum"
+        assert parity_checks.compare(one, two).startswith("EQUAL")
+    one, two = read(small("one")), read(small("two"))
+    for line in two:
+        on_ranks(line, line["ranks"][0]["losses"] * 4, half)["loss"] = "sum"
+    assert re.match("DIFFERENT: step 0: loss: it is .* .times 2, such as ranks that read the same",
+                    parity_checks.compare(one, two))
+
+
+def test_the_type_of_a_loss_that_is_a_number():
+    assert parity.few_bits(torch.rand(1).item()) and not parity.few_bits(math.pi)
+    assert not parity.few_bits(2.0**-53)  # rounding of float64
+
+
+def test_shards_without_frozen_and_tied_parameters(tmp_path):
+    """A dict of shards has the first name of a tied tensor alone. What is frozen must be added."""
+    def recorded(name, choose):
+        torch.manual_seed(0)
+        model = Attention()
+        model.out.weight = model.embed.weight
+        model.qkv.bias.requires_grad_(False)
+        tokens(model, *torch.arange(8).view(2, 1, 4)).backward()
+        parity.Parity(tmp_path / name, choose(model)).record(0, 1.0)
+        return tmp_path / name
+
+    one = recorded("one", lambda model: model)
+    two = recorded("two", lambda model: dict(model.named_parameters()))
+    assert answer(one, two).startswith("EQUAL") and answer(two, one).startswith("EQUAL")
+    three = recorded("three", lambda model: {
+        name: p for name, p in model.named_parameters() if p.requires_grad})
+    assert answer(one, three).startswith(
+        "DIFFERENT: step 0: names: only the reference has qkv.bias, which has no gradients of them")
+
+
+# What is wrong has a name
+
+
+def test_recorded_after_clipping(small):
+    def clip(model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    message = answer(small("one", change=lambda _, model: clip(model)), small("two", spoil=clip))
+    assert re.match("DIFFERENT: step 0: gradients: all: times .*, recorded after clipping. The norm"
+                    " of the run is 0.01 again", message)
+
+
+def test_trained_in_one_run(small):
+    def freeze(model):
+        model[0].bias.grad = None
+
+    one, two = small("one"), small("two", spoil=freeze)
+    assert answer(two, one).startswith(
+        "DIFFERENT: step 0: gradients: only the run has those of 0.bias: frozen in the reference?")
+    assert re.match("DIFFERENT: step 0: gradients: missing: those of 0.bias; .*They are None: froz",
+                    answer(one, two))
+    assert answer(one, small("three", spoil=lambda model: model.zero_grad())).startswith(
+        "DIFFERENT: step 0: gradients: missing: the run has none: record before zero_grad")
+
+
+def test_dropout_is_named_with_any_fault_of_gradients(small):
+    one, two = read(small("one")), read(small("two", spoil=scale_all))
+    two[0]["ranks"][0]["dropout"] = ["drop.p = 0.1"]
+    assert re.match("DIFFERENT: step 0: gradients: all: times 0.5; .*; dropout is on, .*drop.p = ",
+                    parity_checks.compare(one, two))
+
+
+@torch.no_grad()
+def spoil_unevenly(model, by=1e-3):
+    for i, p in enumerate(model.parameters()):
+        p.grad += by * 10**i * p.grad.roll(1, 0)
+
+
+def test_rounding_is_even(small):
+    """What changes one gradient 1000 times as much as another is not the rounding of a type."""
+    message = answer(small("one"), small("two", spoil=lambda model: spoil_unevenly(model, 1e-5)))
+    assert message.startswith("DIFFERENT: step 0: gradients: part of the batch, or the backward")
+
+
+def test_the_loss_is_right_with_its_figure(small):
+    message = answer(small("one"), small("two", spoil=lambda model: spoil_unevenly(model, 0.1)))
+    loss = read(small("one"))[0]["ranks"][0]["losses"][0]
+    assert f"the loss is right ({loss:.7g} and {loss:.7g})" in message
+    assert "label smoothing" in message and "backward of its own" in message
+
+
+def test_a_tied_name_does_not_hide_where_it_begins(tmp_path):
+    def recorded(name, by):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(5))).double()
+        model[4].weight = model[0].weight
+        model(torch.randn(8, 5).double()).square().mean().backward()
+        for i in range(2):
+            model[i].bias.grad += by * model[i].bias.grad.roll(1)
+        model[0].weight.grad += by * model[0].weight.grad.roll(1, 0)
+        model[1].weight.grad += by * model[1].weight.grad.roll(1, 0)
+        parity.Parity(tmp_path / name, model).record(0, 1.0)
+        return tmp_path / name
+
+    assert "; wrong from 1.bias on down, right above it" in answer(
+        recorded("one", 0), recorded("two", 0.1))
+
+
+def apart(kind, step):
+    """Two ranks hold different copies of 0.weight."""
+    def edit(lines):
+        lines[step][kind]["0.weight"]["sums"][0] = 1.0
+        lines[step][kind]["0.weight"]["ranks"] = "[0] and [1]"
+    return edit
+
+
+def scaled_by(name, by):
+    def spoil(model):
+        model.get_parameter(name).grad *= by
+    return spoil
+
+
+# What each check says of a fault: how the run differs, or an edit of its recording.
+SAYS = {
+    "step_numbers": ("step 0: steps: ", lambda lines: lines[0].update(step=7)),
+    "parameter_names": ("step 0: names: only the reference has 0.bias", lambda lines: [
+        line[kind].pop("0.bias") for line in lines for kind in ("values", "gradients")]),
+    "shapes": ("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24",
+               lambda lines: lines[0]["values"]["0.weight"].update(held=12)),
+    "not_finite": ("step 0: not finite: weights or gradients of 0.bias",
+                   {"spoil": scaled_by("0.bias", math.nan)}),
+    "initial_weights": ("step 0: initial weights: other values of 2.bias$", {
+        "start": lambda model: model[2].bias.data.add_(1)}),
+    "samples": ("step 0: samples: 8 of 8 are missing, and 8 other samples are read instead", {
+        "batch_of": lambda x: [x + 1]}),
+    "copies_of_weights": ("step 1: update: ranks .0. and .1. hold different weights of 0.weight",
+                          apart("values", 1)),
+    "update": ("step 1: update: weights of every parameter have moved differently, by up to 0.5 of "
+               "their way .times 2.: learning rate", {"lr": 0.2}),
+    "reduction": ("step 0: reduction: ranks .0. and .1. hold different gradients of 0.weight",
+                  apart("gradients", 0)),
+    "lost_tie": (),  # tests/bugs
+    "trained_in_one_run": (),  # below
+    "scaled": ("step 0: gradients: those of 0.weight: times 3; the loss is right",
+               {"spoil": scaled_by("0.weight", 3)}),
+    "missing": ("step 0: gradients: missing: those of 0.weight; the loss is right",
+                {"spoil": scaled_by("0.weight", 0)}),
+    "not_cleared": ("step 1: gradients: not cleared: all hold 1 of those of the step before", {
+        "clear": False}),
+    "rounding": ("step 0: gradients: rounding: they differ by .*, as if bfloat16", {
+        "spoil": lambda model: [p.grad.copy_(p.grad.bfloat16()) for p in model.parameters()]}),
+    "some_gradients": ("step 0: gradients: those of 0.weight differ, by up to ", {
+        "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))}),
+    "mean_of_means": (),  # below
+    "part_of_the_batch": ("step 0: gradients: part of the batch, or the backward", {
+        "spoil": lambda model: [p.grad.copy_(p.grad.roll(1, 0)) for p in model.parameters()]}),
+    "forward_pass": ("step 0: gradients: forward pass: the loss is ", {
+        "start": lambda model: model.register_forward_hook(lambda *args: args[-1].sin())}),
+    "loss": ("step 0: loss: it is .*, not .* .times 2.*and the gradients agree",
+             lambda lines: lines[0]["ranks"][0]["losses"].append(
+                 lines[0]["ranks"][0]["losses"][0])),
+    "clipping": ("step 0: clipping: by a wrong norm .* scaled by 0.5, not by 1",
+                 {"change": lambda _, model: scale_all(model)}),
+    "crude_update": (),  # above, in 16 bits
+    "crude_not_cleared": (),
+}
+
+
+@pytest.mark.parametrize("check", [name for name, says in SAYS.items() if says])
+def test_each_check(small, check):
+    expected, fault = SAYS[check]
+    one, two = read(small("one")), read(small("two", **(fault if isinstance(fault, dict) else {})))
+    if callable(fault):
+        fault(two)
+    assert parity_checks.compare(one, one).startswith("EQUAL")
+    message = parity_checks.compare(one, two)
+    assert re.match(f"DIFFERENT: {expected}", message), message
+
+
+def test_no_check_is_left_out():
+    checks = [*parity_checks.ALWAYS, *parity_checks.CHECKS, *parity_checks.CAUSES,
+              *parity_checks.CRUDE]
+    assert {check.__name__ for check in checks} - {"gradients"} == {*SAYS}
+    assert all(check.__doc__ for check in checks)
 
 
 class Attention(torch.nn.Module):

@@ -5,14 +5,22 @@
     python -m tools.parity one.parity two.parity        # --table prints every parameter
 
 Record some five steps of any two layouts: one process and n ranks, DDP and TP, yesterday's commit
-and today's. Both start from the same weights, read the same samples and have no dropout. It prints
-EQUAL, or names the first difference and its likely cause and exits with 1. Recording needs torch
-alone; comparing needs parity_checks.py beside this file too, which says what is checked.
+and today's. Both start from the same weights, read the same samples and have no dropout. It prints:
+
+    EQUAL               nothing differs but rounding. Exit status 0
+    NOTHING FOUND       in 16 bits: what was compared, which proves less. Exit status 0
+    DIFFERENT           the first difference and its likely cause. Exit status 1
+    NOTHING TO COMPARE  the models do not learn, such as when all gradients are 0. Exit status 1
+
+Recording needs torch alone; comparing needs parity_checks.py beside this file too, which says what
+is checked. A recorded step reads weights and gradients once more: it takes up to twice the time of
+a plain step, less with larger batches.
 
 It cannot see what only the forward pass uses, buffers, what does not act (such as clipping that is
 never active), and what lies below the tolerance. So run it in float32 or float64: in bfloat16 it
-finds only factors, missing reductions, samples and missing gradients. Gradients must not be nothing
-but rounding, as at an optimum; if a ReLU or a router may flip by rounding, only float64 proves it.
+finds only what is large, such as factors, missing reductions, samples and missing gradients.
+Gradients must not be nothing but rounding, as at an optimum; if a ReLU or a router may flip by
+rounding, only float64 proves it.
 """
 
 import argparse

@@ -152,7 +152,7 @@ def allow_float32(tolerance, largest):
     """The tolerance for a run in float64 with something inside that computes in float32, such as a
     softmax or a norm. Nothing that is recorded shows its type: the differences are the evidence.
     8: how much larger than in the first step, the ``largest``, they may become."""
-    gradients = min(tolerance.float32, 8 * largest)
+    gradients = max(tolerance.gradients, min(tolerance.float32, 8 * largest))
     return dataclasses.replace(
         tolerance, inside=True, sums=gradients, gradients=gradients, loss=18 * 2**-23,
         accumulate=2**-23)
@@ -442,11 +442,12 @@ def samples(it):
         else:
             agree.append(key)
     if messages:
-        which = ""
-        if len(messages) + len(agree) > 1:
-            which = f"{names_of(messages)} differ, "
-            which += f"{names_of(agree)} agree: " if agree else "no tensor agrees: "
+        which = f"{listed(messages, 'differ')}, {listed(agree, 'agree')}: " if agree else ""
         return f"samples: {which}{messages[min(messages)]}"
+
+
+def listed(keys, verb):
+    return ", ".join(f"`{key}`" for key in keys) + f" {verb}{'s' * (len(keys) == 1)}"
 
 
 def tensors_in_both(*lines):
@@ -454,10 +455,6 @@ def tensors_in_both(*lines):
     keys = [dict.fromkeys(key for rank in line["ranks"] for key in rank["samples"])
             for line in lines]
     return [key for key in keys[0] if key in keys[1]]
-
-
-def names_of(keys):
-    return ", ".join(f"`{key}`" for key in keys)
 
 
 def numbered(*runs):
@@ -585,8 +582,8 @@ def missing(it):
     if not it.run.line["gradients"]:
         return "gradients: missing: the run has none: record before zero_grad"
     none = all(name not in it.run.line["gradients"] for name in itertools.compress(it.names, bad))
-    why = ", which are None: frozen in the run?" if none else ""
-    return f"gradients: missing: those of {it.group(bad)}{why}{about_the_loss(it)}"
+    why = ". They are None: frozen in the run?" if none else ""
+    return f"gradients: missing: those of {it.group(bad)}{about_the_loss(it)}{why}"
 
 
 def not_cleared(it):
@@ -604,7 +601,8 @@ def rounding(it):
     """Whether gradients are as far apart as the rounding of a type with fewer bits. Rounding is
     even: measured, that of one parameter is at most 4 to 5 times that of another. With another
     formula, such as another approximation of GELU, it was 18 times and more."""
-    share = it.share[it.off]
+    x = it.reference.gradients
+    share = (distance(x, it.run.gradients) / x.length)[it.off]
     middle, most = share.median(), share.max()
     if it.everywhere and it.loss_right and most < 10 * share.min():
         for word, low in ("bfloat16", 2**-12), ("float16", 2**-15), ("float32", 2**-28):
@@ -694,7 +692,8 @@ def crude_update(it):
                 f"learning rate, decay, clipping, or the optimizer.{still}")
     resting = (other == 0) & (way > 0)
     if resting.any():
-        return f"update: weights of {it.group(resting)} do not move: does the optimizer have them?"
+        which = describe(it.names, torch.zeros_like(resting), resting)
+        return f"update: weights of {which} do not move: does the optimizer have them?"
 
 
 def crude_not_cleared(it):
@@ -706,13 +705,6 @@ def crude_not_cleared(it):
     if shares[1] > 0.5 and (both @ shares - y).norm() < min(0.3 * y.norm(), 0.5 * (x - y).norm()):
         return (f"gradients: not cleared: they hold about {shares[1]:.1g} of those of the step "
                 f"before")
-
-
-def crude_gradients(it):
-    """Whether all gradients together are about as long as in the reference."""
-    ratio = it.run.gradients.length.norm() / it.reference.gradients.length.norm()
-    if not 1 / FAR <= ratio <= FAR:
-        return f"gradients: together they are {ratio:.2g} times as long as in the reference"
 
 
 def whose(it):
@@ -769,7 +761,6 @@ CHECKS = [  # of a step in which the reference is finite, and rounding has not y
 CRUDE = [  # of a step in which rounding has parted the runs
     crude_update,
     crude_not_cleared,
-    crude_gradients,
 ]
 
 
@@ -830,8 +821,8 @@ def verdict(it, history, steps, crude, lines):
     within = (f"gradients up to {tolerance.gradients:.1e}, the loss up to {tolerance.loss:.1e} in "
               f"the first; largest difference: {history.largest:.1e}")
     then = (f". Then rounding has parted the runs: in {crude} of the steps only samples and copies "
-            f"were compared, and how far weights move and how long gradients are, up to a factor "
-            f"of {FAR}") if crude else ""
+            f"were compared, and how far weights have moved, up to a factor of {FAR}"
+            ) if crude else ""
     found, more = "EQUAL up to rounding", ""
     if tolerance.coarse or crude and history.compared == 1:
         found, more = "NOTHING FOUND", ". Record float32 or float64 to know that the runs are equal"
