@@ -685,12 +685,13 @@ def clipping(it):
 def crude_update(it):
     """Whether weights have moved about as far as in the reference, since the first step."""
     way, other = it.moved
+    one_rounding = it.tolerance.rounding * it.history.first[0].length
     all_of = other.norm() / way.norm()
-    if way.norm() > 0 and not 1 / FAR <= all_of <= FAR:
+    if way.norm() > 0.25 * one_rounding.norm() and not 1 / FAR <= all_of <= FAR:
         still = " They do not move: does the optimizer have them?" if all_of == 0 else ""
         return (f"update: the weights have moved {all_of:.2g} times as far as in the reference: "
                 f"learning rate, decay, clipping, or the optimizer.{still}")
-    resting = (other == 0) & (way > 0)
+    resting = (other == 0) & (way > 2 * one_rounding)
     if resting.any():
         which = describe(it.names, torch.zeros_like(resting), resting)
         return f"update: weights of {which} do not move: does the optimizer have them?"
