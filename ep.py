@@ -28,16 +28,17 @@ all experts in all layers. L: number of layers.
               they are gathered in it. Nothing if ep is n.
     balance   16LE (n-1)/n: how many tokens each expert of each layer got in the step
 
-Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the experts of a layer are
-gathered while its attention computes. Exposed: all three all-to-alls, and in each layer and forward
-pass one wait of the CPU for the device, which has the counts, because the CPU must know how many
-rows to receive. In the backward pass it knows.
+Overlap, on GPUs: FSDP's all-gathers and reduce-scatters, as in fsdp.py; the next layer and its
+experts are gathered while a layer computes. Exposed: all three all-to-alls, and in each layer and
+forward pass one wait of the CPU for the device, which has the counts, because the CPU must know how
+many rows to receive. In the backward pass it knows.
 
 To copy it, take fsdp.py too, whose ``shard`` it uses.
 """
 
 import argparse
 import functools
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
-from common.experts import balance_experts, read_counts
+from common.experts import Permute, balance_experts, inverse, read_counts
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -94,7 +95,10 @@ def main(argv=None):
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
     # EP: first the experts of each layer, then FSDP for the rest of it
     for layer in layers:
-        shard_experts(layer.mlp.experts, expert_mesh, dtype, args.reshard_after_forward)
+        shard_experts(
+            layer.mlp.experts, expert_mesh["ep"], expert_mesh["expert_dp"], dtype,
+            args.reshard_after_forward,
+        )
         layer.mlp.dispatch = functools.partial(
             to_experts_and_back, group=expert_mesh.get_group("ep")
         )
@@ -103,8 +107,7 @@ def main(argv=None):
         [model.model.norm, model.lm_head],
     ]
     shard(model, units, mesh, dtype, args.reshard_after_forward)
-    for layer in layers:  # EP: gather its experts before its attention, not after the wait
-        layer.set_modules_to_forward_prefetch([layer.mlp.experts])
+    prefetch(units, backward=args.activation_checkpointing)  # EP: ahead of the wait for the counts
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank
 
@@ -158,24 +161,41 @@ def main(argv=None):
     return report.close()
 
 
-def shard_experts(experts, mesh, dtype=None, reshard_after_forward=True):
+def shard_experts(experts, ep_mesh, shard_mesh, dtype=None, reshard_after_forward=True):
     """Shard the weights of ``experts`` in place; dimension 0 of each is the experts. They are
-    spread over ``mesh["ep"]``: rank r gets the experts from rE/ep to (r+1)E/ep, which ep must
-    divide. Then FSDP shards these over ``mesh["expert_dp"]``, the ranks that hold the same experts:
-    whole experts if they can be shared evenly, otherwise dimension 1 of each matrix.
+    spread over ``ep_mesh``: rank r gets the experts from rE/ep to (r+1)E/ep, which ep must divide.
+    Then FSDP shards these over ``shard_mesh``, the ranks that hold the same experts: whole experts
+    if they can be shared evenly, otherwise dimension 1 of each matrix. Both are slices of one mesh.
 
-    ``dtype`` and ``reshard_after_forward``: see ``shard`` in fsdp.py.
+    ``shard_mesh`` of two dimensions, ``dtype`` and ``reshard_after_forward``: see ``shard`` in
+    fsdp.py.
     """
     for name, parameter in list(experts.named_parameters()):
-        spread = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+        spread = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
         own = len(spread.to_local())
-    dim = 0 if own % mesh["expert_dp"].size() == 0 else 1
+    dim = 0 if own % shard_mesh.size(-1) == 0 else 1
     fully_shard(
-        experts, mesh=mesh["expert_dp"], reshard_after_forward=reshard_after_forward,
+        experts, mesh=shard_mesh, reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False),
         shard_placement_fn=lambda parameter: Shard(dim),
     )
+
+
+def prefetch(units, backward):
+    """Let FSDP gather each unit while the unit before it computes. By itself it starts when the CPU
+    comes to the unit: too late, since in each layer the CPU waits for the counts of the tokens.
+    In the backward pass it waits only if layers are computed again: then set ``backward``.
+
+    ``units``: the lists of modules that ``shard`` took, in the order of their use. What is an FSDP
+    unit within them, as experts are, is gathered with them.
+    """
+    inner = [[m for module in unit for m in module.modules() if isinstance(m, FSDPModule)]
+             for unit in units]
+    for unit, following in itertools.pairwise(inner):
+        unit[0].set_modules_to_forward_prefetch(following)
+        if backward:
+            following[0].set_modules_to_backward_prefetch(unit)
 
 
 def add_gradients_up(model):
@@ -210,25 +230,18 @@ def to_experts_and_back(rows, counts, experts, group):
     leaving = counts.view(ep, -1)  # (ep, E/ep)
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    counts = coming.sum(0)  # (E/ep,), of the experts of this rank
     # The CPU waits for the device here, and nowhere else: now they are lists, [r][e].
-    leaving, coming = read_counts(torch.stack((leaving, coming)), len(rows))
-    sent, received = ([sum(sizes) for sizes in numbers] for numbers in (leaving, coming))
+    leaving_from, coming_from = read_counts(torch.stack((leaving, coming)), len(rows))
+    sent, received = ([sum(sizes) for sizes in lists] for lists in (leaving_from, coming_from))
 
     rows = SendRows.apply(rows, sent, received, group)  # by source, then by expert
-    rows = transpose_blocks(rows, coming)  # by expert, then by source
-    by_expert = list(zip(*coming))  # the same numbers, [e][r]
-    rows = experts(rows, counts, [sum(sizes) for sizes in by_expert])
-    rows = transpose_blocks(rows, by_expert)  # by source, then by expert
+    expert = torch.arange(coming.shape[1], device=rows.device).repeat(ep)  # (E,): e of each [r, e]
+    expert = expert.repeat_interleave(coming.flatten(), output_size=len(rows))  # of each row
+    order = expert.argsort(stable=True)
+    rows = Permute.apply(rows, order)  # by expert, then by source
+    rows = experts(rows, coming.sum(0), [sum(sizes) for sizes in zip(*coming_from)])
+    rows = Permute.apply(rows, inverse(order))  # by source, then by expert
     return SendRows.apply(rows, received, sent, group)  # (rows, D)
-
-
-def transpose_blocks(rows, sizes):
-    """``rows`` consist of blocks: ``sizes[i][j]`` rows for each i, and within i for each j. Returns
-    the same blocks, ordered by j and within j by i."""
-    blocks = rows.split([size for line in sizes for size in line])
-    columns = len(sizes[0])
-    return torch.cat([block for j in range(columns) for block in blocks[j::columns]])
 
 
 class SendRows(torch.autograd.Function):
@@ -263,24 +276,39 @@ def clip_over_meshes(parameters, max_norm):
     return norm
 
 
+def cannot_share(config, n, ep):
+    """The reasons for which n ranks cannot share the experts of a layer evenly, each ep of them
+    different experts: rows for ``refuse``. Each proposes the values of --ep with which they can."""
+    E, D, I = config.num_experts, config.hidden_size, config.expert_size or 0  # noqa: E741
+
+    def even(ep):  # over the ranks that hold the same experts: these, or dimension 1 of each matrix
+        sharers = max(1, n // ep)
+        return E // ep % sharers == 0 or D % sharers == I % sharers == 0
+
+    fitting = [str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0 and even(r)]
+    use = f"use {' or '.join(fitting)}" if fitting else f"use a multiple of {n} as --num-experts"
+    return [
+        (n % ep, f"--ep {ep} does not divide the {n} ranks that share the experts: {use}"),
+        (E % ep, f"--ep {ep} does not divide --num-experts {E}: {use}"),
+        (not even(ep),
+         f"--ep {ep} leaves {n // ep} ranks with the same {E // ep} experts, and neither these nor "
+         f"--hidden-size {D} and --expert-size {I} can be cut into {n // ep} equal parts: {use}"),
+    ]
+
+
 def check(args, n, ep):
     """Refuse experts that n ranks cannot share evenly.
 
     Raises:
         SettingError: the message says how they can be shared.
     """
-    config = args.config
-    E, sharers = config.num_experts, n // ep  # ranks that hold the same experts
-    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0)
-    widths = config.hidden_size, config.expert_size or 0
     refuse([
-        (not E, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
-        (n % ep, f"--ep {ep} does not divide the world size {n}: use {fitting}"),
-        (E % ep, f"--ep {ep} does not divide --num-experts {E}: use {fitting}"),
-        (sharers and E // ep % sharers and any(width % sharers for width in widths),
-         f"--ep {ep} leaves {sharers} ranks with the same {E // ep} experts, and neither these nor "
-         f"--hidden-size {widths[0]} and --expert-size {widths[1]} can be cut into {sharers} equal "
-         f"parts: use another --ep"),
+        (not args.config.num_experts,
+         "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
+        (args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
+         "layer, and torch cannot compute a part of such a layer again; use full"),
+        *cannot_share(args.config, n, ep),
     ])
 
 

@@ -2,7 +2,8 @@
 
 Split: the layers over --pp stages; each layer's matrices over --tp ranks; each sequence over --cp
 ranks; the batch over --dp ranks; and, as in fsdp.py, the parameters, gradients and optimizer states
-over the dp x cp ranks that would otherwise hold copies (with --replicate R in R replicas). Use it
+over the dp x cp ranks that would otherwise hold copies (with --replicate R in R replicas). With
+--num-experts also the experts of each layer, over --ep of the dp x cp x tp ranks of a stage. Use it
 if one axis alone has reached its limit. Start with fsdp.py. Add --tp within a machine if a layer is
 too large, or if the batch per rank is too small to hide FSDP's all-gathers. Add --cp for long
 sequences. Add --pp between machines if gathering the parameters takes longer than computing.
@@ -11,11 +12,18 @@ sequences. Add --pp between machines if gathering the parameters takes longer th
     torchrun --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --cp 2
     torchrun --nproc_per_node=8 hybrid_3d.py --tp 2 --pp 2 --microbatches 4     # dp is the rest: 2
     DP_SIZE=2 CP_SIZE=2 TP_SIZE=2 PP_SIZE=2 torchrun --nproc_per_node=16 hybrid_3d.py --replicate 2
+    torchrun --nproc_per_node=8 hybrid_3d.py --cp 2 --tp 2 --num-experts 8 --ep 4
 
 Ranks are numbered so that those that communicate most are nearest. tp is innermost: its ranks wait
 for each other in every layer, so they share the fast links of a machine. Then cp, which
 communicates once in each attention. Then dp, whose all-gathers run ahead of their use. pp is
 outermost: it only sends hidden states from one stage to the next, and their gradients back.
+
+Experts have a second mesh over the same ranks: (pp, dp_replicate, expert_dp, ep). With sequence
+parallelism each tp rank has tokens of its own in the residual stream, as each cp and dp rank has.
+So to an expert all three axes are data parallelism: of the dp / R x cp x tp ranks of a replica, ep
+adjacent ones hold different experts, and send tokens to each other; FSDP shards the same experts
+over the expert_dp others. No expert is cut by tp. (docs/hybrid.md has both meshes of 8 ranks)
 
 Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send for this rank's
 share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and
@@ -27,10 +35,11 @@ the last micro-batch: nothing hides this.
 Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp ranks in bfloat16,
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
 
-This script composes functions of tp.py, cp.py, fsdp.py and pp.py, which explain them. To copy it,
-take these four files, it and common/. The order of composition: tensor parallel first, because it
-changes what a layer computes; then the attention of context parallel; then FSDP, which shards what
-the rank now holds; then the pipeline around all of it.
+This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them. To
+copy it, take these five files, it and common/. The order of composition: experts first, so that
+what follows leaves them alone; then tensor parallel, because it changes what a layer computes; then
+the attention of context parallel; then FSDP, which shards what the rank now holds; then the
+pipeline around all of it.
 """
 
 import argparse
@@ -41,16 +50,18 @@ import os
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 
 from common.data import BatchSampler, load_steps, open_dataset
 from common.errors import refuse
+from common.experts import balance_experts
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import allgather_attention, set_attention, shard_positions
+from ep import add_gradients_up, cannot_share, prefetch, shard_experts, to_experts_and_back
 from fsdp import reshard, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
@@ -66,8 +77,9 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__)
-    grid = parser.add_argument_group("grid", "The product of the four is the world size.")
+    parser = option_parser(__doc__, experts=True)  # EP
+    grid = parser.add_argument_group("grid", "The product of the first four is the "
+                                     "world size.")
     for name, what in (
         ("dp", "data-parallel ranks; None: what the other three leave"),  # DP
         ("cp", "context-parallel ranks, shards of each sequence"),  # CP
@@ -78,6 +90,9 @@ def main(argv=None):
         grid.add_argument(f"--{name}", type=at_least(1), metavar="N",
                           help=f"{what}; taken from {variable} if that is set",
                           default=os.environ.get(variable, None if name == "dp" else "1"))  # DP
+    grid.add_argument("--ep", type=at_least(1), default=1, metavar="N",  # EP: of DP, CP and TP
+                      help="ranks over which the experts of each layer are spread, a divisor of "
+                      "dp / R x cp x tp; 1: FSDP for experts")
     grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP, CP
                       help="replicas of the parameters, each sharded over dp / R x cp ranks")
     grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
@@ -92,6 +107,7 @@ def main(argv=None):
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     cp, tp, pp = args.cp, args.tp, args.pp  # CP, TP, PP
+    ep, E = args.ep, args.config.num_experts  # EP
     dp = args.dp or max(1, n // (cp * tp * pp))  # DP: what CP, TP and PP leave
     M = args.microbatches or pp  # PP
     check(args, n, dp, M)  # DP, PP
@@ -108,6 +124,16 @@ def main(argv=None):
     shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     if args.replicate > 1:
         shard_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
+    # EP: a second mesh over the same ranks (PP: of each stage). DP, CP and TP split tokens alike
+    if E:
+        expert_mesh = init_device_mesh(
+            device.type, (pp, args.replicate, dp // args.replicate * cp * tp // ep, ep),
+            mesh_dim_names=("pp", "dp_replicate", "expert_dp", "ep"),
+        )
+        expert_shard_mesh = expert_mesh["expert_dp"]
+        if args.replicate > 1:
+            expert_shard_mesh = expert_mesh["dp_replicate", "expert_dp"]
+        tokens_mesh = expert_mesh["dp_replicate", "expert_dp", "ep"]._flatten("tokens")
     stage = mesh.get_local_rank("pp")  # PP
     cp_rank = mesh.get_local_rank("cp")  # CP
     positions = shard_positions(args.seq_len, cp).to(device)[cp_rank]  # CP: (T/cp,)
@@ -123,9 +149,20 @@ def main(argv=None):
     keep_stage(model, stage_layers, stage)
     check_stages(whole, [model], mesh.get_group("pp"))
     layers = model.model.layers.values()
-    # TP: the matrices of each layer are split
+    dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
+    # EP: the experts of each layer, then FSDP for them. PP: a stage keeps them gathered, see below
+    for layer in layers if E else ():
+        shard_experts(
+            layer.mlp.experts, expert_mesh["ep"], expert_shard_mesh, dtype,
+            reshard_after_forward=pp == 1,
+        )
+        layer.mlp.dispatch = functools.partial(
+            to_experts_and_back, group=expert_mesh.get_group("ep")
+        )
+    # TP: the matrices of each layer are split. EP: but not those of experts
     if tp > 1:
-        parallelize(model, mesh["tp"], llama_plan(args.sequence_parallel), whole)
+        plan = llama_plan(args.sequence_parallel)
+        parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)
@@ -140,14 +177,15 @@ def main(argv=None):
     ]
     units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
     # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
-    shard(
-        model, units, shard_mesh, reshard_after_forward=pp == 1,
-        dtype=torch.bfloat16 if args.bfloat16 else None,
-    )
+    shard(model, units, shard_mesh, dtype, reshard_after_forward=pp == 1)
+    # EP: gather what a layer needs ahead of the wait for the counts
+    if E:
+        prefetch(units, backward=args.activation_checkpointing)
+    add_gradients_up(model)  # EP: FSDP would average the gradients of experts over fewer ranks
     materialise(model, device, args.seed)
 
-    def loss_fn(micro_loss, targets):  # a mean over the batch of this step
-        return micro_loss * dp * cp / count  # DP, CP: FSDP averages gradients over both
+    def loss_fn(micro_loss, targets):  # this rank's part of the mean over the batch of this step
+        return micro_loss / count
 
     # PP: what travels between stages: tokens, hidden states, the loss. CP: of T/cp positions
     with torch.device("meta"):
@@ -221,9 +259,11 @@ def main(argv=None):
         # PP: the norm of the gradients of all stages.
         grad_norm = clip_over_stages(model.parameters(), args.max_norm, mesh.get_group("pp"))
         optimizer.step()
+        # EP: of all tokens, which the ranks of a stage share
+        if E:
+            balance_experts(model, args.balance_rate, tokens_mesh.get_group())
         optimizer.zero_grad()
-        # DP, CP: without the factor of loss_fn. TP: all ranks of tp have the same loss.
-        report.log(step, loss / (dp * cp * tp), grad_norm)
+        report.log(step, loss / tp, grad_norm)  # TP: all ranks of tp have the same loss
         if validation.due(step):
             with loss_parallel():
                 report.log_validation(step, validation.loss(model, loss_of_part))
@@ -232,6 +272,16 @@ def main(argv=None):
             break
     checkpoints.finish()
     return report.close()
+
+
+def plan_with_experts(plan):
+    """``plan``, which is ``llama_plan(sequence_parallel=True)``, if experts take the place of each
+    MLP. The experts are not split: each rank routes the tokens of its part of the sequence, rows
+    (tokens/tp, D). Each rank has the whole router, and a part of its gradient, as of a norm's."""
+    return {name: style for name, style in plan.items() if ".mlp" not in name} | {
+        "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.mlp.router": SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
 
 
 def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
@@ -264,10 +314,11 @@ def check(args, n, dp, M):
     """
     cp, tp, pp, config = args.cp, args.tp, args.pp, args.config
     product, pieces = dp * cp * tp * pp, dp * args.grad_accum * M
+    experts, sharers = config.num_experts, dp // args.replicate * cp * tp
     sizes = (
         ("--num-attention-heads", config.num_attention_heads, tp, "--tp"),
         ("--num-key-value-heads", config.num_key_value_heads, tp, "--tp"),
-        ("--intermediate-size", config.intermediate_size, tp, "--tp"),
+        ("--intermediate-size", config.intermediate_size, 1 if experts else tp, "--tp"),
         ("--vocab-size", config.vocab_size, tp, "--tp"),
         ("--batch-size", args.batch_size, pieces, "dp x --grad-accum x --microbatches"),
         ("--seq-len", args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
@@ -293,6 +344,16 @@ def check(args, n, dp, M):
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
          f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}, or "
          f"--no-sequence-parallel"),
+        (args.ep > 1 and not experts,
+         f"--ep {args.ep} spreads experts, and this model has none: give --num-experts too, or "
+         f"leave --ep out"),
+        (experts and tp > 1 and not args.sequence_parallel,
+         f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
+         f"tokens to the experts; leave it out"),
+        (experts and args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
+         "layer, and torch cannot compute a part of such a layer again; use full"),
+        *(cannot_share(config, sharers, args.ep) if experts else ()),
     ])
 
 

@@ -392,17 +392,21 @@ def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
 
 def clip_over_stages(parameters, max_norm, group):
     """``torch.nn.utils.clip_grad_norm_`` for parameters that are spread over pipeline stages: the
-    global norm is the root of the sum of the squares of the stages' norms. Returns it."""
+    global norm is the root of the sum of the squares of the stages' norms. The parameters of a
+    stage may be DTensors, also on several meshes. Returns the norm."""
     parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):  # the stage itself is sharded
-        norm = norm.full_tensor()
-    if not gradients:  # all of this stage is frozen: get_total_norm gives a zero of another kind
-        like = parameters[0].to_local() if isinstance(parameters[0], DTensor) else parameters[0]
-        norm = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
-    dist.all_reduce(norm.square_(), group=group)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.sqrt_())
+    like = parameters[0].to_local() if isinstance(parameters[0], DTensor) else parameters[0]
+    total = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
+    by_mesh = {}  # torch refuses DTensors on several meshes at once
+    for p in parameters:
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    for alike in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None])
+        total += (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+    dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    for alike in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
     return norm
 
 

@@ -180,8 +180,8 @@ def parse_options(parser, argv=None):
 
 
 def no_experts(parser):
-    return (f"{parser.prog} trains no experts: use ep.py (with --ep 1 it is FSDP for experts), or "
-            f"single.py")
+    return (f"{parser.prog} trains no experts: use ep.py (with --ep 1 it is FSDP for experts), "
+            f"hybrid_3d.py (with --tp, --cp or --pp), or single.py")
 
 
 def default_dtype(device):

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import common.data
 import common.experts
@@ -158,6 +159,23 @@ def check_counts(rows):
             assert rate == 0 or layer.counts.sum() * ranks == rows, layer.counts
 
     before(common.experts, "balance_experts", check)
+
+
+def note_gathers():
+    """At the end, print in their order the units that FSDP gathered in each step, and "wait" where
+    the CPU waited for the counts of the tokens."""
+    order, steps, unshard = [], [], FSDPParamGroup.unshard
+
+    def unshard_and_note(self, *args):
+        pending = self._all_gather_result
+        unshard(self, *args)
+        if self._all_gather_result is not pending:
+            order.append(self._module_fqn)
+
+    FSDPParamGroup.unshard = unshard_and_note
+    before(common.experts, "read_counts", lambda *_: order.append("wait"))
+    before(Report, "log", lambda *_: (steps.append(order[:]), order.clear()))
+    before(Report, "close", lambda *_: rank or print("\ngathers", json.dumps(steps), flush=True))
 
 
 # Weights of Hugging Face

@@ -122,7 +122,7 @@ def use_ep(mesh, inputs, targets):
     whole, model, n = make_experts(), make_experts(), mesh.size()
     mean_loss(whole(inputs), targets).backward()
     expert_mesh = init_device_mesh("cpu", (1, n), mesh_dim_names=("expert_dp", "ep"))
-    ep.shard_experts(model[1].experts, expert_mesh)
+    ep.shard_experts(model[1].experts, expert_mesh["ep"], expert_mesh["expert_dp"])
     group = expert_mesh.get_group("ep")
     model[1].dispatch = functools.partial(ep.to_experts_and_back, group=group)
     fsdp.shard(model, [[part] for part in model], mesh)

@@ -62,24 +62,30 @@ def hybrid_3d(args, n, stage):
     model = whole_model(args)
     stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
     layers = list(keep_stage(model, stages, stage).model.layers.values())
+    E, ep, ranks = config.num_experts, args.ep or 1, dp * cp * tp  # of a stage
     size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
     again, half = bool(args.activation_checkpointing), matrix_size / size
     first, last = stage == 0, stage == pp - 1
-    N = sum(p.nbytes for p in model.parameters() if p.ndim == 1)  # norms, which TP replicates
+    # TP splits no experts, of W bytes, and replicates norms and routers, of N bytes
+    W = bytes_of(*(layer.mlp.experts for layer in layers if E))
+    N = sum(p.nbytes for name, p in model.named_parameters() if p.ndim == 1 or "router" in name)
 
-    # FSDP: it shards U bytes
-    U, s = (bytes_of(model) - N) / tp + N, dp * cp // R
+    # FSDP: it shards U bytes, and the experts of this rank over expert_dp ranks
+    U, s, expert_dp = (bytes_of(model) - W - N) / tp + N, dp * cp // R, ranks // R // ep
     if pp == 1:  # for each micro-batch, as in fsdp.py; the last unit, of F bytes, stays gathered
         F = bytes_of(model.lm_head) / tp + bytes_of(model.model.norm)
-        gathered = a * M * ((2 * U - F) * half + U)
+        gathered, experts = a * M * ((2 * U - F) * half + U), a * M * (2 * half + 1) * W / ep
     else:  # once for all micro-batches of the pipeline
-        gathered = a * (U * half + U)
-    sent = gathered * (s - 1) / s + a * 2 * U / s * (R - 1) / R + 16 * (dp - 1) / dp
+        gathered, experts = a * (U * half + U), a * (half + 1) * W / ep
+    held = U / s + W / ep / expert_dp
+    sent = gathered * (s - 1) / s + experts * (1 - 1 / expert_dp)
+    sent += a * 2 * held * (R - 1) / R + 16 * (dp - 1) / dp
 
     # TP: hidden states x, in each layer, in embedding and head; a number per token t, in the loss
     tokens = args.batch_size // dp * (args.seq_len // cp)  # of this rank
     t, x = tokens * size, tokens * config.hidden_size * matrix_size
-    terms = len(layers) * (8 + (3 if args.sequence_parallel else 2) * again) * x
+    in_layer = 8 + (3 if args.sequence_parallel else 2) * again
+    terms = len(layers) * (4 + 2 * again if E else in_layer) * x
     terms += 2 * x * (first + last)
     in_chunks = tokens // a // M * config.vocab_size > MAX_LOGITS
     terms += (12 if in_chunks else 6) * t * last
@@ -90,4 +96,9 @@ def hybrid_3d(args, n, stage):
     kv = 2 * tokens * (config.num_key_value_heads // tp) * config.head_dim
     sent += len(layers) * kv * ((2 + again) * matrix_size + size) * (cp - 1)
     sent += ((not first) + (not last)) * x / (tp if args.sequence_parallel else 1)
-    return U / s, sent
+
+    # EP: tokens and their numbers; balance, over all ranks of the stage
+    rows = (6 if again else 4) * (config.experts_per_token or 0) * x / tp
+    sent += len(layers) * (rows + (1 + again) * a * M * 8 * E) * (ep - 1) / ep
+    sent += len(layers) * 16 * E * (ranks - 1) / ranks
+    return held, sent

@@ -158,6 +158,13 @@ def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, table, tmp_path, comman
     assert 0.8 * counted <= allocated <= 1.2 * counted + 2**27, (counted, allocated)
 
 
+def test_experts_without_rows():
+    """In the kernel, forward and backward, beside a loop; in a process that sees the GPUs."""
+    call = "import tests.test_experts as t; t.test_the_kernel_and_the_loop_are_equal('cuda')"
+    subprocess.run([sys.executable, "-c", call], cwd=ROOT, check=True,
+                   env=os.environ | {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS or "0"})
+
+
 @pytest.mark.skipif(N < 2, reason="needs two GPUs")
 def test_a_rank_that_stops_leaves_records(on_gpus):
     """NCCL's watchdog ends the other ranks, and writes down their last collectives."""

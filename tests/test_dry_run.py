@@ -34,6 +34,7 @@ RUNS = [
     # To all experts: as balanced as a dry run assumes
     ("ep.py --num-experts 4 --experts-per-token 4 --ep 1", 2, [0]),
     ("ep.py --num-experts 4 --experts-per-token 4 --ep 2 --activation-checkpointing", 4, [0, 3]),
+    ("hybrid_3d.py --num-experts 4 --experts-per-token 4 --tp 2 --ep 2", 4, [0, 3]),
     ("diloco.py --inner-steps 3 --grad-accum 2 --dtype bfloat16", 4, [3]),
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),

@@ -59,6 +59,7 @@ def test_all_four_on_16_ranks(once, corpus):
 AXES = {  # what names an axis in the code of main
     "DP": r"dp|dp_mesh|dp_shard|dp_replicate|replicate|shard_mesh", "CP": r"cp|cp_rank|positions",
     "TP": r"tp|tp_rank|sequence_parallel", "PP": r"pp|stage|stage_layers|M|microbatches",
+    "EP": r"ep|E|experts|expert_mesh|expert_shard_mesh|tokens_mesh|balance_rate",
 }
 
 

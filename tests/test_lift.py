@@ -245,7 +245,7 @@ def test_below_main_stands_the_strategy_in_plain_values_then_check(name):
         arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
         assert not names_in(node) & (common | {"args"}) and "args" not in arguments, node.name
     scripts = {path for path in imports(SOURCES[name]) if "/" not in path}
-    composed = {"hybrid_3d": {"cp.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"},
+    composed = {"hybrid_3d": {"cp.py", "ep.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"},
                 "diloco": {"fsdp.py"}}
     assert scripts == composed.get(name, set())
 

@@ -25,6 +25,7 @@ DEEP = [
     ("tp.py --activation-checkpointing", 2, 1, True),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 4, 2, True),
     ("ep.py --num-experts 8 --ep 2", 4, 1, True),
+    ("hybrid_3d.py --num-experts 8 --ep 4 --tp 2", 4, 1, True),
     ("ddp.py --grad-accum 2", 2, 1, False),  # all gradients in one bucket, or in two
 ]
 
@@ -253,13 +254,22 @@ def test_strategies_and_why_not():
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4)[0]] == ["single.py"]
 
 
+NO_EXPERTS = "all scripts but ep.py, hybrid_3d.py and single.py, which train no experts"
+
+
 def test_strategies_for_experts():
-    """ep.py with every --ep that divides the experts; also what would fit on more devices."""
+    """ep.py with every --ep that divides the experts, and every grid with the largest one of a
+    machine; also what would fit on more devices."""
     found, left_out = plan.strategies(8, 8, 8, 128, 4, experts=12)
     assert [strategy.command for strategy in found] == [
-        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4"
+        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 4",
+        "hybrid_3d.py --tp 2 --ep 4", "hybrid_3d.py --tp 2 --pp 2 --ep 4",
+        "hybrid_3d.py --tp 4 --ep 4", "hybrid_3d.py --tp 4 --pp 2 --ep 4",
+        "hybrid_3d.py --tp 8 --ep 4",
     ]
-    assert list(left_out) == ["all scripts but ep.py and single.py, which train no experts"]
+    assert NO_EXPERTS in left_out
+    found, _ = plan.strategies(32, 8, 32, 128, 4, experts=64)
+    assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in [strategy.command for strategy in found]
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4, experts=12)[0]] == [
         "single.py"]
 
@@ -277,8 +287,10 @@ def test_a_plan_for_experts(monkeypatch, capsys, tmp_path):
     options = f"--model {path} --seq-len 128 --dtype float32 --devices 2 --device-memory"
     plan.main(f"{options} 1".split())
     *table, left_out, command = capsys.readouterr().out.splitlines()
-    assert sorted(line.split(" " * 2)[-1] for line in table[1:]) == ["ep.py --ep 1", "ep.py --ep 2"]
-    assert left_out == "left out: all scripts but ep.py and single.py, which train no experts"
+    assert sorted(line.split(" " * 2)[-1] for line in table[1:]) == [
+        "ep.py --ep 1", "ep.py --ep 2", "hybrid_3d.py --tp 2 --ep 2"
+    ]
+    assert left_out == f"left out: {NO_EXPERTS}"
     assert f"run.sh ep.py --ep 2 --model {path} --seq-len 128" in command
     with pytest.raises(SystemExit, match="with --devices 4 --batch-size 4 fits ep.py --ep 1"):
         plan.main(f"{options} 0.02".split())

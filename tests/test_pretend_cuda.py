@@ -36,7 +36,8 @@ ROWS = {  # of each script: options, number of ranks, rank
     "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing", 4, 0),
               ("--attention ulysses", 2, 1)],
     "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 1)],
-    "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3)],
+    "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3),
+                     ("--tp 2 --num-experts 8 --ep 4", 8, 5)],
     "ep.py": [("--num-experts 8 --ep 2 --grad-accum 2", 4, 3),
               ("--num-experts 8 --activation-checkpointing", 4, 0)],
     "diloco.py": [("--inner-steps 3 --grad-accum 2", 4, 3)],
@@ -97,9 +98,10 @@ def test_a_step_stays_on_the_gpu(pretended, script):
         assert gpu["copies"] == gpu["on_cpu"] == [], command
         grouped = "experts" in command and "bfloat16" in command
         assert gpu["products"] == (["_grouped_mm"] if grouped else []), command
-        # ep.py waits for the counts once in each of 2 layers and in each of 2 passes, forward or
-        # again forward.
-        assert gpu["waits"] == (4 if script == "ep.py" else 0), command
+        # The CPU waits for the counts once in each of 2 layers and in each pass, forward or again
+        # forward: ep.py has 2 passes here.
+        waits = {"ep.py": 4, "hybrid_3d.py": 2 * ("experts" in command)}.get(script, 0)
+        assert gpu["waits"] == waits, command
         cpu = counts_on_cpu[row]
         assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
         for kind in ("parameters", "gradients", "optimizer states"):

@@ -20,8 +20,9 @@ from tests.processes import PATIENCE, ROOT, free_port
 from tests.sample import sampled
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
-EXPERTS = "single.py", "ep.py"  # train them
-NO_EXPERTS = "trains no experts: use ep.py (with --ep 1 it is FSDP for experts), or single.py"
+EXPERTS = "single.py", "ep.py", "hybrid_3d.py"  # train them
+NO_EXPERTS = ("trains no experts: use ep.py (with --ep 1 it is FSDP for experts), hybrid_3d.py "
+              "(with --tp, --cp or --pp), or single.py")
 HUGE = "1" + "0" * 400
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts"}
@@ -191,12 +192,33 @@ STRATEGIES = [
     ("ddp.py --num-experts 4", 2, f"ddp.py {NO_EXPERTS}"),
     ("fsdp.py --model mixtral", 2, f"fsdp.py {NO_EXPERTS}"),
     ("ep.py", 2, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
-    ("ep.py --num-experts 4 --ep 3", 4, "--ep 3 does not divide the world size 4: use 1 or 2 or 4"),
+    ("ep.py --num-experts 4 --ep 3", 4,
+     "--ep 3 does not divide the 4 ranks that share the experts: use 1 or 2 or 4"),
     ("ep.py --num-experts 6", 4, "--ep 4 does not divide --num-experts 6: use 1 or 2"),
+    # What is proposed is not refused in its turn.
+    ("ep.py --num-experts 6 --expert-size 25", 4,
+     "--ep 4 does not divide --num-experts 6: use a multiple of 4 as --num-experts"),
+    ("ep.py --num-experts 6 --expert-size 25 --ep 4", 6,
+     "--ep 4 does not divide the 6 ranks that share the experts: use 1 or 2 or 3 or 6"),
+    ("ep.py --num-experts 6 --expert-size 26 --ep 3", 4,
+     "--ep 3 does not divide the 4 ranks that share the experts: use 2"),
     ("ep.py --num-experts 6 --ep 2 --expert-size 25", 4, "--ep 2 leaves 2 ranks with the same 3 "
      "experts, and neither these nor --hidden-size 128 and --expert-size 25 can be cut into 2"),
+    *[(f"{command} --num-experts 4 --activation-checkpointing selective", 2,
+       "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a")
+      for command in ("ep.py", "hybrid_3d.py")],
+    ("hybrid_3d.py --tp 2 --ep 2", 4,
+     "--ep 2 spreads experts, and this model has none: give --num-experts too, or leave --ep out"),
+    ("hybrid_3d.py --tp 2 --num-experts 4 --no-sequence-parallel", 2,
+     "--no-sequence-parallel with --num-experts: each of the --tp 2 ranks would send all tokens"),
+    ("hybrid_3d.py --tp 2 --pp 2 --num-experts 4 --ep 4", 4,
+     "--ep 4 does not divide the 2 ranks that share the experts: use 1 or 2"),
+    ("hybrid_3d.py --replicate 2 --tp 2 --num-experts 6 --ep 4", 8,
+     "--ep 4 does not divide --num-experts 6: use 1 or 2"),
     ("single.py --num-experts 2 --experts-per-token 3", 0,
      "experts_per_token 3 is more than num_experts 2: change one of them"),
+    ("single.py --num-experts 2 --experts-per-token 1", 0,
+     "experts_per_token 1 never trains the router: the weight of the one expert is always 1"),
     ("single.py --balance-rate 1e-3", 0, "--balance-rate 0.001: this model has no experts: give"),
     ("single.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
 ]

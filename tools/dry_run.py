@@ -45,6 +45,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
+import ep
 import pp
 from common import experts, materialise
 from common import options as common_options
@@ -313,7 +314,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             return False
 
     report.StepCounter = functools.partial(OperationCounter, nproc_per_node)
-    experts.read_counts = pretend.outside(share_out)
+    experts.read_counts = ep.read_counts = pretend.outside(share_out)
 
     class DryReport(report.Report):
         def __init__(self, *args, **kwargs):

@@ -96,9 +96,11 @@ def main(argv=None):
     if weights.tied:
         print("embedding and head were tied: the head starts with the values of the embedding, and "
               "the two are trained apart")
-    script = "ep.py" if config.num_experts else "fsdp.py"
+    scripts, first = "any script", "fsdp.py"
+    if config.num_experts:
+        scripts, first = "single.py, ep.py or hybrid_3d.py", "ep.py"
     out = shlex.quote(str(args.out))
-    print(f"train from it with any script, such as: bash run.sh {script} --model {out} --out {out}")
+    print(f"train from it with {scripts}, such as: bash run.sh {first} --model {out} --out {out}")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@
     python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
         --batch-size 512 --tflops 989 --link 450 --network 50
 
-Every script is tried, and hybrid_3d.py with every grid; for a mixture of experts ep.py with every
---ep, since the other scripts train no experts. diloco.py is left out, since its curve is another
-one. Of each the table has the fewest accumulation steps that fit into memory. Activation
-checkpointing is tried if nothing fits without it, since it computes a third more; with --link also
-beside several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for
-the rank that holds most. What does not fit is counted no further: it holds at least what its row
-says.
+Every script is tried, and hybrid_3d.py with every grid. For a mixture of experts ep.py is tried
+with every --ep, and hybrid_3d.py with every grid and the largest --ep that fits into a machine, so
+that tokens stay within it; the other scripts train no experts. diloco.py is left out, since its
+curve is another one. Of each the table has the fewest accumulation steps that fit into memory.
+Activation checkpointing is tried if nothing fits without it, since it computes a third more; with
+--link also beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
+counts for the rank that holds most. What does not fit is counted no further: it holds at least what
+its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
@@ -81,14 +82,15 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
     if devices == 1:
         return [Strategy("single.py", 1)], left_out
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    fitting = [n for n in divisors if experts and experts % n == 0]  # values of --ep
     if experts:
-        left_out["all scripts but ep.py and single.py, which train no experts"] += 1
-        fitting = [n for n in divisors if experts % n == 0]
-        return [Strategy(f"ep.py --ep {n}", devices) for n in fitting], left_out
-    found += [Strategy(command, devices) for command in WHOLE]
-    if devices > nproc_per_node:
+        left_out["all scripts but ep.py, hybrid_3d.py and single.py, which train no experts"] += 1
+        found += [Strategy(f"ep.py --ep {n}", devices) for n in fitting]
+    else:
+        found += [Strategy(command, devices) for command in WHOLE]
+    if devices > nproc_per_node and not experts:
         found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    for command in SPLIT:
+    for command in SPLIT if not experts else ():
         each = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
         found.append(Strategy(command, 1, pp, pp * each))
@@ -104,14 +106,16 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
                     left_out[f"--cp that leaves a rank less than {LEAST_POSITIONS} positions"] += 1
                 elif pp > max(1, layers // 2):
                     left_out["--pp that leaves a stage less than two layers"] += 1
-                elif devices in (tp, pp):
+                elif devices in (tp, pp) and not experts:
                     continue  # tp.py, pp.py
                 elif batch_size % dp or batch_size // dp < pp:
                     left_out[
                         f"grids that cannot share the {batch_size} sequences of --batch-size"
                     ] += 1
                 else:
-                    grid = (("tp", tp), ("cp", cp), ("pp", pp))
+                    ep = max((n for n in fitting if n <= nproc_per_node
+                              and devices // pp % n == 0), default=1)
+                    grid = (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))
                     grid = " ".join(f"--{name} {size}" for name, size in grid if size > 1)
                     found.append(Strategy(f"hybrid_3d.py {grid}", dp, pp, pp))
     return found, left_out
