@@ -130,6 +130,7 @@ def main(argv=None):
             device.type, (pp, args.replicate, dp // args.replicate * cp * tp // ep, ep),
             mesh_dim_names=("pp", "dp_replicate", "expert_dp", "ep"),
         )
+        set_timeout(expert_mesh, args.timeout)
         expert_shard_mesh = expert_mesh["expert_dp"]
         if args.replicate > 1:
             expert_shard_mesh = expert_mesh["dp_replicate", "expert_dp"]
@@ -183,6 +184,9 @@ def main(argv=None):
         prefetch(units, backward=args.activation_checkpointing)
     add_gradients_up(model)  # EP: FSDP would average the gradients of experts over fewer ranks
     materialise(model, device, args.seed)
+
+    # The targets of a global batch: each step writes their number here, and loss_fn reads it.
+    count = torch.ones((), dtype=torch.int64, device=device)
 
     def loss_fn(micro_loss, targets):  # this rank's part of the mean over the batch of this step
         return micro_loss / count
@@ -244,7 +248,7 @@ def main(argv=None):
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
-        count = count_targets(batch, dp_mesh.get_group())  # DP: of all samples
+        count.copy_(count_targets(batch, dp_mesh.get_group()))  # DP: of all samples
         for inputs, targets in batch:  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
@@ -287,8 +291,8 @@ def plan_with_experts(plan):
 def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
     """``schedule.step`` for a single stage. Under PipelineStage FSDP would keep the parameters and
     gradients of the whole model; here it frees them group by group, as in fsdp.py."""
-    for micro_batch, (x, y) in enumerate(zip(inputs.chunk(M), targets.chunk(M))):
-        model.set_requires_all_reduce(micro_batch == M - 1)
+    for i, (x, y) in enumerate(zip(inputs.chunk(M), targets.chunk(M))):
+        model.set_requires_all_reduce(i == M - 1)
         loss = loss_fn(model(x, targets=y), y)
         loss.backward()
         losses.append(loss)

@@ -116,8 +116,6 @@ def main(argv=None):
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
     # Model: built on the meta device; PP: then this rank's stages are materialised
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
-    # place of the meta device and materialise; its values, buffers and ties within a stage stay.
     with torch.device("meta"):
         whole = Transformer(args.config).to(args.param_dtype)
     stage_layers = split_layers(len(whole.model.layers), n * v, cost_of_head(whole))

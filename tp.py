@@ -74,8 +74,6 @@ def main(argv=None):
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # of the residual stream
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
-    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()

@@ -77,8 +77,6 @@ def main(argv=None):
     set_timeout(mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
-    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.compute_dtype)  # LoRA: it is not trained
     layers = model.model.layers.values()

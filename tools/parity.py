@@ -196,6 +196,8 @@ def sums(tensor, offsets, shape):
     # As near to a square as possible, by the shape of the whole, which all ranks know
     cut = min(range(len(shape) + 1), key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]))
     rows = vectors(tensor.shape[:cut], offsets[:cut], shape[:cut], -1, device)
+    if cut == 0:  # a vector
+        rows = torch.ones_like(rows)
     columns = vectors(tensor.shape[cut:], offsets[cut:], shape[cut:], 1, device)
     little = 1e-10 if tensor.dtype == torch.float64 else 1e-3  # beside a usual number: rounding
     total = torch.zeros(2 + K, dtype=torch.float64, device=device)
