@@ -234,7 +234,7 @@ class TokenDataset(Dataset):
             if stamp != self.stamps[i]:
                 raise SettingError(
                     f"{self.files[i]} has changed since the run began: put the file back, or start "
-                    f"anew with --no-resume or another --out"
+                    f"a new run with --no-resume or another --out"
                 )
         return np.concatenate(pieces)
 
@@ -322,7 +322,7 @@ def _find_files(data, option):
 
 
 def _stamp(status):
-    """What another file in the place of a file does not have."""
+    """What changes if another file takes the place of a file."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

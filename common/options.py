@@ -110,7 +110,7 @@ def option_parser(doc, model=True, text=True, experts=False):
         help="processes per rank that read ahead; 0: the training process reads")
 
     if model:
-        add = parser.add_argument_group("model", "A preset or a config.json of Hugging Face; every "
+        add = parser.add_argument_group("model", "A preset or a Hugging Face config.json; every "
                                         "dimension can be changed, by its name there.").add_argument
         add("--model", default="tiny", metavar="NAME",
             help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")

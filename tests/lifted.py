@@ -1,6 +1,6 @@
-"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions
-below ``main`` of the scripts are lifted into it, one strategy after the other: on every rank the
-gradients are those of one process."""
+"""A trainer of somebody else, with models of its own and an ordinary mean loss. The functions below
+``main`` of the scripts are lifted into it, one strategy after the other: on every rank the losses
+and gradient norms of a few steps are those of one process. docs/lifting.md shows these loops."""
 
 import functools
 
@@ -9,9 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
 
+import cp
 import ddp
 import diloco
 import ep
@@ -19,11 +23,10 @@ import fsdp
 import pp
 import tp
 import zero
-from common.experts import MixtureOfExperts
 from common.launch import launch
-from common.model import ModelConfig
 
 CPU = torch.device("cpu")
+MAX_NORM = 0.1  # below the norms of all steps
 
 
 class Block(nn.Module):
@@ -41,6 +44,65 @@ def make_model():
     return nn.Sequential(nn.Embedding(64, 16), Block(), Block(), nn.Linear(16, 64)).double()
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))  # dimension 0: the experts
+
+    def forward(self, rows, counts, sizes=None):
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        parts = rows.split(sizes or counts.tolist())
+        return torch.cat([part @ matrix for part, matrix in zip(parts, weight)])
+
+
+class Mixture(nn.Module):
+    """Each token goes to one of four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), Experts()
+        self.dispatch = lambda rows, counts, experts: experts(rows, counts)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        score, chosen = self.router(tokens).softmax(1).max(1)
+        expert, order = chosen.sort(stable=True)
+        rows = self.dispatch(tokens[order], expert.bincount(minlength=4), self.experts)
+        out = torch.empty_like(rows).index_copy(0, order, rows)
+        return x + (score[:, None] * out).view_as(x)
+
+
+def make_mixture():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(64, 16), Mixture(), nn.Linear(16, 64)).double()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.attention = F.scaled_dot_product_attention
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # (B, heads, T, 4)
+        return x + self.out(self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(64, 16), nn.Embedding(8, 16)
+        self.first, self.second, self.head = Attention(), Attention(), nn.Linear(16, 64)
+
+    def forward(self, x, positions=slice(None)):
+        return self.head(self.second(self.first(self.tokens(x) + self.places.weight[positions])))
+
+
+def make_sequences():
+    torch.manual_seed(0)
+    return Sequences().double()
+
+
 def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -49,88 +111,156 @@ def own_part(mesh, *tensors):
     return [tensor.chunk(mesh.size())[mesh.get_rank()] for tensor in tensors]
 
 
-def use_ddp(model, inputs, targets, mesh):
+def mean_over_ranks(loss):
+    loss = loss.detach().clone()
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    return loss
+
+
+# The trainer, and then the trainer with one strategy each: they yield loss and norm of each step
+
+
+def plain(model, batches):
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:
+        loss = mean_loss(model(inputs), targets)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss, norm
+
+
+def use_ddp(model, batches, mesh):
     """Its buckets are arranged; buffers, gradients and the random state are as before."""
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_hook(lambda model, inputs, logits: logits + 0 * model.calls.add_(1))
     model[1].drop.p = 0.5
     replica = DistributedDataParallel(model)
-    inputs, targets = own_part(mesh, inputs, targets)
     before = torch.get_rng_state()
-    ddp.arrange_buckets(replica, torch.zeros_like(inputs))
+    ddp.arrange_buckets(replica, torch.zeros_like(own_part(mesh, batches[0][0])[0]))
     assert torch.equal(torch.get_rng_state(), before) and not model.calls
+    assert all(p.grad is None for p in model.parameters())
     model[1].drop.p = 0.0
-    mean_loss(replica(inputs), targets).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:
+        inputs, targets = own_part(mesh, inputs, targets)
+        loss = mean_loss(replica(inputs), targets)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield mean_over_ranks(loss), norm
 
 
-def use_zero(model, inputs, targets, mesh):
+def use_zero(model, batches, mesh):
     buckets, shards = zero.make_buckets(model, [[part] for part in model], mesh)
-    zero.reduce_in_backward(buckets, True)
-    inputs, targets = own_part(mesh, inputs, targets)
-    mean_loss(model(inputs), targets).backward()
-    zero.reduce_gradients(buckets)
-    return {name: shard.grad.full_tensor() for name, shard in shards.items()}
+    optimizer = AdamW(shards.values())
+    for inputs, targets in batches:
+        inputs, targets = own_part(mesh, inputs, targets)
+        zero.reduce_in_backward(buckets, True)
+        loss = mean_loss(model(inputs), targets)
+        loss.backward()
+        zero.reduce_gradients(buckets)
+        norm = clip_grad_norm_(shards.values(), MAX_NORM).full_tensor()
+        optimizer.step()
+        zero.start_gathering(buckets)
+        optimizer.zero_grad()
+        yield mean_over_ranks(loss), norm
+    zero.wait_for_parameters(buckets)
 
 
-def use_fsdp(model, inputs, targets, mesh):
+def use_fsdp(model, batches, mesh):
     fsdp.shard(model, [[part] for part in model], mesh)
-    inputs, targets = own_part(mesh, inputs, targets)
-    mean_loss(model(inputs), targets).backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:
+        inputs, targets = own_part(mesh, inputs, targets)
+        loss = mean_loss(model(inputs), targets)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield mean_over_ranks(loss), norm
 
 
-def use_tp(model, inputs, targets, mesh):
+def use_tp(model, batches, mesh):
     tp.parallelize(model, mesh, {
         "[03]": tp.Replicated(), "[12].norm": tp.Replicated(),
         "[12].up": ColwiseParallel(), "[12].down": RowwiseParallel(),
     })
-    mean_loss(model(inputs), targets).backward()
-    tp.redistribute_gradients(model, mesh.get_group())
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:  # the same on all ranks
+        loss = mean_loss(model(inputs), targets)
+        loss.backward()
+        tp.redistribute_gradients(model, mesh.get_group())
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss, norm
 
 
-def use_pp(model, inputs, targets, mesh, name="zbv"):
+def use_cp(model, batches, mesh):
+    group, n = mesh.get_group(), mesh.size()
+    cp.set_attention(
+        [model.first, model.second], cp.ring_attention, group,
+        replaces=F.scaled_dot_product_attention,
+    )
+    positions = cp.shard_positions(8, n)[mesh.get_rank()]
+    begin_reducing, finish_reducing = cp.all_reduce_in_backward(model.parameters(), group)
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:  # the same on all ranks
+        logits = model(inputs[:, positions], positions)
+        loss = mean_loss(logits, targets[:, positions]) / n  # a part of the mean over all ranks
+        begin_reducing()
+        loss.backward()
+        finish_reducing()
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield mean_over_ranks(n * loss), norm
+
+
+def use_pp(model, batches, mesh, name="zbv"):
     """Four stages on two ranks: the first and the last one on rank 0."""
-    n, rank = mesh.size(), mesh.get_rank()
-    own = pp.stages_of(rank, n, 2, name)
-    assert len(model) == 2 * n
-    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    group, n, M = mesh.get_group(), mesh.size(), 4
+    own = pp.stages_of(mesh.get_rank(), n, 2, name)
+    parts = [model[stage] for stage in own]
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")  # a micro-batch
     hidden, logits = (torch.empty(2, 8, size, dtype=torch.double, device="meta")
                       for size in (16, 64))
     schedule = pp.make_schedule(
-        name, [model[stage] for stage in own], own, 2 * n, 4, tokens, hidden, logits,
-        lambda logits, targets: mean_loss(logits, targets) / 4, mesh.get_group(), CPU,
+        name, parts, own, len(model), M, tokens, hidden, logits,
+        lambda logits, targets: mean_loss(logits, targets) / M, group, CPU,
     )
-    schedule.step(inputs, target=targets, losses=[])
-    return {name: p.grad for name, p in model.named_parameters() if int(name[0]) in own}
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = AdamW(parameters)
+    for inputs, targets in batches:  # the same on all ranks
+        losses = []
+        schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+        norm = pp.clip_over_stages(parameters, MAX_NORM, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield mean_over_ranks(n * sum(losses, torch.zeros((), dtype=torch.double))), norm
 
 
-def use_ep(mesh, inputs, targets):
-    """A layer of experts in a model of one's own."""
-    def make_experts():
-        torch.manual_seed(0)
-        config = ModelConfig(hidden_size=16, num_experts=4, expert_size=8)
-        model = nn.Sequential(
-            nn.Embedding(64, 16), MixtureOfExperts(config), nn.Linear(16, 64)
-        ).double()
-        model[1].bias.zero_()
-        for parameter in model[1].parameters():
-            nn.init.normal_(parameter)
-        return model
-
-    whole, model, n = make_experts(), make_experts(), mesh.size()
-    mean_loss(whole(inputs), targets).backward()
+def use_ep(model, batches, mesh):
+    n = mesh.size()
     expert_mesh = init_device_mesh("cpu", (1, n), mesh_dim_names=("expert_dp", "ep"))
     ep.shard_experts(model[1].experts, expert_mesh["ep"], expert_mesh["expert_dp"])
-    group = expert_mesh.get_group("ep")
-    model[1].dispatch = functools.partial(ep.to_experts_and_back, group=group)
+    model[1].dispatch = functools.partial(
+        ep.to_experts_and_back, group=expert_mesh.get_group("ep")
+    )
     fsdp.shard(model, [[part] for part in model], mesh)
     ep.add_gradients_up(model)
-    inputs, targets = own_part(mesh, inputs, targets)
-    (mean_loss(model(inputs), targets) / n).backward()  # a part of the mean
-    for own, parameter in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own.grad.full_tensor(), parameter.grad, rtol=0, atol=1e-12)
+    optimizer = AdamW(model.parameters())
+    for inputs, targets in batches:
+        inputs, targets = own_part(mesh, inputs, targets)
+        loss = mean_loss(model(inputs), targets) / n  # a part of the mean over all ranks
+        loss.backward()
+        norm = ep.clip_over_meshes(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield mean_over_ranks(n * loss), norm
 
 
 def use_diloco(mesh):
@@ -152,21 +282,25 @@ def use_diloco(mesh):
             assert torch.equal(own, common[own])
 
 
+def curve(steps):
+    """The losses and norms of each step, (steps, 2)."""
+    return torch.tensor([[loss.item(), norm.item()] for loss, norm in steps], dtype=torch.double)
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(1)
-    rows = torch.randint(64, (8, 9))
-    inputs, targets = rows[:, :-1], rows[:, 1:]
-    whole = make_model()
-    mean_loss(whole(inputs), targets).backward()
-    for strategy in (use_ddp, use_zero, use_fsdp, use_tp, use_pp):
-        found = strategy(make_model(), inputs, targets, mesh)
-        assert found
-        for name, gradient in found.items():
-            expected = whole.get_parameter(name).grad
-            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
-    use_ep(mesh, inputs, targets)
+    batches = [(rows[:, :-1], rows[:, 1:]) for rows in torch.randint(64, (3, 8, 9))]
+    for make, strategies in (
+        (make_model, (use_ddp, use_zero, use_fsdp, use_tp, use_pp)), (make_mixture, (use_ep,)),
+        (make_sequences, (use_cp,)),
+    ):
+        expected = curve(plain(make(), batches))
+        assert expected[:, 1].min() > MAX_NORM
+        for strategy in strategies:
+            found = curve(strategy(make(), batches, mesh))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     use_diloco(mesh)
     print(f"rank {dist.get_rank()}: all is right", flush=True)
 

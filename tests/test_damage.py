@@ -147,13 +147,13 @@ def test_no_such_checkpoint_and_no_older_one(out):
     with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
         resume(out, step=5)
     flip_a_bit(out / "step-00000002" / DATA)
-    with pytest.raises(SettingError, match="; there is no older checkpoint: start anew with --no-"):
+    with pytest.raises(SettingError, match="; there is no older checkpoint: start a new run"):
         resume(out, step=2)
 
 
 @pytest.mark.parametrize("options", [{"newest": False}, {"step": 2}])
 def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options):
-    """Also if the first start was told to go back, or to start anew."""
+    """Also if the first start was told to go back, or to start a new run."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resume(out, **options) == 6
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

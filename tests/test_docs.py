@@ -1,5 +1,5 @@
 """README.md and docs/ name what exists: commands, options, files, messages, variables, headings.
-The README's diff is a real one."""
+Diffs, blocks of code and numbers of lines are those of the sources."""
 
 import ast
 import contextlib
@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -17,7 +18,10 @@ from unittest import mock
 
 import pytest
 
+from common.model import PRESETS
+from common.services.report import PEAK_TFLOPS
 from tests.processes import PATIENCE, ROOT
+from tests.test_lift import needed
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
@@ -110,14 +114,153 @@ def test_the_first_commands_run(tmp_path):
         assert words in result.stdout
 
 
-def test_the_diff_of_the_readme():
-    """Every line is one of the diff of the two scripts, where it may be indented deeper."""
+def main_of(script):
+    source = (ROOT / script).read_text()
+    (main,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "main")
+    return ast.get_source_segment(source, main) + "\n"
+
+
+def difference(script, folder, after=""):
+    """The lines of ``git diff single.py SCRIPT`` in ``main``, below the first line with ``after``.
+    Git may pair a closing parenthesis with another one, so these are left out."""
+    for name in ("single.py", script):
+        (folder / name).write_text(main_of(name).partition(after)[2] if after else main_of(name))
+    words = f"git diff --no-index -U0 single.py {script}".split()
+    real = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE).stdout
+    lines = [line for line in real.splitlines()[4:] if line.startswith(("+", "-"))]
+    return [line for line in lines if line[1:].strip() != ")"]
+
+
+def test_the_diff_of_the_readme(tmp_path):
+    """It is complete from ``# Model`` on, below the comment about your own model: first what
+    single.py has, then what fsdp.py has, in each place. Its lines are indented by 4 blanks less."""
     (block,) = re.findall(r"(?s)```diff\n(.*?)```", (ROOT / "README.md").read_text())
-    words = "git diff --no-index -U0 single.py fsdp.py".split()
-    real = subprocess.run(words, cwd=ROOT, text=True, stdout=subprocess.PIPE).stdout.splitlines()
-    known = {*real, *(line[0] + line[5:] for line in real if line[1:5] == "    ")}
-    lines = [line for line in block.splitlines() if line.startswith(("+", "-"))]
-    assert len(lines) > 20 and not set(lines) - known - {"-)"}  # git pairs it with that of shard()
+    lines = [f"{line[0]}    {line[1:]}" for line in block.splitlines() if line[1:] != ")"]
+    real = difference("fsdp.py", tmp_path, "\n    with torch.device(")
+    for sign in "+-":
+        assert [line for line in lines if line.startswith(sign)] == [
+            line for line in real if line.startswith(sign)
+        ]
+
+
+def test_the_numbers_of_the_readme():
+    """Lines of the scripts and of what they need, to 5 %; how far apart the curves are."""
+    readme = (ROOT / "README.md").read_text()
+    names, own, needs = (
+        re.findall(what, re.search(rf"(?m)^\|{first} \|(.*)", readme)[1])
+        for first, what in (("", r"\((\w+)\.py\)"), (" lines of code", r"[\d,]+"),
+                            (" lines that it imports", r"[\d,]+"))
+    )
+    assert sorted(names) == sorted(SCRIPTS)
+
+    def close(said, paths):
+        lines = sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+        return abs(int(said.replace(",", "")) - lines) <= 0.05 * lines
+
+    for name, said, needed_lines in zip(names, own, needs, strict=True):
+        script = f"{name}.py"
+        essentials = {path for path in needed(script) if "/services/" not in path} - {script}
+        assert close(said, [script]) and close(needed_lines, essentials), name
+    model, services = re.search(r"\n- (\S+) of the imported .*? (\S+) more lines", readme).groups()
+    assert close(model, ["common/model.py", "common/experts.py"])
+    assert close(services, [path for path in needed("fsdp.py") if "/services/" in path])
+    (said,) = re.findall(r"less than \*\*(\S+)\*\* apart", readme)
+    losses = json.loads((ROOT / "docs" / "data" / "curves.json").read_text())["loss"]
+    assert all(abs(loss - reference) < float(said) for curve in losses.values()
+               for loss, reference in zip(curve, losses["single.py"], strict=True))
+
+
+LESSON = (ROOT / "docs" / "lesson.md").read_text()
+
+
+@pytest.mark.parametrize("script", [f"{name}.py" for name in SCRIPTS if name != "single"])
+def test_the_diffs_of_the_lesson(script, tmp_path):
+    """The lines of each block stand in the diff of the two functions ``main``, in this order. A
+    block may be indented less than the script, by the same number of blanks in all of its lines."""
+    section = LESSON.partition(f"\n## {script}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?s)```diff\n(.*?)```", section)
+    assert len(blocks) >= 2 and section.count("<details>") == 2
+    real = difference(script, tmp_path)
+    for block in blocks:
+        lines = block.splitlines()
+        assert 1 <= len(lines) <= 12 and {line[0] for line in lines} <= {"+", "-"}, block
+        assert any(
+            in_order([f"{line[0]}{blanks}{line[1:]}" for line in lines if line[1:].strip() != ")"],
+                     real)
+            for blanks in ("", " " * 4, " " * 8)
+        ), block
+
+
+def in_order(lines, text):
+    rest = iter(text)
+    return all(line in rest for line in lines)
+
+
+def test_the_loop_of_the_lesson():
+    (block,) = re.findall(r"(?s)```python\n(.*?)```", LESSON)
+    whole = [line[8:] for line in main_of("single.py").splitlines()]
+    assert in_order(block.splitlines(), whole)
+
+
+# Lifting
+
+LIFTING = (ROOT / "docs" / "lifting.md").read_text()
+
+
+def test_the_blocks_about_lifting():
+    """They are lines of the trainers in tests/lifted.py, which a test runs."""
+    blocks = re.findall(r"(?s)```python\n(.*?)```", LIFTING)
+    source = (ROOT / "tests" / "lifted.py").read_text()
+    assert len(blocks) > 5 and not [block for block in blocks if block not in source]
+
+
+def test_the_functions_to_take_are_complete():
+    """A function that the table names uses no other name of its script, or of common/, than those
+    that the table names too."""
+    rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", LIFTING)
+    assert len(rows) == 8
+    for cell, script in rows:
+        tree = ast.parse((ROOT / f"{script}.py").read_text())
+        defined = {name.name: name for name in tree.body
+                   if isinstance(name, (ast.FunctionDef, ast.ClassDef))}
+        taken = set(re.findall(r"`(\w+)`", cell)) - {"main"}
+        if "all below `main`" in cell:
+            taken |= defined.keys() - {"main", "check"}
+        known = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom)
+                 and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
+        known |= {target.id for node in tree.body if isinstance(node, ast.Assign)
+                  for target in node.targets} | defined.keys()
+        used = {child.id for name in taken & defined.keys() for child in ast.walk(defined[name])
+                if isinstance(child, ast.Name)}
+        assert len(used) > 3 and used & known <= taken | {"SettingError"}, script
+
+
+# What others have
+
+
+def test_every_cell_of_the_comparison_has_a_source():
+    """A link: to a file of this repository, or to a commit of another, so that it stays true."""
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    links = dict(re.findall(r"(?m)^\[([\w-]+)\]: (\S+)$", page))
+    _, _, *rows = re.findall(r"(?m)^\| .*", page.replace("|---|", "| --- |"))
+    assert len(rows) > 10
+    for row in rows:
+        _, first, *others = row.strip("| ").split(" | ")
+        assert re.search(r"\]\([a-z.#]", first), first
+        assert len(others) == 5 and all(re.search(r"\[[\w-]+\]", cell) for cell in others), row
+    used = set(re.findall(r"\]\[([\w-]+)\]", page))
+    assert used == links.keys()
+    assert all(re.search("/[0-9a-f]{40}", links[name]) for name in used if "-" in name)
+
+
+def test_what_40_percent_of_8_gpus_are():
+    page = (ROOT / "docs" / "first-gpus.md").read_text()
+    found = re.findall(r"some ([\d,]+) tokens/s for `(\S+)` at\s([\d,]+) tokens", page)
+    assert len(found) == 2
+    for said, model, length in found:
+        operations = PRESETS[model].flops_per_token(int(length.replace(",", "")))
+        rate = 0.4 * 8 * PEAK_TFLOPS["H100"] * 1e12 / operations
+        assert int(said.replace(",", "")) == pytest.approx(rate, rel=0.01)
 
 
 # Messages
@@ -169,7 +312,7 @@ def test_the_table_of_variables_is_complete():
     names |= set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", shell))
     names -= set(  # no variables, or their beginnings
         "RUN_OR_CHECKPOINT MIN MAX REMOTE ERROR EXIT HUP INT PIPE TERM USR1 BASH_SOURCE PWD "
-        "COPROC COPROC_PID "
+        "CAUSAL_LM COPROC COPROC_PID "
         "CUDA_ FI_ GLOO_ NCCL_ OMP_ PYTORCH_ TORCH_ UCX_".split()
     )
     page = (ROOT / "docs" / "launching.md").read_text()

@@ -364,7 +364,7 @@ def test_a_finished_run_is_done(run, corpus, command, world):
     again = run(command, world, options)
     assert again.lines[-1] == (
         f"{first.out} holds a run that has finished step 6, its last: raise --steps to train on, "
-        f"or start anew with --no-resume or another --out")
+        f"or start a new run with --no-resume or another --out")
     after = {path: path.stat().st_mtime_ns for path in first.out.rglob("*") if path.is_file()}
     lock = first.out / "lock"
     assert after.keys() == before.keys() and all(

@@ -229,13 +229,13 @@ RESUMES = [(f"{script} --out done {options}", world, words)
            for script, world in (("single.py", 0), ("fsdp.py", 2)) for options, words in [
     ("--steps 1", "done holds a run that has finished step 2, and --steps is 1: raise --steps"),
     *[(f"--steps 4 {name} {now}", f"{name} is {saved} in done/step-00000002 and {now} in this run: "
-       f"resume with the same, or start anew with --no-resume or another --out")
+       f"resume with the same, or start a new run with --no-resume or another --out")
       for name, saved, now in [
         ("--hidden-size", 32, 64), ("--batch-size", 8, 4), ("--seq-len", 32, 16),
         ("--seed", 0, 1)]],
     ("--steps 4 --data other", "samples in --data ... resume with the same"),
     ("--steps 4 --resume-from 1", "--resume-from 1: done has no such checkpoint; it has 2"),
-    ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2: the one starts anew"),
+    ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2: the one starts a new run"),
 ]]
 
 # What a launcher sets: the first of two processes, with these changes

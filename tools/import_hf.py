@@ -1,4 +1,4 @@
-"""Start a run from a folder of Hugging Face: write its weights as a checkpoint of step 0.
+"""Start a run from a Hugging Face folder: write its weights as a checkpoint of step 0.
 
     python -m tools.import_hf llama runs/mine
     torchrun --nproc_per_node=8 fsdp.py --model runs/mine --out runs/mine
@@ -87,7 +87,7 @@ def import_weights(folder, out):
 def main(argv=None):
     parser = make_parser("import_hf", __doc__)
     parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER",
-                        help="a folder of Hugging Face: config.json, and .safetensors files")
+                        help="a Hugging Face folder: config.json, and .safetensors files")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",
                         help="the run folder to create; it must not exist")
     args = parser.parse_args(argv)

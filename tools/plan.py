@@ -405,7 +405,7 @@ def more_devices(options, args):
 def parse(argv):
     parser = make_parser("plan", __doc__)
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
-    add("--model", required=True, help="a preset, or a config.json of Hugging Face")
+    add("--model", required=True, help="a preset, or a Hugging Face config.json")
     add("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
         "device has; leave out what its context and kernels take")

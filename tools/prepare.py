@@ -34,7 +34,7 @@ def read_documents(path, bar, size=2**16):
 def main(argv=None):
     parser = make_parser("prepare", __doc__)
     parser.add_argument("files", nargs="+", help='text in UTF-8; .jsonl: lines of {"text": "..."}')
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json of Hugging Face")
+    parser.add_argument("--tokenizer", required=True, help="a Hugging Face tokenizer.json")
     parser.add_argument("--eod", default="<|endoftext|>", help="the token after each document")
     parser.add_argument("--val", type=float, default=0.01, help="share of val.bin (default: 0.01)")
     parser.add_argument("--out", required=True, help="the folder for train.bin and val.bin")
@@ -48,7 +48,7 @@ def main(argv=None):
     try:
         tokenizer = tokenizers.Tokenizer.from_file(args.tokenizer)
     except Exception as error:  # the library raises no other class
-        refuse(f"--tokenizer {args.tokenizer}: no tokenizer.json of Hugging Face ({error})")
+        refuse(f"--tokenizer {args.tokenizer}: no Hugging Face tokenizer.json ({error})")
     end = tokenizer.token_to_id(args.eod)
     if end is None:
         refuse(f"--eod {args.eod}: the tokenizer has no such token; name one that ends a document")

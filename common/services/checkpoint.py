@@ -34,7 +34,7 @@ from common.services.stored import (
     list_checkpoints, older_checkpoint, open_checkpoint, reason, run_of, step_of,
 )
 
-ANEW = "start anew with --no-resume or another --out"
+A_NEW_RUN = "start a new run with --no-resume or another --out"
 
 
 class Checkpoints:
@@ -119,22 +119,22 @@ class Checkpoints:
             help="how many of the newest checkpoints to keep")
         add("--async-save", action="store_true", help="write checkpoints while training continues")
         add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
-            "newest checkpoint in --out; --no-resume moves the earlier run aside and starts anew, "
-            "from imported weights if there are any")
+            "newest checkpoint in --out; --no-resume moves the earlier run aside and starts a "
+            "new one, from imported weights if there are any")
         add("--resume-from", type=at_least(0), metavar="STEP", help="resume from the checkpoint of "
             "this step; 0: imported weights")
         parser.checks.append(lambda args: refuse([(
             args.resume_from is not None and not args.resume,
-            f"--no-resume with --resume-from {args.resume_from}: the one starts anew, the other "
-            f"does not; give one of them",
+            f"--no-resume with --resume-from {args.resume_from}: the one starts a new run, the "
+            f"other does not; give one of them",
         )]))
 
     # Resuming
 
     def resume(self, *, newest=True, step=None):
         """Lock and prepare the run folder, and load a checkpoint: that of ``step``, or by default
-        the newest one. Without ``newest`` the run starts anew, from imported weights if there are
-        any. What it does not continue moves into ``previous-N``. Returns the number of steps done.
+        the newest one. Without ``newest`` a new run starts, from imported weights if there are any.
+        What it does not continue moves into ``previous-N``. Returns the number of steps done.
         From now on signals ask the run to stop.
 
         A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
@@ -219,7 +219,7 @@ class Checkpoints:
     def load(self, checkpoint):
         """Load a checkpoint in place: into the tensors and the states of their optimizers."""
         older = older_checkpoint(checkpoint)
-        advice = f"there is no older checkpoint: {ANEW}"
+        advice = f"there is no older checkpoint: {A_NEW_RUN}"
         if step_of(checkpoint) == IMPORTED:
             advice = "import the weights again, into another folder"
         if older:
@@ -262,13 +262,13 @@ class Checkpoints:
         if step_of(checkpoint) > self.stop:
             raise SettingError(
                 f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
-                f"--steps is {self.stop}: raise --steps to train on, or {ANEW}"
+                f"--steps is {self.stop}: raise --steps to train on, or {A_NEW_RUN}"
             )
         for name, value in self.fixed.items():
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
             if saved.get(name) != value:
-                same = f"resume with the same, or {ANEW}"
+                same = f"resume with the same, or {A_NEW_RUN}"
                 if step_of(checkpoint) == IMPORTED:
                     same = f"give --model {self.folder}, or another --out"
                 raise SettingError(
@@ -392,7 +392,7 @@ class Checkpoints:
         self.aside.shutdown()
         if self.had_finished and _rank() == 0:  # a job that was started again, perhaps
             print(printable(f"{self.folder} holds a run that has finished step {self.stop}, its "
-                            f"last: raise --steps to train on, or {ANEW}"), flush=True)
+                            f"last: raise --steps to train on, or {A_NEW_RUN}"), flush=True)
 
     def path(self, step):
         return self.folder / f"step-{step:08d}"

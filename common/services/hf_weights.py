@@ -1,4 +1,4 @@
-"""The weights of a Llama or Mixtral of Hugging Face: how they fill our model.
+"""Weights in the format of Hugging Face, of a Llama or Mixtral: how they fill our model.
 
 They lie in a folder that ``save_pretrained`` wrote: config.json, and safetensors files, which the
 package safetensors reads: ``pip install safetensors``.
@@ -143,7 +143,7 @@ def shapes_of(config):
 
 
 def parts_of(config):
-    """{name in a folder of Hugging Face: (name of our parameter, number of the expert whose part of
+    """{name in a Hugging Face folder: (name of our parameter, number of the expert whose part of
     it this is or None, shape)} of the whole model."""
     parts = {}
     for name, shape in shapes_of(config).items():

@@ -89,7 +89,7 @@ def remove(path):
 
 
 def run_files(folder):
-    """What has the name of a file of a run, but for checkpoints and the lock."""
+    """All that has the name of a run's file, except checkpoints and the lock."""
     return [path for kind in RUN_FILES for path in folder.glob(kind)]
 
 
