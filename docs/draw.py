@@ -134,6 +134,33 @@ def curves():
             yield path(dots, f"{colour}-line", 'stroke-width="2.4" stroke-linecap="round"')
 
 
+def change_of_loss(run):
+    """By a bug, over the last 10 steps of its curve."""
+    return sum(run["loss"][-10:]) / sum(run["sound"][-10:]) - 1
+
+
+def bugs(columns=5, width=176, height=112):
+    """For each bug the loss with it over the loss without it, from 0 on."""
+    found = read("bugs")
+    yield from legend(8, 50, [("ca", "without the bug"), ("c5", "with it")])
+    for i, run in enumerate(found):
+        left, top = 8 + i % columns * width, 66 + i // columns * height
+        sound, losses = run["sound"], run["loss"]
+        highest = max(sound + losses)
+
+        def curve(values):
+            return [(left + step * (width - 16) / len(values), top + 76 - 56 * value / highest)
+                    for step, value in enumerate(values)]
+
+        change = round(change_of_loss(run), 3) + 0.0  # no -0.0
+        number, _, words = run["name"].replace("-", " ").partition(" ")
+        yield text(left, top + 10, f"{int(number)} {words}", "ink s")
+        yield line([(left, top + 76), (left + width - 16, top + 76)], "grid")
+        yield line(curve(sound), "ca", 5, 'stroke-linejoin="round"')
+        yield line(curve(losses), "c5", 1.6, 'stroke-linejoin="round"')
+        yield text(left + width - 16, top + 92, f"{change:+.1%}", "soft s e")
+
+
 def memory():
     """What a rank holds of an 8B model when its memory is fullest, as stacked bars."""
     left, top = 268, 84
@@ -299,6 +326,7 @@ def grid():
 
 def draw():
     save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
+    save("bugs", 888, 750, "The loss with and without each bug, over 50 steps", bugs())
     save("memory", 830, 454, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())

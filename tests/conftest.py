@@ -66,15 +66,19 @@ def shared(tmp_path_factory):
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
-@pytest.fixture(scope="session")
-def corpus(shared):
+def corpus_text():
     """A small text: the same on every machine."""
     words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
     state, text = 1, []
     for _ in range(8000):
         state = state * 48271 % 2147483647
         text.append(words[state % len(words)])
-    return write_once(shared / "corpus.txt", " ".join(text))
+    return " ".join(text)
+
+
+@pytest.fixture(scope="session")
+def corpus(shared):
+    return write_once(shared / "corpus.txt", corpus_text())
 
 
 @pytest.fixture(scope="session")

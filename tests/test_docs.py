@@ -29,10 +29,10 @@ FOLDERS = ["", "common", "common/services", "tools", "examples", "tests", "docs"
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
-# Options of torchrun, Slurm, Docker, iptables, and those that run.sh itself takes
+# Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
 FOREIGN = set("""--all --torch --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
     --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
-    --signal
+    --signal --separator --tied
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
     --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())
 
@@ -328,7 +328,7 @@ def test_the_table_of_variables_is_complete():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(page):
     """To a file of this repository, and to a heading of it."""
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in link:
             name, _, anchor = link.partition("#")
             path = page.parent / name if name else page

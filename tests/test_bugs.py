@@ -1,0 +1,54 @@
+"""docs/bugs.md: each patch applies, parity says of it what the page says, and finds nothing without
+the patch."""
+
+import re
+import subprocess
+
+import pytest
+
+from docs import draw
+from tests import bugs
+from tests.processes import ROOT
+from tests.sample import sampled
+from tests.test_parity import record
+from tools.parity_checks import compare
+
+BUGS = bugs.read()
+
+
+def without_figures(words):
+    """Figures that are not whole numbers depend on the machine."""
+    return re.sub(r"\d+\.\d+(e[-+]\d+)?|\d+e[-+]\d+", "...", words)
+
+
+@pytest.mark.parametrize(
+    "script", sampled(sorted({bug.script for bug in BUGS}), ["ddp.py"])
+)
+def test_parity_says_what_the_page_says(once, shared, script):
+    own = [bug for bug in BUGS if bug.script == script]
+    alone, sound, spoiled = bugs.jobs(own, bugs.FEW)
+    alone = record(once, shared, 0, alone)
+    ranks = record(once, shared, bugs.RANKS, sound + spoiled)
+    for bug in own:
+        one = bugs.lines(alone / f"{bugs.file_name(bug.against)}.parity")
+        two = bugs.lines(ranks / f"{bugs.file_name(bug.run)}.parity")
+        assert re.match("EQUAL .* 3 of 3 steps", compare(one, two)), bug.run
+        two = bugs.lines(ranks / f"{bug.name}.parity")
+        assert without_figures(compare(one, two)) == without_figures(bug.says), bug.name
+
+
+def test_the_page_shows_the_patches():
+    assert bugs.PAGE.read_text() == bugs.page(BUGS)
+    assert len(BUGS) >= 20 and all("](https://github.com/" in bug.text for bug in BUGS)
+
+
+@pytest.mark.parametrize("path", bugs.paths(), ids=lambda path: path.stem)
+def test_a_patch_applies(path):
+    subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=True)
+
+
+def test_the_picture_has_all_curves():
+    runs = draw.read("bugs")
+    assert [run["name"] for run in runs] == [bug.name for bug in BUGS]
+    small = sum(abs(draw.change_of_loss(run)) < 0.05 for run in runs)
+    assert f"{small} of the {len(runs)} change it by less than 5 %" in bugs.PAGE.read_text()
