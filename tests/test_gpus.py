@@ -74,7 +74,7 @@ def test_commands_are_accepted_and_train_what_they_should(parsed, kind, n):
 
 def test_every_script_and_schedule_is_in_the_block():
     commands = " ".join([*gpus.curves(8), *UNCOUNTED_1B])
-    scripts = {path.name for path in ROOT.glob("*.py")}
+    scripts = {path.name for path in ROOT.glob("*.py")} - {"diloco.py"}  # it has another curve
     assert {word for word in commands.split() if word.endswith(".py")} == scripts
     schedules = importlib.import_module("pp").SCHEDULES
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
