@@ -2,8 +2,10 @@
 that it prints, its test of kernels. Pretended GPUs: tests/test_pretend_cuda.py."""
 
 import importlib
+import os
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -53,7 +55,8 @@ def parsed(monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         return args
 
-    return parsed
+    with mock.patch.dict(os.environ):  # Report sets variables, for NCCL
+        yield parsed
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
