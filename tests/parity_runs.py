@@ -19,17 +19,16 @@ WHAT = {
     "pp.py": "{name: p for part in parts for name, p in part.named_parameters()}, optimizer, "
              "loss='sum', dtype=args.compute_dtype",
 }
-LOSS = {"hybrid_3d.py": "loss / (dp * cp)"}  # ranks of tp have the same loss, which counts once
 OWN = {"tests/parity_trainer.py"}  # it has the two lines
 
 
 def with_parity(text, script, path):
     """What a user does: one line after the optimizer, one before clipping."""
-    what, loss = WHAT.get(script, "model, optimizer, loss='sum'"), LOSS.get(script, "loss")
+    what = WHAT.get(script, "model, optimizer, loss='sum'")
     for before, line in (
         ("import torch\n", "from tools.parity import Parity\n"),
         ("\n    # Data\n", f"    parity = Parity({str(path)!r}, {what})\n"),
-        ("        grad_norm = ", f"        parity.record(step, {loss}, batch)\n"),
+        ("        grad_norm = ", "        parity.record(step, loss, batch)\n"),
     ):
         text = text.replace(before, line + before, 1)
     return text

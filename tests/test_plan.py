@@ -286,12 +286,14 @@ def test_a_plan_for_experts(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = f"--model {path} --seq-len 128 --dtype float32 --devices 2 --device-memory"
     plan.main(f"{options} 1".split())
-    *table, left_out, command = capsys.readouterr().out.splitlines()
-    assert sorted(line.split(" " * 2)[-1] for line in table[1:]) == [
-        "ep.py --ep 1", "ep.py --ep 2", "hybrid_3d.py --tp 2 --ep 2"
+    *table, left_out, short, command = capsys.readouterr().out.splitlines()
+    commands = [line.split(" " * 2)[-1] for line in table[1:]]
+    assert sorted(commands) == [
+        "ep.py --ep 1", "ep.py --ep 2", "hybrid_3d.py --pp 2 --microbatches 2",
+        "hybrid_3d.py --tp 2 --ep 2",
     ]
-    assert left_out == f"left out: {NO_EXPERTS}"
-    assert f"run.sh ep.py --ep 2 --model {path} --seq-len 128" in command
+    assert left_out == f"left out: {NO_EXPERTS}" and short.startswith("left out: --cp that leaves")
+    assert f"run.sh {commands[0]} --model {path} --seq-len 128" in command
     with pytest.raises(SystemExit, match="with --devices 4 --batch-size 4 fits ep.py --ep 1"):
         plan.main(f"{options} 0.02".split())
 

@@ -253,7 +253,7 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
         assert line(good, "--val", share).startswith(f"--val {float(share)}: this is a share")
     assert line(good, eod="<eos>").startswith("--eod <eos>: the tokenizer has no such token")
     for tokenizer in (good, tmp_path, tmp_path / "none"):
-        assert line(good, tokenizer=tokenizer).startswith(f"--tokenizer {tokenizer}: no tokenizer")
+        assert line(good, tokenizer=tokenizer).startswith(f"--tokenizer {tokenizer}: no Hugging")
     assert line(good, out=good).endswith(f"File exists: '{good}'")
     if os.path.exists("/dev/full"):  # every write to it fails: the disk is full
         (tmp_path / "full").mkdir()
