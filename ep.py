@@ -284,7 +284,9 @@ def cannot_share(config, n, ep):
         return E // ep % sharers == 0 or D % sharers == I % sharers == 0
 
     fitting = [str(r) for r in range(1, n + 1) if n % r == 0 and E % r == 0 and even(r)]
-    use = f"use {' or '.join(fitting)}" if fitting else f"use a multiple of {n} as --num-experts"
+    use = f"use {' or '.join(fitting)}"
+    if not fitting:
+        use = f"use a multiple of {n} as --num-experts, and an --ep that divides {n}"
     return [
         (n % ep, f"--ep {ep} does not divide the {n} ranks that share the experts: {use}"),
         (E % ep, f"--ep {ep} does not divide --num-experts {E}: {use}"),

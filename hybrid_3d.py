@@ -23,14 +23,17 @@ Experts have a second mesh over the same ranks: (pp, dp_replicate, expert_dp, ep
 parallelism each tp rank has tokens of its own in the residual stream, as each cp and dp rank has.
 So to an expert all three axes are data parallelism: of the dp / R x cp x tp ranks of a replica, ep
 adjacent ones hold different experts, and send tokens to each other; FSDP shards the same experts
-over the expert_dp others. No expert is cut by tp. (docs/hybrid.md has both meshes of 8 ranks)
+over expert_dp = dp / R x cp x tp / ep ranks. No expert is cut by tp. (docs/hybrid.md has both
+meshes of 8 ranks)
 
 Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send for this rank's
 share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and
-between stages the hidden states forward and their gradients backward.
+between stages the hidden states forward and their gradients backward. With --num-experts also what
+ep.py sends for tokens and for the weights of experts, which are not divided by tp.
 
-Overlap: as in fsdp.py; what tp and cp send is exposed. With --pp the gradients are reduced after
-the last micro-batch: nothing hides this.
+Overlap: as in fsdp.py; what tp and cp send is exposed, and so are the tokens on their way to
+experts and back. With --pp the gradients are reduced after the last micro-batch: nothing hides
+this.
 
 Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp ranks in bfloat16,
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
@@ -126,8 +129,9 @@ def main(argv=None):
         shard_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
     # EP: a second mesh over the same ranks (PP: of each stage). DP, CP and TP split tokens alike
     if E:
+        expert_dp = dp // args.replicate * cp * tp // ep  # the ranks that hold the same experts
         expert_mesh = init_device_mesh(
-            device.type, (pp, args.replicate, dp // args.replicate * cp * tp // ep, ep),
+            device.type, (pp, args.replicate, expert_dp, ep),
             mesh_dim_names=("pp", "dp_replicate", "expert_dp", "ep"),
         )
         set_timeout(expert_mesh, args.timeout)
@@ -152,14 +156,15 @@ def main(argv=None):
     layers = model.model.layers.values()
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
     # EP: the experts of each layer, then FSDP for them. PP: a stage keeps them gathered, see below
-    for layer in layers if E else ():
-        shard_experts(
-            layer.mlp.experts, expert_mesh["ep"], expert_shard_mesh, dtype,
-            reshard_after_forward=pp == 1,
-        )
-        layer.mlp.dispatch = functools.partial(
-            to_experts_and_back, group=expert_mesh.get_group("ep")
-        )
+    if E:
+        for layer in layers:
+            shard_experts(
+                layer.mlp.experts, expert_mesh["ep"], expert_shard_mesh, dtype,
+                reshard_after_forward=pp == 1,
+            )
+            layer.mlp.dispatch = functools.partial(
+                to_experts_and_back, group=expert_mesh.get_group("ep")
+            )
     # TP: the matrices of each layer are split. EP: but not those of experts
     if tp > 1:
         plan = llama_plan(args.sequence_parallel)
@@ -182,7 +187,9 @@ def main(argv=None):
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
-    add_gradients_up(model)  # EP: FSDP would average the gradients of experts over fewer ranks
+    # DP, CP: add gradients up, also without experts: the loss of each rank is a part of one mean.
+    # EP: an average would have two different n, see add_gradients_up
+    add_gradients_up(model)
     materialise(model, device, args.seed)
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.
@@ -346,8 +353,8 @@ def check(args, n, dp, M):
         ),
         (args.sequence_parallel and args.seq_len // cp % tp,
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
-         f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}, or "
-         f"--no-sequence-parallel"),
+         f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"
+         f"{'' if experts else ', or --no-sequence-parallel'}"),
         (args.ep > 1 and not experts,
          f"--ep {args.ep} spreads experts, and this model has none: give --num-experts too, or "
          f"leave --ep out"),

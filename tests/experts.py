@@ -1,6 +1,6 @@
-"""On several ranks, ep.py with each fault that is common in this field, one after the other in the
-same processes: experts.py --out FOLDER, and options of ep.py. It prints the faults and the curves
-that they lead to, as JSON."""
+"""On several ranks, ep.py and hybrid_3d.py with each fault that is common in this field, one after
+the other in the same processes: experts.py --out FOLDER, and options of ep.py. It prints the faults
+and the curves that they lead to, as JSON."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ep
+import hybrid_3d
 from common.experts import balance_experts, mixtures
 from common.launch import launch
 
@@ -55,6 +56,10 @@ def swap_ranks(rows, counts, experts, group):
     return torch.cat(out.split(sizes[::-1])[::-1])
 
 
+def shard_experts_of_one_replica(experts, ep_mesh, shard_mesh, *args, **options):
+    ep.shard_experts(experts, ep_mesh, shard_mesh["expert_dp"], *args, **options)
+
+
 FAULTS = {
     "none": ("clip_over_meshes", clip),
     "gradients averaged": ("add_gradients_up", lambda model: None),
@@ -65,15 +70,25 @@ FAULTS = {
     "tokens dropped by capacity": ("to_experts_and_back", drop_above_capacity),
     "experts of two ranks swapped": ("to_experts_and_back", swap_ranks),
 }
+IN_THE_GRID = {  # with the options of the grid
+    "none": ("balance_experts", balance_experts, "--replicate 2"),
+    "gradients averaged": ("add_gradients_up", lambda model: None, "--cp 2 --ep 2"),
+    "experts of one replica": ("shard_experts", shard_experts_of_one_replica, "--replicate 2"),
+    "balance for the tokens of one rank": (
+        "balance_experts", lambda model, rate, group: balance_experts(model, rate), "--tp 2",
+    ),
+}
 
 
 def main():
-    *_, folder = options = sys.argv[1:]
+    *options, folder = sys.argv[1:]
     curves = {}
-    for number, (fault, (name, replacement)) in enumerate(FAULTS.items()):
-        with mock.patch(f"ep.{name}", replacement):
-            history = ep.main([*options[:-1], f"{folder}/{number}"])
-        curves[fault] = [[line[name] for name in NAMES] for line in history if "loss" in line]
+    for script, faults in ((ep, FAULTS), (hybrid_3d, IN_THE_GRID)):
+        for fault, (name, replacement, *grid) in faults.items():
+            label = f"{script.__name__}: {fault}"
+            with mock.patch(f"{script.__name__}.{name}", replacement):
+                history = script.main([*options, f"{folder}/{len(curves)}", *" ".join(grid).split()])
+            curves[label] = [[line[name] for name in NAMES] for line in history if "loss" in line]
     if dist.get_rank() == 0:
         print("\ncurves", json.dumps(curves), flush=True)
 

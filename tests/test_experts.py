@@ -131,18 +131,25 @@ def sends(summary, theory, command, world):
         assert more == pytest.approx(2 * size * (world - 1) / world, abs=1)
 
 
-@pytest.mark.parametrize("command, world", [("single.py", 0), ("ep.py --ep 1", 2)])
-def test_a_checkpoint_of_ep_moves(trained, once, command, world):
-    """From --ep 4 on 4 ranks to one process, and to another --ep."""
-    out = trained("ep.py", 4).out
+GRID = "hybrid_3d.py --tp 2 --ep 4 --grad-accum 2"
+
+
+@pytest.mark.parametrize("saved_by, command, world", sampled(MOVES := [
+    ("ep.py", "single.py", 0), ("ep.py", "ep.py --ep 1", 2), (GRID, "single.py", 0),
+    (GRID, "hybrid_3d.py --cp 2 --ep 2", 2), (GRID, "ep.py --ep 1", 2),
+], MOVES[:3]))
+def test_a_checkpoint_moves(trained, once, saved_by, command, world):
+    """From 4 ranks to one process, to another --ep, and to another grid."""
+    out = trained(saved_by, 4).out
     found = once(command, world, f"{OPTIONS} --dtype float64",
                  inject=f"{UNEVEN}; resumed({[str(out)]}, train=False, step=2)")
     curve = Result([0], "", found.out / "again-0").curve(*NAMES)
     assert furthest(curve, trained("single.py", 0).curve(*NAMES)[2:]) < 1e-10
 
 
-def test_a_resumed_run_has_the_same_bits(trained):
-    whole = trained("ep.py", 4)
+@pytest.mark.parametrize("command", ["ep.py", GRID])
+def test_a_resumed_run_has_the_same_bits(trained, command):
+    whole = trained(command, 4)
     resumed = Result([0], "", whole.out / "again-0")
     assert resumed.curve(*NAMES) == whole.curve(*NAMES)[2:]
     tensors, others = saved(resumed), saved(whole)
@@ -160,7 +167,9 @@ def test_common_faults_are_seen(server, trained, corpus, tmp_path):
     (line,) = [line for line in result.lines if line.startswith("curves ")]
     curves = json.loads(line.removeprefix("curves "))
     expected = trained("single.py", 0).curve(*NAMES)
-    assert furthest(curves.pop("none"), expected) < 1e-10 and len(curves) == 7
+    for script in ("ep", "hybrid_3d"):
+        assert furthest(curves.pop(f"{script}: none"), expected) < 1e-10
+    assert len(curves) == 10
     for fault, curve in curves.items():
         assert furthest(curve, expected) > 1e-4, fault
 
@@ -234,17 +243,17 @@ def config(**values):
     return ModelConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
 
 
-def test_the_kernel_and_the_loop_are_equal(device="cpu"):
+def test_the_kernel_and_the_loop_are_equal():
     """Also for experts without rows, first, last and between others. Both give the gradients of all
-    weights. test_cuda.py calls it for a GPU (https://github.com/pytorch/pytorch/issues/172439)."""
+    weights. On GPUs tests/kernels.py does this."""
     torch.manual_seed(0)
     sizes = [0, 5, 0, 1, 7, 0]
-    rows, weights = torch.randn(13, 16, device=device), torch.randn(6, 24, 16, device=device)
+    rows, weights = torch.randn(13, 16), torch.randn(6, 24, 16)
     found = []
-    for ends in (torch.tensor(sizes, device=device).cumsum(0).int(), None):
+    for ends in (torch.tensor(sizes).cumsum(0).int(), None):
         x, w = (tensor.bfloat16().requires_grad_() for tensor in (rows, weights))
         out = grouped_product(x, w, ends, sizes)
-        (out * torch.arange(24, device=device)).sum().backward()
+        (out * torch.arange(24)).sum().backward()
         found.append((out, x.grad, w.grad))
     for kernel, loop in zip(*found):
         torch.testing.assert_close(kernel, loop)

@@ -57,9 +57,10 @@ def test_all_four_on_16_ranks(once, corpus):
 
 
 AXES = {  # what names an axis in the code of main
-    "DP": r"dp|dp_mesh|dp_shard|dp_replicate|replicate|shard_mesh", "CP": r"cp|cp_rank|positions",
+    "DP": r"dp|dp_mesh|dp_shard|dp_replicate|replicate|shard_mesh|add_gradients_up",
+    "CP": r"cp|cp_rank|positions|add_gradients_up",
     "TP": r"tp|tp_rank|sequence_parallel", "PP": r"pp|stage|stage_layers|M|microbatches",
-    "EP": r"ep|E|experts|expert_mesh|expert_shard_mesh|tokens_mesh|balance_rate",
+    "EP": r"ep|E|experts|expert_dp|expert_mesh|expert_shard_mesh|tokens_mesh|balance_rate",
 }
 
 

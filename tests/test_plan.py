@@ -270,6 +270,10 @@ def test_strategies_for_experts():
     assert NO_EXPERTS in left_out
     found, _ = plan.strategies(32, 8, 32, 128, 4, experts=64)
     assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in [strategy.command for strategy in found]
+    found, _ = plan.strategies(24, 8, 24, 128, 4, experts=6)  # tokens stay within a machine
+    largest = {strategy.command.rpartition(" --ep ")[2] for strategy in found
+               if strategy.command.startswith("hybrid")}
+    assert "2" in largest and not largest & {"3", "6"}
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4, experts=12)[0]] == [
         "single.py"]
 

@@ -200,6 +200,8 @@ STRATEGIES = [
      "--ep 4 does not divide --num-experts 6: use a multiple of 4 as --num-experts"),
     ("ep.py --num-experts 6 --expert-size 25 --ep 4", 6,
      "--ep 4 does not divide the 6 ranks that share the experts: use 1 or 2 or 3 or 6"),
+    ("ep.py --num-experts 6 --expert-size 25 --ep 3", 4, "--ep 3 does not divide the 4 ranks that "
+     "share the experts: use a multiple of 4 as --num-experts, and an --ep that divides 4"),
     ("ep.py --num-experts 6 --expert-size 26 --ep 3", 4,
      "--ep 3 does not divide the 4 ranks that share the experts: use 2"),
     ("ep.py --num-experts 6 --ep 2 --expert-size 25", 4, "--ep 2 leaves 2 ranks with the same 3 "
@@ -211,6 +213,8 @@ STRATEGIES = [
      "--ep 2 spreads experts, and this model has none: give --num-experts too, or leave --ep out"),
     ("hybrid_3d.py --tp 2 --num-experts 4 --no-sequence-parallel", 2,
      "--no-sequence-parallel with --num-experts: each of the --tp 2 ranks would send all tokens"),
+    ("hybrid_3d.py --tp 2 --num-experts 4 --seq-len 31", 2, "--seq-len 31 over --cp 1 is 31 "
+     "positions, which cannot be cut into --tp 2 equal parts: use a multiple of 4\n"),
     ("hybrid_3d.py --tp 2 --pp 2 --num-experts 4 --ep 4", 4,
      "--ep 4 does not divide the 2 ranks that share the experts: use 1 or 2"),
     ("hybrid_3d.py --replicate 2 --tp 2 --num-experts 6 --ep 4", 8,
@@ -365,7 +369,7 @@ def refused(server, folder):
         assert all(status not in (0, -9) for status in result.statuses), result.output
         (line,) = result.lines
         assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
-        assert in_order(words, line), line
+        assert in_order(words, f"{line}\n"), line  # "\n" in words: nothing may follow
 
     yield refused
     assert contents(folder) == before

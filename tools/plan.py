@@ -5,8 +5,8 @@
         --batch-size 512 --tflops 989 --link 450 --network 50
 
 Every script is tried, and hybrid_3d.py with every grid. For a mixture of experts ep.py is tried
-with every --ep, and hybrid_3d.py with every grid and the largest --ep that fits into a machine, so
-that tokens stay within it; the other scripts train no experts. diloco.py is left out, since its
+with every --ep, and hybrid_3d.py with every grid and the largest --ep that divides the devices of a
+machine, so that tokens stay within it; the other scripts train no experts. diloco.py is left out, since its
 curve is another one. Of each the table has the fewest accumulation steps that fit into memory.
 Activation checkpointing is tried if nothing fits without it, since it computes a third more; with
 --link also beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
@@ -113,7 +113,7 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
                         f"grids that cannot share the {batch_size} sequences of --batch-size"
                     ] += 1
                 else:
-                    ep = max((n for n in fitting if n <= nproc_per_node
+                    ep = max((n for n in fitting if nproc_per_node % n == 0
                               and devices // pp % n == 0), default=1)
                     grid = (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))
                     grid = " ".join(f"--{name} {size}" for name, size in grid if size > 1)
