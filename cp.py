@@ -30,11 +30,14 @@ key/value heads. L: number of layers. a: micro-batches.
     allgather  forward 1 all-gather, kv (n-1);       backward the same, and 1 reduce-scatter,
                                                      grad_kv (n-1)
 
-Activation checkpointing repeats the forward pass and what it sends. Overlap: in the ring a block
-travels while the rank computes attention to the previous block. A long block hides its transfer,
-since computing grows with the square of its length. Each gradient is all-reduced while the last
-backward pass goes on; its bytes do not grow with the sequence. Exposed: the collectives of ulysses
-and allgather, and the all-reduce of the last gradient, the embedding's.
+Activation checkpointing repeats the forward pass and what it sends. Ring and allgather compute one
+block of attention for each rank; "selective" keeps the output of each block, so with some 40 ranks
+it saves nothing.
+
+Overlap: in the ring a block travels while the rank computes attention to the previous block. A long
+block hides its transfer, since computing grows with the square of its length. Each gradient is
+all-reduced while the last backward pass goes on; its bytes do not grow with the sequence. Exposed:
+the collectives of ulysses and allgather, and the all-reduce of the last gradient, the embedding's.
 
 To combine context parallelism with FSDP, use fully_shard over the flattened dimensions mesh["dp",
 "cp"] in place of the all-reduce: for parameters, cp is more data parallelism; hybrid_3d.py does so.

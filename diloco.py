@@ -31,8 +31,9 @@ The step that is counted ends in a meeting.
 A checkpoint has the common weights under their usual names, so that every script can read them; it
 starts with fresh optimizer states then. It also has the weights and states of each replica. So a
 run that stops between two meetings resumes as it was, with the same --replicas, on any number of
-ranks. All others refuse a checkpoint from between two meetings: let --save-every and --steps be
-multiples of --inner-steps. To copy this script, take fsdp.py too.
+ranks. From a meeting a run with other --replicas can start too: its outer momentum starts at 0. All
+others refuse a checkpoint from between two meetings: let --save-every and --steps be multiples of
+--inner-steps. To copy this script, take fsdp.py too.
 """
 
 import argparse

@@ -175,9 +175,10 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
 
 def move_buffers(model, device):
     """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    moved = {}  # what has two names stays one buffer
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
 
 
 def reshard(model):

@@ -187,8 +187,7 @@ def main(argv=None):
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
-    # DP, CP: add gradients up, also without experts: the loss of each rank is a part of one mean.
-    # EP: an average would have two different n, see add_gradients_up
+    # DP, CP: each rank's loss is a part of one mean, so gradients add up, also without experts
     add_gradients_up(model)
     materialise(model, device, args.seed)
 

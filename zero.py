@@ -150,11 +150,14 @@ def make_buckets(model, units, mesh):
     optimizer and for checkpoints.
 
     Raises:
-        SettingError: a parameter is in no unit, or in two, or has no rows.
+        SettingError: a parameter is in no unit, or in two, or has no rows or numbers.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise SettingError(f"{name} has no rows to split: give it the shape (1,)")
+        if parameter.ndim == 0 or not parameter.numel():
+            raise SettingError(
+                f"{name} has no rows to split, its shape is {tuple(parameter.shape)}: give it the "
+                f"shape (1,), or delete it"
+            )
     units = [unit for unit in units if trainable_parameters(unit)]
     buckets = [Bucket(trainable_parameters(unit), mesh) for unit in units]
     shards = {}

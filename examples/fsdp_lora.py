@@ -130,6 +130,7 @@ def main(argv=None):
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
+    export = args.export
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
@@ -156,10 +157,11 @@ def main(argv=None):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
         if checkpoints.after_step(step, grad_norm):
+            export = None  # LoRA: a signal has stopped the run before its end
             break
     checkpoints.finish()
-    if args.export:
-        save_for_peft(adapters, args.export, args.model, args.lora_rank, args.lora_alpha)
+    if export:
+        save_for_peft(adapters, export, args.model, args.lora_rank, args.lora_alpha)
     return report.close(formulas(args, n, model))
 
 
@@ -217,9 +219,10 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
 
 def move_buffers(model, device):
     """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
+    moved = {}  # what has two names stays one buffer
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
 
 
 def reshard(model):

@@ -1,5 +1,6 @@
 """On each rank, every attention of cp.py. ``agrees``: it is plain attention over the whole
-sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps."""
+sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps. ``reduces``: when
+cp.py sends gradients."""
 
 import functools
 import itertools
@@ -105,6 +106,31 @@ def shapes():
     assert (n, 2, B, KV, T // n, K) in gathered
     assert kept_gathered == kept == {(B, H, T // n, K), (B, KV, T // n, K), (B, H, T // n)}
     return "no whole sequence in the ring"
+
+
+def reduces():
+    """Gradients of earlier micro-batches are not sent; those of the last one are, while its
+    backward pass goes on; what that did not reach is sent at the end."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+                                 for _ in range(3))
+    begin, finish = cp.all_reduce_in_backward(layers.parameters(), group)
+    sent, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda x, **more: sent.append(x) or all_reduce(x, **more)
+    inputs = torch.full((1, 2), dist.get_rank() + 1.0, dtype=torch.float64)
+    for parameter in layers.parameters():
+        torch.nn.init.eye_(parameter)
+    layers[2](layers[1](layers[0](inputs))).sum().backward()
+    assert not sent
+    begin()
+    layers[1](layers[0](inputs)).sum().backward()
+    assert len(sent) == 2
+    finish()
+    assert len(sent) == 3
+    of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
+    for parameter, passes in zip(layers.parameters(), (2, 2, 1)):
+        assert (parameter.grad == passes * of_all).all()
+    return "gradients travel during the backward pass"
 
 
 def main():

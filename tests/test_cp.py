@@ -12,5 +12,9 @@ def test_all_agree_with_plain_attention(run, world):
     assert "all agree" in run("tests/attention.py agrees", world, pass_out=False).output
 
 
+def test_gradients_are_reduced_during_the_backward_pass(run):
+    assert "during the backward" in run("tests/attention.py reduces", 2, pass_out=False).output
+
+
 def test_no_whole_sequence_in_the_ring(run):
     assert "no whole sequence" in run("tests/attention.py shapes", 4, pass_out=False).output

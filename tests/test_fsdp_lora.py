@@ -1,6 +1,7 @@
 """examples/fsdp_lora.py trains what a plain loop trains, and PEFT reads what it writes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.edits import edited
 from tests.processes import ROOT
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest
+from tools import dry_run
 
 NEEDS = "pip install -r examples/requirements.txt"
 peft = pytest.importorskip("peft", reason=NEEDS)
@@ -159,6 +161,16 @@ def test_bytes_and_collectives(lora, world, more):
     assert calls["reduce-scatter"] == a * LAYERS
 
 
+def test_a_dry_run_counts_the_same(lora, base):
+    summary = lora(2, "--save-every 0").summary
+    found = dry_run.count_apart(
+        str(ROOT / SCRIPT), f"--model {base} {OPTIONS} {ADAPTERS}".split(), 2, 0, 2)
+    assert found["held"] == summary["held"] and found["peak"]["parameters"] > 0
+    sent = [[{key: part[key] for key in ("collective", "calls", "bytes")} for part in each]
+            for each in (found["collectives"], summary["collectives"])]
+    assert sent[0] == sent[1] != []
+
+
 @thorough
 def test_adapters_that_are_wrapped_apart_cost_twice_the_gathers(lora, tmp_path):
     """4 and 8 for two layers. On top: the embedding, and norm with head. With units of their own
@@ -173,6 +185,18 @@ def test_adapters_that_are_wrapped_apart_cost_twice_the_gathers(lora, tmp_path):
         sent = lora(2, "--save-every 0 --no-resume", script=script).summary["collectives"]
         calls = {entry["collective"]: entry["calls"] for entry in sent}
         assert (calls["all-gather"], calls["reduce-scatter"]) == (gathers, 2)
+
+
+def test_a_run_that_is_stopped_exports_at_its_end(lora, tmp_path):
+    """And not before: PEFT would read adapters that are not trained to the end."""
+    folder = tmp_path / "adapters"
+    stopped = lora(2, f"--export {folder}", inject="at(4, signal_self, 'SIGTERM')")
+    assert re.search("stopped after step [45] of 6, saved", stopped.output)
+    assert not folder.exists()
+    again = lora(2, f"--export {folder}")
+    assert re.search("resuming after step [45]", again.output)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("world", sampled([1, 3], [3]))

@@ -138,13 +138,14 @@ def test_examples_stay_on_the_gpu(pretended):
 
 
 def test_offloading_leaves_buffers_on_the_gpu(pretended, tmp_path):
-    """A buffer that materialise has put beside the offloaded parameters, and that a norm uses; and
-    the same without the lines that move it."""
+    """A buffer with two names that materialise has put beside the offloaded parameters, and that a
+    norm uses; and the same without the lines that move it."""
     source, moving = (ROOT / "fsdp.py").read_text(), "    move_buffers(model, device)"
     used = """
     norm = model.model.norm
     norm.register_buffer("scale", torch.ones(norm.weight.shape))
-    norm.register_forward_hook(lambda norm, _, out: out * norm.scale)
+    norm.register_buffer("again", norm.scale)
+    norm.register_forward_hook(lambda norm, _, out: out * norm.again)
 """
     before, after = source.split(moving)
     (tmp_path / "moves.py").write_text(before + used + moving + after)

@@ -39,7 +39,8 @@ def main():
     _, shards = zero.make_buckets(model, units, mesh)
     assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    assert "scale has no rows" in refused(model, [*units, [model.scale]], mesh)
+    assert "scale has no rows to split, its shape is ()" in refused(
+        model, [*units, [model.scale]], mesh)
 
     # At most two buckets are on their way: while one is used, the next two.
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))

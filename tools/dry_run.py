@@ -369,14 +369,24 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
     return {
         "start_process": start_one, "start_process_group": start,
         "open_dataset": open_dataset, "load_steps": load_steps, "materialise": allocate,
-        "wrap_layers": lambda layers, compile, checkpoint: wrap_layers(layers, False, checkpoint),
-        "run_settings": lambda *_: None, "Checkpoints": Checkpoints, "Report": DryReport,
+        "wrap_layers": wrap_uncompiled,
+        "run_settings": lambda *_: ({}, {}), "Checkpoints": Checkpoints, "Report": DryReport,
         "check_stages": lambda *_: None,  # it gathers objects
         "set_timeout": lambda *_: None,
         "read_counts": experts.read_counts,
+        # examples/fsdp_lora.py: no weights of a base
+        "load_weights": lambda *_, **__: None, "first_rows": lambda _: [],
+        "fingerprint": lambda *_: {},
         "read_seen": lambda seen: [True] * len(seen),  # examples/cp_documents.py: one document
         "Validation": Validation, "init_device_mesh": pretend.outside(init_device_mesh),
     }
+
+
+def wrap_uncompiled(layers, compiled, checkpointed):
+    """``wrap_layers`` without compiling: what it counts stays the same. It refuses what a real run
+    refuses."""
+    wrap_layers([], compiled, checkpointed)
+    wrap_layers(layers, False, checkpointed)
 
 
 def as_if_before(prepare):
