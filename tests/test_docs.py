@@ -95,14 +95,14 @@ def test_files_exist(page):
 
 def test_the_first_commands_run(tmp_path):
     """All of the section Start of the README, typed in their order, with a smaller model and fewer
-    steps. The third one finds the run of the first one finished, says so, and has status 0."""
+    steps. The third one starts a new run beside the one of the first, which is finished."""
     start = (ROOT / "README.md").read_text().partition("\n## Start\n")[2].partition("\n## ")[0]
     small = f"--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2 --out {tmp_path}/run"
     commands = [line.partition("  #")[0] for line in re.findall(r"(?m)^    (\S.*)", start)]
     assert [command.split()[0] for command in commands] == ["bash", "diff", "torchrun"]
     torchrun = f"{sys.executable} -m torch.distributed.run"
     for command, status, words in zip(commands, (0, 1, 0), (
-        "2 processes on cpu", "device = start_process_group(args)", "holds a run that has finished",
+        "2 processes on cpu", "device = start_process_group(args)", "2 processes on cpu",
     )):
         if command.startswith(("bash", "torchrun")):
             command = command.replace("torchrun", torchrun) + f" {small}"
@@ -148,8 +148,8 @@ def test_the_numbers_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     names, own, needs = (
         re.findall(what, re.search(rf"(?m)^\|{first} \|(.*)", readme)[1])
-        for first, what in (("", r"\((\w+)\.py\)"), (" lines of code", r"[\d,]+"),
-                            (" lines that it imports", r"[\d,]+"))
+        for first, what in (("", r"\((\w+)\.py\)"), (" lines of the file", r"[\d,]+"),
+                            (" lines that it imports from here", r"[\d,]+"))
     )
     assert sorted(names) == sorted(SCRIPTS)
 
@@ -323,6 +323,11 @@ def test_the_table_of_variables_is_complete():
 
 
 # Links
+
+
+def test_readme_links_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert not [page for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name}" not in readme]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -14,7 +14,7 @@ and today's. Both start from the same weights, read the same samples and have no
 
 Recording needs torch alone; comparing needs parity_checks.py beside this file too, which says what
 is checked. A recorded step reads weights and gradients once more: it takes up to twice the time of
-a plain step, less with larger batches.
+a plain step if each rank has some 256 tokens or more; with fewer it takes longer.
 
 It cannot see what only the forward pass uses, buffers, what does not act (such as clipping that is
 never active), and what lies below the tolerance. So run it in float32 or float64: in bfloat16 it
