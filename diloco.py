@@ -21,7 +21,7 @@ curve of one process. Logged are the means of the replicas' losses and norms. Be
 each replica validates its own weights, on its share of the held-out data.
 
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
-of parameters it sends 2P/s (R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
+of parameters it sends (2P/s)(R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
 in each step. In each step the ranks also tell each other whether a signal has asked them to stop (8
 bytes), which they read at the end of the next step. Sent within a replica: what fsdp.py sends, with
 s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each

@@ -16,7 +16,7 @@ or with bfloat16 P/2; F: those of the last unit. Each of n ranks sends (2G - F +
 --no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
 micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
 share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
-gradients over the R replicas, 2P/s (R-1)/R. Use the number of machines as R: then only this
+gradients over the R replicas, (2P/s)(R-1)/R. Use the number of machines as R: then only this
 all-reduce crosses machines. One number more is all-reduced in a step: how many targets the global
 batch has (8 bytes, 16(n-1)/n sent).
 

@@ -268,7 +268,7 @@ def formulas(args, n, model):
     if not args.reshard_after_forward:
         formula, sent = "(G+aA)(s-1)/s", (G + a * A) * (s - 1) / s
     if R > 1:
-        formula, sent = f"{formula} + 2A/s(R-1)/R", sent + 2 * A / s * (R - 1) / R
+        formula, sent = f"{formula} + (2A/s)(R-1)/R", sent + 2 * A / s * (R - 1) / R
     sent += 16 * (n - 1) / n
     return theory.held("A/s", A / s) | {
         "parameters": ("P/s", P / s), "sent": (f"{formula} + 16(n-1)/n", sent),

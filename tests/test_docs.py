@@ -255,7 +255,7 @@ def test_every_cell_of_the_comparison_has_a_source():
 
 def test_what_40_percent_of_8_gpus_are():
     page = (ROOT / "docs" / "first-gpus.md").read_text()
-    found = re.findall(r"some ([\d,]+) tokens/s for `(\S+)` at\s([\d,]+) tokens", page)
+    found = re.findall(r"some ([\d,]+) tokens/s\sfor\s`(\S+)` at\s([\d,]+) tokens", page)
     assert len(found) == 2
     for said, model, length in found:
         operations = PRESETS[model].flops_per_token(int(length.replace(",", "")))

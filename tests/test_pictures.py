@@ -56,7 +56,7 @@ def test_the_grid():
     shown = words("grid")
     assert set(map(str, range(16))) < set(shown)
     page, parts = (ROOT / "docs" / "hybrid.md").read_text(), draw.read("grid")["collectives"]
-    for axis, group in ("tp", "tp"), ("cp", "cp"), ("dp", "dp_shard_cp"), ("pp", "pp"):
+    for axis, group in ("tp", "tp"), ("cp", "cp"), ("dp x cp .FSDP.", "dp_shard_cp"), ("pp", "pp"):
         sent, crossing = (draw.gb(sum(part[kind] for part in parts if part["group"] == group))
                           for kind in ("bytes", "between_machines"))
         assert re.search(rf"\| {axis} \|.*\| {sent} \| {crossing} \|", page)
