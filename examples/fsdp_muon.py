@@ -10,7 +10,7 @@ rank its rows of the result. The owners have about equally many numbers. The sca
 arXiv:2502.16982 makes updates as large as AdamW's: --lr and --weight-decay are those of both.
 
 Sent in a step, on top of fsdp.py: two all-to-alls. M: bytes of the matrices. Each of n ranks sends
-2M/n (n-1)/n, if all own equally much. torch.optim.Muon under FSDP2 has 15 all-gathers for each
+(2M/n)(n-1)/n, if all own equally much. torch.optim.Muon under FSDP2 has 15 all-gathers for each
 matrix that is wide or square, and 10 all-reduces for each tall one. For llama3-8b in float32 on 8
 ranks that is 109 GB in a step; here it is 6.1 GB. It also computes in bfloat16, and so its updates
 depend on the number of ranks. Here Newton-Schulz has the type of the parameters. With --replicate
@@ -243,7 +243,7 @@ def formulas(args, n, matrices):
     states = found["optimizer_states"][1] - M / s  # of a matrix: one in place of two
     return found | {
         "optimizer_states": ("(2P-M)/s", states),
-        "sent": (f"{formula} + 2M/s(s-1)/s", sent + 2 * M / s * (s - 1) / s),
+        "sent": (f"{formula} + (2M/s)(s-1)/s", sent + 2 * M / s * (s - 1) / s),
     }
 
 

@@ -125,7 +125,7 @@ def test_tied_parameters_in_two_units_are_refused(run, corpus, command):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_zero_pairs_names_and_shards_by_identity(run, world):
-    assert "all units are right" in run("tests/zero_groups.py", world, pass_out=False).output
+    assert "all units are right" in run("tests/zero_units.py", world, pass_out=False).output
 
 
 LOOK = """
