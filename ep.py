@@ -117,7 +117,8 @@ def main(argv=None):
     # Data
     dataset = open_dataset(args)
     sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh,  # EP: each rank reads its own samples
     )
     validation = Validation(
         open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,

@@ -22,24 +22,25 @@ outermost: it only sends hidden states from one stage to the next, and their gra
 Experts have a second mesh over the same ranks: (pp, dp_replicate, expert_dp, ep). With sequence
 parallelism each tp rank has tokens of its own in the residual stream, as each cp and dp rank has.
 So to an expert all three axes are data parallelism: of the dp / R x cp x tp ranks of a replica, ep
-adjacent ones hold different experts, and send tokens to each other; FSDP shards the same experts
-over expert_dp = dp / R x cp x tp / ep ranks. No expert is cut by tp. (docs/hybrid.md has both
-meshes of 8 ranks)
+adjacent ones hold different experts, and send tokens to each other. FSDP shards the same experts
+over the expert_dp = (dp/R x cp x tp) / ep ranks that hold them. No expert is cut by tp.
+(docs/hybrid.md has both meshes of 8 ranks)
 
 Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send for this rank's
 share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and
 between stages the hidden states forward and their gradients backward. With --num-experts also what
-ep.py sends for tokens and for the weights of experts, which are not divided by tp.
+ep.py sends for tokens and for the weights of experts, which are not divided by tp. With --pp, FSDP
+gathers the parameters of a stage once for all micro-batches of the pipeline, and reduces their
+gradients after the last one: in between a rank holds both whole, also those of its experts.
 
 Overlap: as in fsdp.py; what tp and cp send is exposed, and so are the tokens on their way to
-experts and back. With --pp the gradients are reduced after the last micro-batch: nothing hides
-this.
+experts and back. With --pp nothing hides the reduction of the gradients.
 
 Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp ranks in bfloat16,
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
 
 This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them. To
-copy it, take these five files, it and common/. The order of composition: experts first, so that
+copy it, take it, these five files and common/. The order of composition: experts first, so that
 what follows leaves them alone; then tensor parallel, because it changes what a layer computes; then
 the attention of context parallel; then FSDP, which shards what the rank now holds; then the
 pipeline around all of it.
@@ -206,12 +207,13 @@ def main(argv=None):
         output = torch.empty((), dtype=args.param_dtype)
     # PP: connect the stages
     if pp > 1:
-        forward_backward = make_schedule(
+        schedule = make_schedule(
             "1f1b", [model], [stage], pp, M, tokens, hidden, output, loss_fn, mesh.get_group("pp"),
             device,
-        ).step
+        )
+        forward_backward = functools.partial(in_stages, schedule)
     else:
-        forward_backward = functools.partial(one_stage, model, M, loss_fn)
+        forward_backward = functools.partial(in_one_stage, model, M, loss_fn)
 
     # CP, PP: the loss of this rank's positions and stage, for validation
     def loss_of_part(micro_batch):
@@ -255,15 +257,11 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
         count.copy_(count_targets(batch, dp_mesh.get_group()))  # DP: of all samples
-        for inputs, targets in batch:  # (B/dp/accum, T)
+        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
-            # PP: forward and backward; the first stage uses the inputs, the last the targets.
-            losses = []
             with loss_parallel():  # TP: the logits are (B/dp/accum/M, T/cp, V/tp)
-                forward_backward(
-                    inputs, targets=targets, target=targets, losses=losses, return_outputs=False
-                )
+                losses = forward_backward(inputs, targets, last=i == args.grad_accum - 1)
             loss += sum(micro_loss.detach() for micro_loss in losses)
 
         # PP: the norm of the gradients of all stages.
@@ -294,14 +292,26 @@ def plan_with_experts(plan):
     }
 
 
-def one_stage(model, M, loss_fn, inputs, targets, target, losses, return_outputs=False):
-    """``schedule.step`` for a single stage. Under PipelineStage FSDP would keep the parameters and
-    gradients of the whole model; here it frees them group by group, as in fsdp.py."""
+def in_stages(schedule, inputs, targets, last):
+    """Forward and backward passes of a batch through the stages of a pipeline. The first stage uses
+    the inputs, the last the targets. Returns the losses of the micro-batches, on the last stage.
+    ``last``, whether nothing follows in this step, changes nothing: PipelineStage reduces gradients
+    over replicas in each call. So use more --microbatches rather than more --grad-accum."""
+    losses = []
+    schedule.step(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
+    return losses
+
+
+def in_one_stage(model, M, loss_fn, inputs, targets, last):
+    """The same in a single stage. Under PipelineStage FSDP would keep the parameters and gradients
+    of the whole model; here it frees them unit by unit, and reduces over replicas once in a step,
+    as in fsdp.py."""
+    losses = []
     for i, (x, y) in enumerate(zip(inputs.chunk(M), targets.chunk(M))):
-        model.set_requires_all_reduce(i == M - 1)
-        loss = loss_fn(model(x, targets=y), y)
-        loss.backward()
-        losses.append(loss)
+        model.set_requires_all_reduce(last and i == M - 1)
+        losses.append(loss_fn(model(x, targets=y), y))
+        losses[-1].backward()
+    return losses
 
 
 def describe_grid(mesh, layers):

@@ -86,7 +86,8 @@ def main(argv=None):
     # Data
     dataset = open_dataset(args)
     sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh,  # ZeRO: each rank reads its own samples
     )
     validation = Validation(
         open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
@@ -119,7 +120,7 @@ def main(argv=None):
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()
         optimizer.step()
-        start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see there
+        start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see its docstring
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

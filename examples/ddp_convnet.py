@@ -52,7 +52,8 @@ def main(argv=None):
     # Data
     dataset = bars(2000, args.seed, args.param_dtype)
     sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, mesh=mesh
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=mesh,  # DDP: each rank reads its own samples
     )
 
     # Resume: the step number is the only state of the data

@@ -1,6 +1,6 @@
 """On each rank, every attention of cp.py. ``agrees``: it is plain attention over the whole
-sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps. ``reduces``: when
-cp.py sends gradients."""
+sequence. ``shapes``: which tensors it makes, forward and backward, and which it keeps.
+``reduces``: when cp.py sends gradients."""
 
 import functools
 import itertools

@@ -87,7 +87,8 @@ def main():
         for fault, (name, replacement, *grid) in faults.items():
             label = f"{script.__name__}: {fault}"
             with mock.patch(f"{script.__name__}.{name}", replacement):
-                history = script.main([*options, f"{folder}/{len(curves)}", *" ".join(grid).split()])
+                out = f"{folder}/{len(curves)}"
+                history = script.main([*options, out, *" ".join(grid).split()])
             curves[label] = [[line[name] for name in NAMES] for line in history if "loss" in line]
     if dist.get_rank() == 0:
         print("\ncurves", json.dumps(curves), flush=True)

@@ -36,7 +36,9 @@ def curves(n):
         "pp.py --microbatches 8 --schedule gpipe",
     ], "") | dict.fromkeys(
         [f"pp.py --microbatches 16 --schedule {name}" for name in schedules], DEEP
-    ) | {"ep.py": EXPERTS, f"ep.py --ep {n}": EXPERTS}
+    ) | dict.fromkeys(
+        ["ep.py", f"ep.py --ep {n}", f"hybrid_3d.py --ep {min(n, 4)} {grid(n)}".strip()], EXPERTS
+    )
 
 
 def llama_1b(n):

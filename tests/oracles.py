@@ -79,7 +79,7 @@ def hybrid_3d(args, n, stage):
         gathered, experts = a * (U * half + U), a * (half + 1) * W / ep
     held = U / s + W / ep / expert_dp
     sent = gathered * (s - 1) / s + experts * (1 - 1 / expert_dp)
-    sent += a * 2 * held * (R - 1) / R + 16 * (dp - 1) / dp
+    sent += (1 if pp == 1 else a) * 2 * held * (R - 1) / R + 16 * (dp - 1) / dp
 
     # TP: hidden states x, in each layer, in embedding and head; a number per token t, in the loss
     tokens = args.batch_size // dp * (args.seq_len // cp)  # of this rank

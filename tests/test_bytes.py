@@ -150,6 +150,7 @@ def test_the_formulas_are_those_of_the_theory():
     ("hybrid_3d.py --tp 2 --cp 2 --pp 2 --activation-checkpointing --dtype bfloat16", 8, 0, 0),
     ("hybrid_3d.py --tp 2 --cp 2 --pp 2 --activation-checkpointing --dtype bfloat16", 8, 6, 1),
     ("hybrid_3d.py --tp 2 --pp 2 --replicate 2 --grad-accum 2 --dtype float32", 8, 7, 1),
+    ("hybrid_3d.py --replicate 2 --grad-accum 2 --microbatches 2 --dtype float32", 4, 0, 0),
     ("hybrid_3d.py --tp 2 --no-sequence-parallel --vocab-size 65536 --dtype float32", 4, 3, 0),
     ("hybrid_3d.py --tp 2 --cp 2 --num-experts 8 --ep 4 --grad-accum 2 --dtype bfloat16", 8, 5, 0),
     ("hybrid_3d.py --tp 2 --pp 2 --num-experts 8 --activation-checkpointing --dtype float32", 8, 4,

@@ -164,6 +164,11 @@ def test_the_numbers_of_the_readme():
     model, services = re.search(r"\n- (\S+) of the imported .*? (\S+) more lines", readme).groups()
     assert close(model, ["common/model.py", "common/experts.py"])
     assert close(services, [path for path in needed("fsdp.py") if "/services/" in path])
+    comparison = (ROOT / "docs" / "comparison.md").read_text()
+    total, fsdp = re.search(r"\[some (\S+)\]\S+ without tools; \[for FSDP some (\S+)\]",
+                            comparison).groups()
+    assert close(total, [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")])
+    assert close(fsdp, {path for path in needed("fsdp.py") if "/services/" not in path})
     (said,) = re.findall(r"less than \*\*(\S+)\*\* apart", readme)
     losses = json.loads((ROOT / "docs" / "data" / "curves.json").read_text())["loss"]
     assert all(abs(loss - reference) < float(said) for curve in losses.values()

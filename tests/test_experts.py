@@ -43,7 +43,7 @@ ROWS = [
     ("hybrid_3d.py", 1), (f"hybrid_3d.py --ep 2 {AGAIN}", 4), ("hybrid_3d.py --tp 2 --ep 2", 2),
     ("hybrid_3d.py --cp 2 --ep 2 --grad-accum 2", 2), ("hybrid_3d.py --pp 2 --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4), (f"hybrid_3d.py --pp 2 --ep 2 {NARROW}", 4),
-    ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4),
+    ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4), ("hybrid_3d.py --tp 2 --ep 2 --compile", 2),
     (f"hybrid_3d.py --cp 2 --tp 2 --ep 2 {AGAIN}", 4),
     ("hybrid_3d.py --replicate 2 --tp 2 --ep 2 --grad-accum 2", 8),
     ("hybrid_3d.py --cp 2 --tp 2 --ep 8", 8), ("hybrid_3d.py --tp 2 --pp 2", 8),
@@ -175,11 +175,12 @@ def test_common_faults_are_seen(server, trained, corpus, tmp_path):
 
 
 @thorough
-def test_every_dtype(trained):
+@pytest.mark.parametrize("command", ["ep.py --ep 2", GRID])
+def test_every_dtype(trained, command):
     """float32 takes another path in FSDP than float64, bfloat16 another product."""
     expected = trained("single.py", 0, "float32").curve("loss")
     for dtype, within in (("float32", 5e-4), ("bfloat16", 0.05)):
-        found = trained("ep.py --ep 2", 4, dtype)
+        found = trained(command, 4, dtype)
         assert furthest(found.curve("loss"), expected) < within
         norms = zip(found.curve("grad_norm"), trained("single.py", 0, dtype).curve("grad_norm"))
         assert all(a == pytest.approx(b, rel=within) for a, b in norms)
