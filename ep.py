@@ -264,7 +264,8 @@ class SendRows(torch.autograd.Function):
 def clip_over_meshes(parameters, max_norm):
     """``torch.nn.utils.clip_grad_norm_`` for DTensors on several meshes, which it refuses. Each
     rank must hold a part of the gradients that no other rank holds: then the global norm is the
-    root of the sum of the squares of the ranks' norms. Returns it."""
+    root of the sum of the squares of the ranks' norms. Returns it. With replicas, which hold the
+    same, take ``clip_over_stages`` of pp.py."""
     parameters = [p for p in parameters if p.grad is not None]
     total = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters]).square()
     dist.all_reduce(total)
