@@ -6,8 +6,8 @@
 #   bash run.sh test                  a sample of every kind of test; arguments go to pytest
 #   bash run.sh test --all            every test
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
-#   bash run.sh plan --help           a tool: bench, dry_run, export, import_hf, parity, plan, plot
-#                                     or prepare
+#   bash run.sh plan --help           a tool: bench, dry_run, export, import_hf, parity, plan or
+#                                     prepare
 #
 # On several machines, in one of three ways; each machine needs this folder and the working folder
 # at the same path, and --out on a file system that all share:
@@ -197,7 +197,7 @@ if [ "$command" = test ]; then
   exec "$python" -m pytest "$@"
 fi
 # -P: a json.py in the working folder is not Python's.
-if [[ " bench plan dry_run export import_hf parity prepare plot " = *" $command "* ]]; then
+if [[ " bench plan dry_run export import_hf parity prepare " = *" $command "* ]]; then
   find_python
   PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "tools.$command" "$@"
 fi

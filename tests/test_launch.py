@@ -186,8 +186,8 @@ def test_nothing_imports_from_the_working_folder(tmp_path):
     for name in ("json", "re", "socket", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     (tmp_path / "show.py").write_text("print('started')\n")
-    output = finish(start([*RUN, "plot", "--help"], tmp_path))
-    assert output.startswith("usage: python -m tools.plot "), output
+    output = finish(start([*RUN, "prepare", "--help"], tmp_path))
+    assert output.startswith("usage: python -m tools.prepare "), output
     output = finish(start([*RUN, "show.py"], tmp_path, NNODES="1"))
     assert output.endswith("started\n"), output
 

@@ -1,6 +1,5 @@
 """Edits that anybody makes to bring a model of their own: exact, or refused in words."""
 
-import functools
 import shutil
 
 import pytest

@@ -1,4 +1,4 @@
-"""tools/prepare.py, tools/plot.py and tools/bench.py."""
+"""tools/prepare.py and tools/bench.py."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from common.data import TokenDataset
 from common.errors import SettingError
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
-from tools import bench, command, plot, prepare
+from tools import bench, command, prepare
 
 
 @pytest.fixture(scope="module")
@@ -266,111 +266,13 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
 
 def test_the_tools_start_fast():
     """Without torch; and as commands, with a status."""
-    code = "import sys, tools.prepare, tools.plot; sys.exit('torch' in sys.modules)"
+    code = "import sys, tools.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-    result = subprocess.run([sys.executable, "-m", "tools.plot", "/none"], cwd=ROOT,
-                            capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "tools.prepare"], cwd=ROOT, capture_output=True,
+                            text=True)
     assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("plot.py: error: /none/metrics.jsonl cannot be read (No such")
+    assert result.stderr.startswith("prepare.py: error: the following arguments are required")
     assert result.stderr.count("\n") == 1
-
-
-def write_run(folder, curve):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "loss": loss, "lr": 1.0}) + "\n" for step, loss in curve.items()
-    ))
-    return folder
-
-
-def test_drawn_is_what_runs_wrote(tmp_path):
-    pytest.importorskip("matplotlib")
-    first = {1: 5.0, 10: 4.0, 20: 3.0, 30: 2.5}
-    others = {"same": first, "near": {1: 5.0, 10: 4.0 + 2**-20, 20: 3.0, 30: 2.0},
-              "$x_{$": {10: 4.5, 15: 7.0}}
-    folders = [write_run(tmp_path / "first", first)]
-    folders += [write_run(tmp_path / name, curve) for name, curve in others.items()]
-    with (folders[1] / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 30, "val_loss": 2.75}\n')
-    found = {folder.name: plot.read_curves(folder) for folder in folders}
-    curves, held_out = ({name: pair[i] for name, pair in found.items()} for i in range(2))
-    assert held_out == {"first": {}, "same": {30: 2.75}, "near": {}, "$x_{$": {}}
-    assert curves == {"first": first, **others}
-    apart = plot.differences(curves)
-    assert apart == {
-        "same": dict.fromkeys(first, 0.0), "near": {1: 0.0, 10: 2**-20, 20: 0.0, 30: 0.5},
-        "$x_{$": {10: 0.5},
-    }
-    figure = plot.draw(curves, held_out, apart)
-    figure.savefig(tmp_path / "curves.png")  # no name is read as a formula
-    upper, lower = figure.axes
-    (dashed,) = [line for line in upper.lines if line.get_marker() == "x"]
-    assert dict(zip(*dashed.get_data())) == {30: 2.75} and dashed.get_linestyle() == "--"
-    assert dashed.get_color() == upper.lines[1].get_color()
-    dashed.remove()
-    drawn = [dict(zip(*line.get_data())) for line in upper.lines]
-    assert drawn == list(curves.values())
-    ticks = dict(zip((text.get_text() for text in lower.get_yticklabels()), lower.get_yticks()))
-    floor = ticks.pop("equal")
-    assert 0 < floor < 2**-20 and all(float(mark[5:-2]) == np.log10(tick)
-                                      for mark, tick in ticks.items())
-    shown = [dict(zip(*line.get_data())) for line in lower.lines]
-    assert shown == [{step: size or floor for step, size in values.items()}
-                     for values in apart.values()]
-    assert lower.get_yscale() == "log" and upper.get_xlim() == lower.get_xlim()
-    assert [text.get_text().replace("\\", "") for text in upper.get_legend().get_texts()] == [
-        "first", "same", "same, held-out data", "near", "$x_{$"
-    ]
-    for below, above in zip(lower.lines, upper.lines[1:]):
-        assert below.get_color() == above.get_color()
-    assert len({line.get_color() for line in upper.lines}) == 4
-
-
-def test_pictures(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    runs = [write_run(tmp_path / name / "ddp", {1: 3.0, 2: 2.0}) for name in ("a", "$b")]
-    sizes = []
-    for words in ([runs[0]], runs):
-        out = tmp_path / "curves.png"
-        plot.main([str(word) for word in [*words, "--out", out]])
-        header = out.read_bytes()[:24]
-        assert header[:8] == b"\x89PNG\r\n\x1a\n"
-        sizes.append(int.from_bytes(header[20:], "big"))
-    assert sizes[0] < sizes[1]  # the second has two panels
-    assert capsys.readouterr().out.splitlines()[1] == f"{out}: {runs[0]}, {runs[1]}"
-    # A run that writes its last line now, and one that diverged.
-    with (runs[0] / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "loss": NaN}\n{"step": 4, "lo')
-    plot.main([*map(str, runs), "--out", str(tmp_path / "curves.svg")])
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
-
-
-def test_bad_input_of_plot(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    good = write_run(tmp_path / "good", {1: 3.0, 2: 2.0})
-    other = write_run(tmp_path / "other", {3: 3.0})
-    empty = write_run(tmp_path / "empty", {})
-
-    def line(*words):
-        found = the_line(plot.main, words)
-        assert found.startswith("plot.py: error: ")
-        return found[len("plot.py: error: "):]
-
-    assert line(tmp_path).startswith(f"{tmp_path}/metrics.jsonl cannot be read (No such file")
-    assert line(good, empty).startswith(f"{empty}/metrics.jsonl has no step yet")
-    assert line(good, other).startswith("other and good have no step in common")
-    assert "named twice" in line(good, good)
-    assert line(good, "--out", tmp_path / "x.doc").startswith(f"--out {tmp_path}/x.doc cannot be")
-    assert "No such file" in line(good, "--out", tmp_path / "none/x.png")
-    assert "required: RUN" in line()
-    for bad in ("{", "[]", '{"step": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "loss": null}'):
-        broken = tmp_path / "broken"
-        write_run(broken, {1: 2.0})
-        with (broken / "metrics.jsonl").open("a") as file:
-            file.write(f"{bad}\n")
-        assert line(broken).startswith(f"{broken}/metrics.jsonl, line 2: this must be a JSON")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert line(good).endswith("python -m pip install matplotlib")
 
 
 @thorough

@@ -13,7 +13,6 @@ It reads and writes one tensor after the other. So it does not need memory for t
 about twice the largest tensor. In a Mixtral one tensor holds a matrix of all experts of a layer.
 """
 
-import json
 import pathlib
 import shlex
 
