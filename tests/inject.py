@@ -128,6 +128,14 @@ def loss_in_chunks():
     common.model.MAX_LOGITS = 1000
 
 
+def unrounded_muon():
+    """torch's Muon converts to bfloat16: on 2.13 by ``bfloat16``, on 2.15 by ``to``. Not here."""
+    to = torch.Tensor.to
+    torch.Tensor.bfloat16 = lambda tensor: tensor.clone()
+    torch.Tensor.to = lambda tensor, *args, **kwargs: (
+        tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs))
+
+
 # Experts
 
 def unused(experts):

@@ -137,10 +137,11 @@ class Scaled(nn.Linear):
 
 def inputs_that_a_style_would_drop_are_refused(mesh):
     """PyTorch's styles pass on the first positional input only, and all keywords."""
-    for style in (ColwiseParallel(), RowwiseParallel(), SequenceParallel(use_local_output=True)):
+    for style in (ColwiseParallel(), RowwiseParallel(),
+                  SequenceParallel(sequence_dim=0, use_local_output=True)):
         model = nn.Sequential(Scaled(4, 4))
         tp.parallelize(model, mesh, {"0": style})
-        x = torch.ones(2, 6, 2 if isinstance(style, RowwiseParallel) else 4)
+        x = torch.ones(6, 2 if isinstance(style, RowwiseParallel) else 4)
         torch.testing.assert_close(model[0](x, scale=3.0), 3 * model[0](x))
         with pytest.raises(SettingError, match="Scaled was called with 2 inputs by position"):
             model[0](x, 3.0)

@@ -17,13 +17,14 @@ from common.services.hf_weights import load_weights
 from tests import oracles
 from tests.processes import Result
 from tests.sample import sampled, thorough
+from tests.table import OLD
 from tests.test_same_run import furthest
 from tools import export, import_hf
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
 TRAINING = ("--seq-len 16 --batch-size 16 --steps 4 --log-every 1 --warmup-steps 1 --lr 0.02 "
-            "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 2 --val-batches 1")
+            "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 3 --val-batches 1")
 OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01"
 ROWS_IN_A_STEP = 16 * 16 * 2
 NAMES = "loss", "grad_norm", "busiest_expert"
@@ -43,7 +44,7 @@ ROWS = [
     ("hybrid_3d.py", 1), (f"hybrid_3d.py --ep 2 {AGAIN}", 4), ("hybrid_3d.py --tp 2 --ep 2", 2),
     ("hybrid_3d.py --cp 2 --ep 2 --grad-accum 2", 2), ("hybrid_3d.py --pp 2 --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4), (f"hybrid_3d.py --pp 2 --ep 2 {NARROW}", 4),
-    ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4), ("hybrid_3d.py --tp 2 --ep 2 --compile", 2),
+    ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --tp 2 --ep 2 {AGAIN}", 4),
     ("hybrid_3d.py --replicate 2 --tp 2 --ep 2 --grad-accum 2", 8),
     ("hybrid_3d.py --cp 2 --tp 2 --ep 8", 8), ("hybrid_3d.py --tp 2 --pp 2", 8),
@@ -51,6 +52,8 @@ ROWS = [
     ("hybrid_3d.py --replicate 2 --cp 2 --pp 2 --ep 2", 8),
     ("hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2", 16),
 ]
+if not OLD:  # torch 2.11 cannot compile layers of which a part is left out under tensor parallelism
+    ROWS.append(("hybrid_3d.py --tp 2 --ep 2 --compile", 2))
 SAMPLE = [("ep.py --ep 1 --grad-accum 2", 4), ("ep.py", 4),
           ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4)]
 

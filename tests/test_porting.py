@@ -336,7 +336,7 @@ SGD = "[torch.optim.SGD(P, 0.1, momentum=0.9, nesterov=True, fused=False)]"
 MUON = ("[torch.optim.Muon([p for p in P if p.ndim == 2], 0.02), "
         "torch.optim.AdamW([p for p in P if p.ndim < 2], args.lr)]")
 # torch's Muon computes in bfloat16. Here in float64: what differs otherwise is rounding error.
-UNROUNDED = "torch.Tensor.bfloat16 = lambda self: self.clone()"
+UNROUNDED = "unrounded_muon()"
 
 
 @pytest.mark.parametrize("new, inject", [(SGD, ""), (MUON, UNROUNDED)], ids=["SGD", "Muon"])
