@@ -22,8 +22,8 @@
 # died: they resume from the newest checkpoint. All variables and ports: docs/launching.md.
 #
 # run.sh uses the active Python, or the one that PYTHON names, if requirements.txt is installed in
-# it. Otherwise it makes a virtual environment, .venv beside this file, and installs
-# requirements.txt there, once, with the torch that was measured.
+# it. Otherwise it makes a virtual environment beside this file, .venv, or for PYTHON one whose name
+# has its version, and installs requirements.txt there, once, with the torch that was measured.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
@@ -49,12 +49,17 @@ PYTHON
   )" = yes ]
 }
 
-# Sets python. With a version of torch: the Python of that version's own environment.
+# Sets python. A version of torch has an environment of its own, and so has the Python that PYTHON
+# names.
 find_python() {
-  local torch=${1:-} environment=$here/.venv${1:+-torch-$1}
+  local torch=${1:-} version environment=$here/.venv
   python=${PYTHON:-python3}
-  [[ ! -v PYTHON || $("$PYTHON" -c 'print("yes")' 2>/dev/null) = yes ]] ||
-    fail "PYTHON is '$PYTHON': that is no Python"
+  if [[ -v PYTHON ]]; then
+    version=$("$PYTHON" -c 'import platform; print("yes", platform.python_version())' 2>/dev/null) || true
+    [[ $version = yes\ * ]] || fail "PYTHON is '$PYTHON': that is no Python"
+    environment+=-python-${version#yes }
+  fi
+  environment+=${torch:+-torch-$torch}
   [ -n "$torch" ] || ! has_requirements "$python" || return 0
   python=$environment/bin/python
   ! has_requirements "$python" || return 0

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from common.errors import SettingError, printable
 from common.services import stored
@@ -242,6 +242,8 @@ HOSTILE = {
              "its index asks for posix.system, which DCP never writes"),
     "memory": (write(".metadata", pickle.dumps(Run(bytes, 10**18))),
                "its index asks for builtins.bytes, which DCP never writes"),
+    "an attribute": (write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))),
+                     "its index asks for getattr of <class 'torch.Size'>"),
     "junk": (write(".metadata", b"junk"), NONE),
     "nothing": (write(".metadata", b""), NONE),
     "a value": (save_an_object, "BytesStorageMetadata, which DCP never writes for tensors"),
@@ -279,6 +281,17 @@ def test_a_hostile_checkpoint(out, tmp_path, monkeypatch, case):
     with pytest.raises(SettingError):
         stored.read(out / "step-00000006")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("reduce", [
+    lambda member, _: (getattr, (type(member), member.name)),
+    lambda member, _: (type(member), (member.value,)),
+], ids=["3.11.0 to 3.11.3", "newer"])
+def test_an_index_that_another_python_has_written(out, monkeypatch, reduce):
+    """Versions of Python pickle a member of an Enum in two ways. DCP's index has one."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
+    edit(lambda index: None)(out / "step-00000006")
+    assert resume(out) == 6
 
 
 def test_control_characters_do_not_reach_the_terminal(out, capsys):

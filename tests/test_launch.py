@@ -7,6 +7,8 @@ Both need root and packages (see .ci/run); without these their tests are skipped
 import json
 import os
 import pathlib
+import platform
+import re
 import shlex
 import shutil
 import signal
@@ -152,6 +154,27 @@ os.write(1, f"{json.dumps(words + sys.argv[2:])}\\n".encode())
 
 def shown(output):
     return sorted(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+
+
+def test_a_python_that_is_named_has_its_own_environment(tmp_path):
+    """And the environment of this very run is of the Python in its name."""
+    version = platform.python_version()
+    assert re.search(r"\.venv-python-([\d.]+)|$", sys.prefix)[1] in (None, version)
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (".venv", f".venv-python-{version}"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\n[ "$2" = - ] && echo yes || echo "$0"\n')
+        python.chmod(0o755)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    bare = tmp_path / "bare" / "bin"
+    for words, name in (
+        ([f"PYTHON={bare}/python3"], f".venv-python-{version}"),
+        (["-u", "PYTHON", f"PATH={bare}:{os.environ['PATH']}"], ".venv"),
+    ):
+        output = finish(start(["env", *words, "bash", tmp_path / "run.sh", "plan"], tmp_path))
+        assert output.split() == [f"{tmp_path}/{name}/bin/python"]
 
 
 def test_the_command_that_run_sh_shows(tmp_path):

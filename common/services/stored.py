@@ -23,6 +23,7 @@ import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # each index has one
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from common.errors import SettingError
@@ -192,11 +193,20 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # so Python 3.11.0 to 3.11.3 pickle a member of an Enum
         if name not in self.CLASSES.get(module, ()):
             raise pickle.UnpicklingError(
                 f"its index asks for {module}.{name}, which DCP never writes for tensors"
             )
         return super().find_class(module, name)
+
+
+def _memory_format(kind, name):
+    """``getattr`` for the members of one Enum and nothing else."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"its index asks for getattr of {kind!r:.60}")
+    return kind[name]
 
 
 def reason(error):
