@@ -376,6 +376,7 @@ def pass_on(tensor, group):
     tensors alive, and the caller must not change them.
     """
     n, rank = group.size(), group.rank()
+    tensor = tensor.contiguous()  # torch.stack keeps the order of strides, as of channels_last
     ops = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
         dist.P2POp(dist.irecv, torch.empty_like(tensor), group=group, group_peer=(rank - 1) % n),
@@ -464,7 +465,7 @@ class Resplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, split_dim, cat_dim, group):
         ctx.split_dim, ctx.cat_dim, ctx.group = split_dim, cat_dim, group
-        parts = torch.stack(x.chunk(group.size(), split_dim))  # part i is for rank i
+        parts = torch.stack(x.chunk(group.size(), split_dim)).contiguous()  # part i is for rank i
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # part i is from rank i
         return torch.cat(tuple(received), cat_dim)

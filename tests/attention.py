@@ -57,6 +57,26 @@ def agrees():
     return "all agree"
 
 
+def strides():
+    """The layout of q, k, v and of the output's gradient in memory changes nothing."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    ulysses = functools.partial(cp.ulysses_attention, attention=plain_attention)
+    for attention, is_causal, K in itertools.product(
+        (cp.ring_attention, cp.allgather_attention, ulysses), (True, False), (2, 6)
+    ):
+        attention = functools.partial(attention, is_causal=is_causal, group=group)
+        torch.manual_seed(rank)
+        given = [torch.randn(2, heads, 4 * n, K, dtype=torch.float64)
+                 for heads in (2 * n, n, n, 2 * n)]
+        expected = results(attention, *given)
+        for order in itertools.permutations(range(4)):
+            back = [order.index(axis) for axis in range(4)]
+            permuted = [x.permute(order).contiguous().permute(back) for x in given]
+            for x, y in zip(results(attention, *permuted), expected):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    return "no layout matters"
+
+
 def results(attention, q, k, v, weight):
     """The output, and the gradients of q, k and v, of a weighted sum of it."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
