@@ -277,7 +277,8 @@ def start_reduce_scatter(bucket, buckets):
     if missing:
         raise SettingError(
             f"parameters of the shapes {missing} got no gradient, others of their unit did: "
-            f"freeze them by requires_grad_(False), or put them into a unit of their own"
+            f"freeze them by requires_grad_(False), or use them on every rank in each micro-batch, "
+            f"such as by adding 0 times their output to the loss"
         )
     whole = take_gradients(bucket)
     own = torch.empty_like(whole[0])
