@@ -28,12 +28,9 @@ s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what
 rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more.
 The step that is counted ends in a meeting.
 
-A checkpoint has the common weights under their usual names, so that every script can read them; it
-starts with fresh optimizer states then. It also has the weights and states of each replica. So a
-run that stops between two meetings resumes as it was, with the same --replicas, on any number of
-ranks. From a meeting a run with other --replicas can start too: its outer momentum starts at 0. All
-others refuse a checkpoint from between two meetings: let --save-every and --steps be multiples of
---inner-steps. To copy this script, take fsdp.py too.
+A checkpoint has the common weights under their usual names, which tools/export.py reads, and those
+of each replica, with the states of all. So a run resumes as it was, also between two meetings, with
+the same --replicas, on any number of ranks. To copy this script, take fsdp.py too.
 """
 
 import argparse
@@ -43,13 +40,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.data import BatchSampler, load_steps, open_dataset
+from common.data import BatchSampler, load_steps
 from common.errors import refuse
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.tokens import open_dataset
 from fsdp import reshard, shard
 
 # Services: each comes off with the lines that name it
@@ -124,11 +122,12 @@ def main(argv=None):
     )
 
     # Resume: the step number is the only state of the data
+    own, replica = model.state_dict(keep_vars=True), mesh.get_local_rank("replica")
+    tensors = {name: common.get(tensor, tensor) for name, tensor in own.items()}  # DiLoCo: common
+    tensors |= {f"replica{replica}.{name}": p for name, p in own.items() if p in common}
     checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
+        args.out, run_settings(args, dataset), tensors, [optimizer, outer],
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
-        replica=mesh.get_local_rank("replica"), common=common, outer=outer,
-        inner_steps=args.inner_steps,
     )
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 

@@ -47,14 +47,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common.data import BatchSampler, load_steps, open_dataset
+from common.data import BatchSampler, load_steps
 from common.errors import refuse
-from common.experts import Permute, balance_experts, inverse, read_counts
+from common.experts import (
+    MixtureConfig, Permute, balance_experts, busiest_share, inverse, read_counts, use_experts
+)
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.tokens import open_dataset
 from fsdp import reshard, shard
 
 # Services: each comes off with the lines that name it
@@ -65,9 +68,12 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, experts=True)
+    parser = option_parser(__doc__, MixtureConfig)
     parser.add_argument("--ep", type=at_least(1), metavar="N", help="ranks over which the experts "
                         "of each layer are spread; None: all ranks")
+    parser.add_argument("--balance-rate", type=at_least(0, float), default=0.0, metavar="X",
+                        help="how much each step changes the biases that balance the load of "
+                        "experts; 0: not at all")
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
                         default=True, help="free the gathered parameters of a layer after its "
                         "forward pass, and gather them again for the backward pass")
@@ -87,7 +93,7 @@ def main(argv=None):
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
-        model = Transformer(args.config).to(args.param_dtype)
+        model = use_experts(Transformer(args.config)).to(args.param_dtype)  # EP: for each MLP
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
@@ -150,7 +156,9 @@ def main(argv=None):
         optimizer.step()
         balance_experts(model, args.balance_rate, dist.group.WORLD)  # EP: of all ranks
         optimizer.zero_grad()
-        report.log(step, loss, grad_norm)
+        report.log(  # EP: how uneven the load of the experts is
+            step, loss, grad_norm, busiest_expert=lambda: busiest_share([model], device)
+        )
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered

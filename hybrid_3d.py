@@ -56,14 +56,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 
-from common.data import BatchSampler, load_steps, open_dataset
+from common.data import BatchSampler, load_steps
 from common.errors import refuse
-from common.experts import balance_experts
+from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.tokens import open_dataset
 from cp import allgather_attention, set_attention, shard_positions
 from ep import add_gradients_up, cannot_share, prefetch, shard_experts, to_experts_and_back
 from fsdp import reshard, shard
@@ -81,7 +82,7 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, experts=True)  # EP
+    parser = option_parser(__doc__, MixtureConfig)  # EP
     grid = parser.add_argument_group("grid", "The product of the first four is the "
                                      "world size.")
     for name, what in (
@@ -97,6 +98,9 @@ def main(argv=None):
     grid.add_argument("--ep", type=at_least(1), default=1, metavar="N",  # EP: of DP, CP and TP
                       help="ranks over which the experts of each layer are spread, a divisor of "
                       "dp / R x cp x tp; 1: FSDP for experts")
+    grid.add_argument("--balance-rate", type=at_least(0, float), default=0.0, metavar="X",  # EP
+                      help="how much each step changes the biases that balance the load of "
+                      "experts; 0: not at all")
     grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP, CP
                       help="replicas of the parameters, each sharded over dp / R x cp ranks")
     grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
@@ -149,7 +153,9 @@ def main(argv=None):
 
     # Model: this rank's stage, built on the meta device; see pp.py, tp.py, cp.py and fsdp.py
     with torch.device("meta"):
-        whole, model = (Transformer(args.config).to(args.param_dtype) for _ in range(2))
+        whole, model = (  # EP: experts for each MLP
+            use_experts(Transformer(args.config)).to(args.param_dtype) for _ in range(2)
+        )
     # PP: delete what other stages have
     stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
     keep_stage(model, stage_layers, stage)
@@ -271,7 +277,9 @@ def main(argv=None):
         if E:
             balance_experts(model, args.balance_rate, tokens_mesh.get_group())
         optimizer.zero_grad()
-        report.log(step, loss / tp, grad_norm)  # TP: all ranks of tp have the same loss
+        # EP: how uneven the load of the experts is
+        more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
+        report.log(step, loss / tp, grad_norm, **more)  # TP: all ranks of tp have the same loss
         if validation.due(step):
             with loss_parallel():
                 report.log_validation(step, validation.loss(model, loss_of_part))
@@ -364,6 +372,9 @@ def check(args, n, dp, M):
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
          f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"
          f"{'' if experts else ', or --no-sequence-parallel'}"),
+        (args.balance_rate and not experts,
+         f"--balance-rate {args.balance_rate}: this model has no experts: give --num-experts too, "
+         f"or leave it out"),
         (args.ep > 1 and not experts,
          f"--ep {args.ep} spreads experts, and this model has none: give --num-experts too, or "
          f"leave --ep out"),

@@ -11,13 +11,13 @@ sequences in the global batch, and T the number of tokens in a sequence.
 
 import torch
 
-from common.data import BatchSampler, load_steps, open_dataset
-from common.experts import balance_experts
+from common.data import BatchSampler, load_steps
 from common.launch import launch, start_process
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.tokens import open_dataset
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -28,7 +28,7 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, experts=True)
+    parser = option_parser(__doc__)
     Checkpoints.add_options(parser)
     Validation.add_options(parser)
     Report.add_options(parser)
@@ -84,7 +84,6 @@ def main(argv=None):
 
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
-        balance_experts(model, args.balance_rate)
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         if validation.due(step):

@@ -43,13 +43,14 @@ from torch.distributed.tensor.parallel import (
     loss_parallel, parallelize_module,
 )
 
-from common.data import BatchSampler, load_steps, open_dataset
+from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.tokens import open_dataset
 
 # Services: each comes off with the lines that name it
 from common.services import theory

@@ -10,9 +10,7 @@ data-parallel rank takes its share of them. So the step number is the only state
 """
 
 import os
-import pathlib
 import sys
-import sysconfig
 import tempfile
 
 import numpy as np
@@ -20,11 +18,7 @@ import torch
 from torch.utils._pytree import tree_map  # torch has no public one
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from common.errors import SettingError, refuse
-
-STANDARD_LIBRARY = "stdlib"
-# Not part of the library proper, or not installed everywhere.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+from common.errors import SettingError
 
 
 def permute(indices, size, key):
@@ -110,9 +104,9 @@ class BatchSampler(Sampler):
     def __str__(self):
         samples = self.batch_size // (self.ranks * self.grad_accum)
         return (
-            f"batch {self.batch_size} = {_count(samples, 'sample')} "
-            f"x {_count(self.grad_accum, 'accumulation step')} "
-            f"x {_count(self.ranks, 'data-parallel rank')}"
+            f"batch {self.batch_size} = {counted(samples, 'sample')} "
+            f"x {counted(self.grad_accum, 'accumulation step')} "
+            f"x {counted(self.ranks, 'data-parallel rank')}"
         )
 
     def __len__(self):
@@ -137,114 +131,6 @@ class BatchSampler(Sampler):
             permute(places[epochs == epoch], self.size, (self.seed, int(epoch)))
             for epoch in np.unique(epochs)
         ])
-
-
-class TokenDataset(Dataset):
-    """Sample i has the T inputs [i*T, (i+1)*T) of the data, and as targets the same shifted by one.
-
-    Args:
-        data: a ``.bin`` file of raw token ids (the nanoGPT convention, no header), or a folder of
-            such files. Any other file or folder is read as text, one token per byte. ``stdlib`` is
-            the source text of Python's standard library. The files of a folder are concatenated in
-            the order of their paths.
-        seq_len: T, the number of tokens in a sample.
-        token_dtype: the type of the ids in a ``.bin`` file, "uint16" or "uint32"; "auto": uint16 if
-            ``vocab_size`` allows it.
-        vocab_size: refuse token ids that are not below this.
-        option: the name of ``data`` in error messages.
-
-    A sample is two int64 tensors (T,), read from the files when it is asked for. Links are
-    followed. Files and folders whose names start with a dot are skipped.
-
-    Raises:
-        SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
-            a token, or is too short for one sample; when a sample is read: a token is not in the
-            vocabulary, or a file is missing or has changed.
-    """
-
-    def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
-        self.data, self.seq_len, self.vocab_size = data, seq_len, vocab_size
-        try:
-            self.files = _find_files(data, option)
-            self.stamps = [_stamp(os.stat(path)) for path in self.files]
-        except OSError as error:
-            raise SettingError(
-                f"{option}: {error.filename} cannot be read ({error.strerror}): remove it, or see "
-                f"to its rights"
-            ) from None
-        binary = [path.suffix == ".bin" for path in self.files]
-        guessed = token_dtype == "auto"
-        if guessed:
-            token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
-        self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
-        sizes = np.array([size for _, size, _ in self.stamps], np.int64)
-        # file i holds the tokens [bounds[i], bounds[i+1])
-        self.bounds = np.concatenate([[0], np.cumsum(sizes // self.dtype.itemsize)])
-        self.tokens = int(self.bounds[-1])
-        refuse([
-            (any(binary) and not all(binary),
-             f"{option} {data} mixes .bin files (token ids) with others (text): keep one kind"),
-            *[(size % self.dtype.itemsize,
-               f"{path} has {size} bytes: not a whole number of {self.dtype} tokens; see "
-               f"--token-dtype") for path, size in zip(self.files, sizes)],
-            (len(self) < 1,
-             f"{option} {data} holds {self.tokens} tokens: one sample of --seq-len {seq_len} takes "
-             f"{seq_len + 1}; give more data or a smaller --seq-len"),
-        ])
-
-        some = self.read(0, min(self.tokens, 2**14))
-        if guessed and self.dtype == np.uint16 and not some[1::2].any() and some.any():
-            raise SettingError(
-                f"{option} {data}: every second number is 0, as if uint32 were read as uint16: "
-                f"name the type by --token-dtype"
-            )
-
-    def __str__(self):
-        return f"{_count(len(self), 'sample')} of {_count(self.seq_len, 'token')} in {self.data}"
-
-    def __len__(self):
-        return max(0, self.tokens - 1) // self.seq_len
-
-    def __getitem__(self, index):
-        first = index * self.seq_len
-        tokens = torch.from_numpy(self.read(first, first + self.seq_len + 1).astype(np.int64))
-        if self.vocab_size is not None and (largest := tokens.max().item()) >= self.vocab_size:
-            # Said here in words; on a GPU the embedding would fail in an assertion of its kernel.
-            raise SettingError(
-                f"{self.data} holds token {largest}, beyond a vocabulary of {self.vocab_size}: "
-                f"raise --vocab-size, or see --token-dtype"
-            )
-        return tokens[:-1], tokens[1:]
-
-    def read(self, first, last):
-        """The tokens [first, last) of all files."""
-        bounds, pieces = self.bounds, []
-        for i in range(np.searchsorted(bounds, first, "right") - 1, np.searchsorted(bounds, last)):
-            start, stop = max(first, bounds[i]) - bounds[i], min(last, bounds[i + 1]) - bounds[i]
-            try:
-                with open(self.files[i], "rb") as file:
-                    stamp = _stamp(os.fstat(file.fileno()))
-                    offset = start * self.dtype.itemsize
-                    pieces.append(np.fromfile(file, self.dtype, stop - start, offset=offset))
-            except OSError as error:
-                raise SettingError(
-                    f"{self.files[i]} cannot be read ({error.strerror}): put it back, or see to "
-                    f"its rights"
-                ) from None
-            if stamp != self.stamps[i]:
-                raise SettingError(
-                    f"{self.files[i]} has changed since the run began: put the file back, or start "
-                    f"a new run with --no-resume or another --out"
-                )
-        return np.concatenate(pieces)
-
-
-def open_dataset(args, option="--data"):
-    """The TokenDataset that ``option`` names; None if it names none."""
-    data = getattr(args, option.removeprefix("--").replace("-", "_"))
-    if data is None:
-        return None
-    return TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
 
 
 def load_batches(dataset, sampler, device, workers=0):
@@ -298,33 +184,5 @@ def load_steps(dataset, sampler, device, workers=0):
         yield step, [next(micro_batches) for _ in range(sampler.grad_accum)]
 
 
-def _find_files(data, option):
-    """The files of ``data``, in the order of their paths. Raises OSError for a folder that cannot
-    be read, which os.walk would leave out."""
-    standard = data == STANDARD_LIBRARY
-    path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
-    if data == "" or not os.path.exists(path):
-        raise SettingError(
-            f"{option} {data or repr(data)}: no such file or folder (give one, or "
-            f"'{STANDARD_LIBRARY}' for the source of Python's standard library)"
-        )
-    if not path.is_dir():
-        return [path]
-    skipped, files = SKIPPED_FOLDERS if standard else set(), []
-
-    def cannot_be_read(error):
-        raise error
-
-    for folder, below, names in os.walk(path, onerror=cannot_be_read, followlinks=True):
-        below[:] = [name for name in below if not name.startswith(".") and name not in skipped]
-        files += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in files if file.suffix == ".py" or not standard)
-
-
-def _stamp(status):
-    """What changes if another file takes the place of a file."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _count(number, noun):
+def counted(number, noun):
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

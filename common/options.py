@@ -8,16 +8,10 @@ import sys
 
 import torch
 
-from common.data import STANDARD_LIBRARY
 from common.errors import refuse
 from common.launch import pick_device, rank_and_world_size
-from common.model import PRESETS, ModelConfig, read_config
-
-EXPERTS = {  # the options of a mixture of experts: fields of ModelConfig
-    "num_experts": "experts in each layer, in place of its MLP; 0: the MLP (default: 0)",
-    "experts_per_token": "experts that compute a token (default: 2, if there are experts)",
-    "expert_size": "width of an expert (default: that of the MLP, --intermediate-size)",
-}
+from common.model import PRESETS, ModelConfig
+from common.tokens import STANDARD_LIBRARY
 
 
 def at_least(minimum, kind=int, above=False, most=2**31 - 1):
@@ -55,23 +49,20 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """Prints the docstring as it stands, and the default of every option."""
 
 
-def option_parser(doc, model=True, text=True, experts=False):
+def option_parser(doc, config=ModelConfig, text=True):
     """A parser with the options of training, data, model and device. A script adds its own to it,
     and so does each service.
 
-    ``model=False`` leaves out the options of the Llama of common/model.py, ``text=False`` those of
-    the text that it is trained on: for a script with a model, or data, of its own. ``experts=True``
-    adds those of a mixture of experts: for a script that can train one.
+    ``config``: the dataclass of the model's dimensions, an option each; None: the script has a
+    model of its own. ``text=False`` leaves out the options of the text that it is trained on.
 
     Functions in the list ``parser.checks`` get the parsed options, to refuse what cannot be.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
-    parser.checks = []
-    parser.error = lambda message: refuse([
-        ("--num-experts" in message and not experts, no_experts(parser)), (True, message)
-    ])
+    parser.checks, parser.config = [], config
+    parser.error = lambda message: refuse([(True, message)])
     if rank_and_world_size()[0] != 0:
         parser.print_help = lambda: None  # rank 0 prints it
     whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
@@ -109,22 +100,19 @@ def option_parser(doc, model=True, text=True, experts=False):
     add("--workers", type=at_least(0, most=1024), default=0, metavar="N",
         help="processes per rank that read ahead; 0: the training process reads")
 
-    if model:
+    if config:
         add = parser.add_argument_group("model", "A preset or a Hugging Face config.json; every "
                                         "dimension can be changed, by its name there.").add_argument
         add("--model", default="tiny", metavar="NAME",
             help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")
-        for field in dataclasses.fields(ModelConfig):
-            if field.name == "rope_scaling" or (field.name in EXPERTS and not experts):
-                continue  # only a preset or a config.json has rope_scaling
+        for field in dataclasses.fields(config):
+            if field.name == "rope_scaling":
+                continue  # only a preset or a config.json has it
             kind = float if field.type is float else int
             add(flag(field.name), type=at_least(0, kind, above=field.name != "num_experts"),
                 default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                help=EXPERTS.get(field.name) or "overrides the preset; tiny has "
+                help=field.metadata.get("help") or "overrides the preset; tiny has "
                 f"{getattr(PRESETS['tiny'], field.name)}")
-    if experts:
-        add("--balance-rate", type=number, default=0.0, metavar="X", help="with experts: how much "
-            "each step changes the biases that balance their load; 0: not at all")
 
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -162,11 +150,7 @@ def parse_options(parser, argv=None):
         check(args)
     args.on_all_ranks = {flag(name): value for name, value in vars(args).items()}
     if "model" in args:
-        args.config = _model_config(args)
-        refuse([(args.config.num_experts and "balance_rate" not in args, no_experts(parser))])
-        refuse([(not args.config.num_experts and getattr(args, "balance_rate", 0),
-                 f"--balance-rate {getattr(args, 'balance_rate', 0)}: this model has no experts: "
-                 f"give --num-experts too, or leave it out")])
+        args.config = _model_config(args, parser.config)
         args.on_all_ranks |= {flag(name): value for name, value in vars(args.config).items()}
     dtype = args.dtype
     if dtype == "auto":
@@ -179,27 +163,30 @@ def parse_options(parser, argv=None):
     return args
 
 
-def no_experts(parser):
-    return (f"{parser.prog} trains no experts: use ep.py (with --ep 1 it is FSDP for experts), "
-            f"hybrid_3d.py (with --tp, --cp or --pp), or single.py")
-
-
 def default_dtype(device):
     """--dtype auto: bfloat16, if the hardware of ``device`` has it."""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if has_it else "float32"
 
 
-def _model_config(args):
+def _model_config(args, config_class):
     """The preset or the config.json, with the dimensions that the command line changes."""
-    if args.model not in PRESETS:
+    if args.model in PRESETS:
+        config = PRESETS[args.model]
+    else:
         refuse([(not os.path.exists(args.model),
                  f"--model {args.model}: no such preset or file: choose from "
                  f"{', '.join(PRESETS)}, or give a config.json or its folder")])
+        try:
+            from common.services.hf_config import read_config  # a service, needed only here
+        except ImportError:
+            refuse([(True, f"--model {args.model}: common/services/hf_config.py, which reads a "
+                     f"config.json, is not here")])
         config = read_config(args.model)
-    else:
-        config = PRESETS[args.model]
-    given = {name: getattr(args, name) for name in vars(config) if name in args}
+    names = {field.name for field in dataclasses.fields(config_class)}
+    refuse([(vars(config).keys() - names,
+             f"--model {args.model} is a mixture of experts: ep.py and hybrid_3d.py train these")])
+    given = {name: getattr(args, name) for name in names if name in args}
     if {"hidden_size", "num_attention_heads"} & given.keys():
         given.setdefault("head_dim", None)  # follows from the two
-    return dataclasses.replace(config, **given)
+    return config_class(**vars(config) | given)

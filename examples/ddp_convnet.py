@@ -26,7 +26,7 @@ from common.services.settings import run_settings
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, model=False, text=False)
+    parser = option_parser(__doc__, None, text=False)
     Checkpoints.add_options(parser)
     Report.add_options(parser)
     args = parse_options(parser, argv)

@@ -33,7 +33,8 @@ import common.materialise
 import common.model
 import common.options
 import common.services.settings
-from common.data import BatchSampler, TokenDataset  # noqa: F401
+from common.data import BatchSampler  # noqa: F401
+from common.tokens import TokenDataset  # noqa: F401
 from common.services import hf_weights
 from common.services.checkpoint import Checkpoints  # noqa: F401
 from common.services.report import Report  # noqa: F401
@@ -182,7 +183,7 @@ def note_gathers():
 
     FSDPParamGroup.unshard = unshard_and_note
     before(common.experts, "read_counts", lambda *_: order.append("wait"))
-    before(Report, "log", lambda *_: (steps.append(order[:]), order.clear()))
+    before(Report, "log", lambda *_, **__: (steps.append(order[:]), order.clear()))
     before(Report, "close", lambda *_: rank or print("\ngathers", json.dumps(steps), flush=True))
 
 
@@ -363,23 +364,6 @@ def replace(name):
 def kill_a_worker():
     """One of the processes that read data ahead."""
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-
-
-def kill_wandb():
-    """The process to which wandb gives what it logs."""
-    for path in pathlib.Path("/proc/self/task").glob("*/children"):
-        for child in path.read_text().split():
-            if pathlib.Path(f"/proc/{child}/comm").read_text() == "wandb-core\n":
-                os.kill(int(child), signal.SIGKILL)
-                os.waitpid(int(child), 0)
-                return
-    raise RuntimeError("wandb has no process")
-
-
-def fill_disk_under_tensorboard():
-    from torch.utils.tensorboard import SummaryWriter
-
-    SummaryWriter.add_scalar = lambda *_: fail("No space left on device", OSError)
 
 
 # Ranks that differ

@@ -4,18 +4,27 @@ are those of docs/bytes.md."""
 
 import argparse
 
-from common.model import MAX_LOGITS
+import torch
+
+from common.experts import MixtureConfig, use_experts
+from common.model import MAX_LOGITS, Transformer
 from common.options import at_least, option_parser, parse_options
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
-from common.services.theory import bytes_of, held, whole_model
+from common.services.theory import bytes_of, held
 from common.services.validation import Validation
 from pp import cost_of_head, keep_stage, split_layers
 
 
+def whole_model(args):
+    with torch.device("meta"):
+        return use_experts(Transformer(args.config)).to(args.param_dtype)
+
+
 def settings(options):
     """The parsed options (a string) of ep.py and hybrid_3d.py; None: not given."""
-    parser = option_parser("", experts=True)
+    parser = option_parser("", MixtureConfig)
+    parser.add_argument("--balance-rate", type=at_least(0, float), default=0.0)
     for service in (Checkpoints, Validation, Report):
         service.add_options(parser)
     for name in ("--dp", "--cp", "--tp", "--pp", "--replicate"):

@@ -1,29 +1,83 @@
 """cp.py: each attention is exact, and the ring never sees a whole sequence. Curves, bytes and the
 number of collectives: test_same_run.py."""
 
-import pytest
+import functools
+import itertools
 
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cp
+from common.model import plain_attention
+from tests.on_ranks import on_ranks
 from tests.sample import sampled
 from tests.test_same_run import furthest
 
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
-@pytest.mark.parametrize("world", sampled([1, 2, 3, 4], [3]))
-def test_all_agree_with_plain_attention(run, world):
+
+@on_ranks(1, 2, 3, 4, sample=[3])
+def test_all_agree_with_plain_attention(mesh, rank):
     """Outputs and gradients, grouped heads, float64, float32 and bfloat16."""
-    assert "all agree" in run("tests/attention.py agrees", world, pass_out=False).output
+    group, n = mesh.get_group(), mesh.size()
+    B, T, K = 2, 4 * n, 6
+    ulysses = functools.partial(cp.ulysses_attention, attention=plain_attention)
+    cases = [  # an attention, and whether the positions are zig-zag
+        (cp.ring_attention, True, True), (cp.ring_attention, True, False),
+        (cp.ring_attention, False, False), (cp.allgather_attention, True, True),
+        (cp.allgather_attention, True, False), (cp.allgather_attention, False, False),
+        (ulysses, False, True), (ulysses, False, False),
+    ]
+    for attention, zigzag, is_causal in cases:
+        shared = (2 * n, 1) if attention is ulysses else (3, 1)  # by more ranks than there are
+        for (heads, kv_heads), dtype in itertools.product([(2 * n, 2 * n), (3 * n, n), shared],
+                                                          BOUND):
+            torch.manual_seed(heads)
+            whole = [torch.randn(B, h, T, K, dtype=dtype)
+                     for h in (heads, kv_heads, kv_heads, heads)]
+            shards = cp.shard_positions(T, n, zigzag)
+            mine = [x[:, :, shards[rank]] for x in whole]
+            scale = 0.7 if kv_heads == n else None
+            plain = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal,
+                                      scale=scale, enable_gqa=True)
+            options = {"is_causal": is_causal, "group": group}
+            if attention is ulysses:
+                options["attention"] = lambda q, k, v, **_: plain(q, k, v)
+            else:
+                options |= {"scale": scale, "attn_mask": None, "dropout_p": 0.0,
+                            "enable_gqa": True}
+            # In float64, to measure the error of one of the two only
+            expected = results(plain, *(x.double() for x in whole))
+            got = results(functools.partial(attention, **options), *mine)
+            for x, y in zip(got, expected):
+                assert x.dtype == dtype
+                error = ((x - y[:, :, shards[rank]]).abs()
+                         / (1 + y[:, :, shards[rank]].abs())).max().item()
+                assert error < BOUND[dtype], (attention, heads, kv_heads, is_causal, dtype, error)
 
 
-def test_gradients_are_reduced_during_the_backward_pass(run):
-    assert "during the backward" in run("tests/attention.py reduces", 2, pass_out=False).output
-
-
-def test_no_whole_sequence_in_the_ring(run):
-    assert "no whole sequence" in run("tests/attention.py shapes", 4, pass_out=False).output
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_strides(run, world):
-    assert "no layout" in run("tests/attention.py strides", world, pass_out=False).output
+@on_ranks(2, 3, sample=[2])
+def test_strides(mesh, rank):
+    """The layout of q, k, v and of the output's gradient in memory changes nothing."""
+    group, n = mesh.get_group(), mesh.size()
+    ulysses = functools.partial(cp.ulysses_attention, attention=plain_attention)
+    for attention, is_causal, K in itertools.product(
+        (cp.ring_attention, cp.allgather_attention, ulysses), (True, False), (2, 6)
+    ):
+        attention = functools.partial(attention, is_causal=is_causal, group=group)
+        torch.manual_seed(rank)
+        given = [torch.randn(2, heads, 4 * n, K, dtype=torch.float64)
+                 for heads in (2 * n, n, n, 2 * n)]
+        expected = results(attention, *given)
+        for order in itertools.permutations(range(4)):
+            back = [order.index(axis) for axis in range(4)]
+            permuted = [x.permute(order).contiguous().permute(back) for x in given]
+            for x, y in zip(results(attention, *permuted), expected):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("attention", sampled(["ring", "allgather", "ulysses"], ["allgather"]))
@@ -33,3 +87,79 @@ def test_two_numbers_in_a_head(run, corpus, attention):
                "--head-dim 2 --seq-len 16 --batch-size 4 --steps 2 --dtype float64 --save-every 0")
     found = run(f"cp.py --attention {attention}", 2, options).curve()
     assert furthest(found, run("single.py", 0, options).curve()) < 1e-10
+
+
+def results(attention, q, k, v, weight):
+    """The output, and the gradients of q, k and v, of a weighted sum of it."""
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    (out * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+# No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
+B, H, KV, T, K = 1, 6, 2, 88, 10
+
+
+class Shapes(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out)
+                         if isinstance(leaf, torch.Tensor))
+        return out
+
+
+def shapes_of(attention, n, group):
+    """All shapes that were seen, and those kept from the forward to the backward pass."""
+    q, k, v = (torch.randn(B, heads, T // n, K, requires_grad=True) for heads in (H, KV, KV))
+    mode, kept = Shapes(), set()
+    mode.seen = set()
+    with mode:
+        def keep(tensor):
+            kept.add(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = attention(q, k, v, group=group, is_causal=True)
+        out.sum().backward()
+    return mode.seen, kept
+
+
+@on_ranks(4)
+def test_no_whole_sequence_in_the_ring(mesh):
+    group, n = mesh.get_group(), mesh.size()
+    ring, kept = shapes_of(cp.ring_attention, n, group)
+    assert (B, H, T // n) in kept, "the log-sum-exp should be kept"
+    most = 2 * B * H * T // n * K  # elements of two queries
+    for shape in ring:
+        assert all(size < T for size in shape), f"{shape} has a whole sequence"
+        assert torch.Size(shape).numel() <= most, f"{shape} has scores"
+    # The same eyes see whole sequences where there are some; but none is kept.
+    gathered, kept_gathered = shapes_of(cp.allgather_attention, n, group)
+    assert (n, 2, B, KV, T // n, K) in gathered
+    assert kept_gathered == kept == {(B, H, T // n, K), (B, KV, T // n, K), (B, H, T // n)}
+
+
+@on_ranks(2)
+def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
+    """Gradients of earlier micro-batches are not sent; those of the last one are, while its
+    backward pass goes on; what that did not reach is sent at the end."""
+    group, n = mesh.get_group(), mesh.size()
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+                                 for _ in range(3))
+    begin, finish = cp.all_reduce_in_backward(layers.parameters(), group)
+    sent, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda x, **more: sent.append(x) or all_reduce(x, **more)
+    inputs = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
+    for parameter in layers.parameters():
+        torch.nn.init.eye_(parameter)
+    layers[2](layers[1](layers[0](inputs))).sum().backward()
+    assert not sent
+    begin()
+    layers[1](layers[0](inputs)).sum().backward()
+    assert len(sent) == 2
+    finish()
+    assert len(sent) == 3
+    of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
+    for parameter, passes in zip(layers.parameters(), (2, 2, 1)):
+        assert (parameter.grad == passes * of_all).all()

@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import data
-from common.data import BatchSampler, TokenDataset, load_batches, permute
+from common.data import BatchSampler, load_batches, permute
 from common.errors import SettingError
+from common.tokens import TokenDataset
 from common.services.settings import fingerprint
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch

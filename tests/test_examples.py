@@ -12,13 +12,14 @@ import sys
 import pytest
 import torch
 
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
 from common.services import stored
 from common.step import decay_groups, set_learning_rate
+from common.tokens import TokenDataset
 from examples import cp_documents
 from tests.processes import PATIENCE, ROOT, ProcessServer
 from tests.sample import sampled, thorough

@@ -7,14 +7,13 @@ import torch
 from common.services import stored
 from tests.processes import Result
 from tests.sample import sampled, thorough
-from tests.table import EXACT, ONE_REPLICA, OPTIONS
+from tests.table import EXACT, OPTIONS
 from tests.test_same_run import furthest
 
-# Who reads what diloco.py has saved starts with fresh optimizer states: see test_diloco.py.
 SCRIPTS = sorted({row.script for row in EXACT} - {"diloco.py"})
 READERS = [("single.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("fsdp.py --replicate 2", 4),
            ("tp.py", 2), ("cp.py --attention ulysses", 2), ("pp.py --schedule zbv", 2),
-           ("hybrid_3d.py --dp 2 --tp 2", 4), (f"{ONE_REPLICA} --inner-steps 2", 2)]
+           ("hybrid_3d.py --dp 2 --tp 2", 4)]
 
 
 def saved_by(reader):

@@ -1,5 +1,5 @@
-"""A mixture of experts: ep.py and hybrid_3d.py train what single.py trains; Mixtrals go in and out;
-and the faults that are common in this field are seen."""
+"""A mixture of experts: ep.py and hybrid_3d.py train what one process trains; Mixtrals go in and
+out; and the faults that are common in this field are seen."""
 
 import json
 import sys
@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import SettingError
-from common.experts import MixtureOfExperts, grouped_product
+from common.experts import MixtureConfig, MixtureOfExperts, grouped_product, use_experts
 from common.materialise import materialise
-from common.model import ModelConfig, Transformer, read_config
+from common.model import Transformer
 from common.services import stored
+from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from tests import oracles
+from tests.edits import edited
 from tests.processes import Result
 from tests.sample import sampled, thorough
 from tests.table import OLD
@@ -36,7 +38,7 @@ SIX = "--num-experts 6"
 # The head is more than a layer: the last of 2 stages has the head alone.
 NARROW = f"{SIX} --expert-size 8"
 ROWS = [
-    (f"single.py --grad-accum 2 {AGAIN}", 0), ("ep.py", 1), ("ep.py --grad-accum 2", 2),
+    (f"ep.py --grad-accum 2 {AGAIN}", 0), ("ep.py --ep 1", 1), ("ep.py --grad-accum 2", 2),
     (f"ep.py --ep 1 {AGAIN}", 2), ("ep.py --ep 1 --grad-accum 2", 4), ("ep.py", 4),
     (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
     ("ep.py --ep 2 --no-reshard-after-forward --grad-accum 2", 4),
@@ -60,13 +62,13 @@ SAMPLE = [("ep.py --ep 1 --grad-accum 2", 4), ("ep.py", 4),
 
 @pytest.fixture(scope="session")
 def trained(once):
-    """Run a command, or find the run. It resumes single.py's checkpoint of step 2 too."""
+    """Run a command, or find the run. It resumes the checkpoint of step 2 of one process too."""
 
     def trained(command, world, dtype="float64"):
         inject = UNEVEN
         if AGAIN not in command:  # it counts all tokens twice
             inject += f"; check_counts({ROWS_IN_A_STEP})"
-        if command == reference(command):
+        if (command, world) == (reference(command), 0):
             inject += "; note_margins()"
         elif dtype == "float64":
             inject += f"; resumed({[str(trained(reference(command), 0).out)]}, step=2)"
@@ -77,7 +79,7 @@ def trained(once):
 
 def reference(command):
     model = next((model for model in (NARROW, SIX) if model in command), "")
-    return f"single.py {model}".strip()
+    return f"ep.py {model}".strip()
 
 
 def options_of(command, dtype="float64"):  # what stands last counts
@@ -108,8 +110,27 @@ def test_every_row_trains_the_same(trained, command, world):
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
         if name.endswith("mlp.bias"):
             assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name
-    if world:
+    if world > 1:
         holds_and_sends(found, command, world)
+
+
+MIXED = [  # single.py with experts: what ep.py trains, without its strategy
+    ("import torch\n\nfrom", "import torch\nfrom common.experts import *\n"
+     "from common.options import at_least\n\nfrom"),
+    ("option_parser(__doc__)", "option_parser(__doc__, MixtureConfig)\n"
+     "    parser.add_argument('--balance-rate', type=at_least(0, float))"),
+    ("Transformer(args.config)", "use_experts(Transformer(args.config))"),
+    ("optimizer.step()", "optimizer.step(); balance_experts(model, args.balance_rate)"),
+    ("grad_norm)\n        if validation", "grad_norm, busiest_expert=lambda: busiest_share("
+     "[model], device))\n        if validation"),
+]
+
+
+def test_the_reference_needs_no_strategy(run, trained, corpus, tmp_path):
+    copy = edited(tmp_path / "copy", "single.py", *MIXED)
+    found = run(copy, 0, f"{OPTIONS} --dtype float64 --data {corpus}".replace("{val}", corpus),
+                inject=UNEVEN)
+    assert furthest(found.curve(*NAMES), trained("ep.py", 0).curve(*NAMES)) < 1e-10
 
 
 def holds_and_sends(found, command, world):
@@ -138,7 +159,7 @@ GRID = "hybrid_3d.py --tp 2 --ep 4 --grad-accum 2"
 
 
 @pytest.mark.parametrize("saved_by, command, world", sampled(MOVES := [
-    ("ep.py", "single.py", 0), ("ep.py", "ep.py --ep 1", 2), (GRID, "single.py", 0),
+    ("ep.py", "ep.py", 0), ("ep.py", "ep.py --ep 1", 2), (GRID, "ep.py", 0),
     (GRID, "hybrid_3d.py --cp 2 --ep 2", 2), (GRID, "ep.py --ep 1", 2),
 ], MOVES[:3]))
 def test_a_checkpoint_moves(trained, once, saved_by, command, world):
@@ -147,7 +168,7 @@ def test_a_checkpoint_moves(trained, once, saved_by, command, world):
     found = once(command, world, f"{OPTIONS} --dtype float64",
                  inject=f"{UNEVEN}; resumed({[str(out)]}, train=False, step=2)")
     curve = Result([0], "", found.out / "again-0").curve(*NAMES)
-    assert furthest(curve, trained("single.py", 0).curve(*NAMES)[2:]) < 1e-10
+    assert furthest(curve, trained("ep.py", 0).curve(*NAMES)[2:]) < 1e-10
 
 
 @pytest.mark.parametrize("command", ["ep.py", GRID])
@@ -169,7 +190,7 @@ def test_common_faults_are_seen(server, trained, corpus, tmp_path):
     )
     (line,) = [line for line in result.lines if line.startswith("curves ")]
     curves = json.loads(line.removeprefix("curves "))
-    expected = trained("single.py", 0).curve(*NAMES)
+    expected = trained("ep.py", 0).curve(*NAMES)
     for script in ("ep", "hybrid_3d"):
         assert furthest(curves.pop(f"{script}: none"), expected) < 1e-10
     assert len(curves) == 10
@@ -181,11 +202,11 @@ def test_common_faults_are_seen(server, trained, corpus, tmp_path):
 @pytest.mark.parametrize("command", ["ep.py --ep 2", GRID])
 def test_every_dtype(trained, command):
     """float32 takes another path in FSDP than float64, bfloat16 another product."""
-    expected = trained("single.py", 0, "float32").curve("loss")
+    expected = trained("ep.py", 0, "float32").curve("loss")
     for dtype, within in (("float32", 5e-4), ("bfloat16", 0.05)):
         found = trained(command, 4, dtype)
         assert furthest(found.curve("loss"), expected) < within
-        norms = zip(found.curve("grad_norm"), trained("single.py", 0, dtype).curve("grad_norm"))
+        norms = zip(found.curve("grad_norm"), trained("ep.py", 0, dtype).curve("grad_norm"))
         assert all(a == pytest.approx(b, rel=within) for a, b in norms)
 
 
@@ -227,7 +248,7 @@ def test_no_gather_waits_for_the_counts(once, command, world, expected):
 
 
 def test_a_rank_draws_its_own_experts_alone(monkeypatch):
-    whole, part = (Transformer(config(num_hidden_layers=1)) for _ in range(2))
+    whole, part = (use_experts(Transformer(config(num_hidden_layers=1))) for _ in range(2))
     materialise(whole, "cpu", 0)
     module, drawn = sys.modules["common.materialise"], []
     slices, draw = module.local_slices, module.draw_weight
@@ -244,7 +265,7 @@ def test_a_rank_draws_its_own_experts_alone(monkeypatch):
 
 
 def config(**values):
-    return ModelConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
+    return MixtureConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
 
 
 def test_the_kernel_and_the_loop_are_equal():
@@ -304,7 +325,7 @@ def test_the_router_computes_in_float32():
     """Also under autocast, and with a weight in bfloat16, as FSDP gathers it. The products of
     bfloat16 send some tokens to other experts."""
     torch.manual_seed(0)
-    router = MixtureOfExperts(ModelConfig(hidden_size=256, num_experts=64)).router
+    router = MixtureOfExperts(MixtureConfig(hidden_size=256, num_experts=64)).router
     torch.nn.init.normal_(router.weight, std=0.02)
     x = torch.randn(1000, 256).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
@@ -341,7 +362,7 @@ def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
     assert type(exported) is type(mixtral)
     state = exported.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in mixtral.state_dict().items())
-    own = Transformer(read_config(tmp_path / "mixtral"))
+    own = use_experts(Transformer(read_config(tmp_path / "mixtral")))
     materialise(own, "cpu", 0)
     load_weights(own, tmp_path / "exported")
     tokens = torch.arange(60).view(3, 20)
@@ -363,4 +384,4 @@ def test_a_lost_auxiliary_loss_is_said(tmp_path, capsys, monkeypatch):
 
 def test_biases_are_not_exported(trained, tmp_path):
     with pytest.raises(SettingError, match="mlp.bias, which chooses experts and is not 0"):
-        export.export(trained("single.py", 0).out / "step-00000004", tmp_path / "exported")
+        export.export(trained("ep.py", 0).out / "step-00000004", tmp_path / "exported")

@@ -6,13 +6,15 @@ import re
 import pytest
 import torch
 
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
 from common.materialise import draw_weight
-from common.model import Transformer, read_config
+from common.model import Transformer
+from common.services.hf_config import read_config
 from common.options import option_parser, parse_options
 from common.services import stored
 from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
+from common.tokens import TokenDataset
 from tests.edits import edited
 from tests.processes import ROOT
 from tests.sample import sampled, thorough

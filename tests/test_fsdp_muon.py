@@ -4,12 +4,13 @@ bfloat16, and sends what its docstring says."""
 import pytest
 import torch
 
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
 from common.services import stored
 from common.step import decay_groups, set_learning_rate
+from common.tokens import TokenDataset
 import examples.fsdp_muon
 from examples.fsdp_muon import newton_schulz, share_out
 from tests.edits import edited

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
+from common.tokens import TokenDataset
 from tests.processes import ROOT
 from tests.sample import thorough
 from tests.table import OPTIONS, Row

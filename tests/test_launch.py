@@ -20,10 +20,13 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from common import launch
 from common.errors import SettingError
 from common.services.stored import list_checkpoints
+from tests.on_ranks import on_ranks
 from tests.processes import PATIENCE, ROOT, Result, free_port
 from tests.sample import sampled, thorough
 from tests.test_same_run import furthest
@@ -680,10 +683,23 @@ def test_gpus_that_an_old_driver_hides(monkeypatch):
     assert launch.pick_device("cpu").type == "cpu"
 
 
-def test_groups_of_a_mesh_wait_as_long_as_they_are_told(run):
+@on_ranks(2)
+def test_groups_of_a_mesh_wait_as_long_as_they_are_told(rank):
     """A rank that is silent: the other one does not wait 30 minutes, torch's default."""
-    result = run("tests/silent.py", 2, pass_out=False)
-    assert "gave up after" in result.output
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    group = mesh.get_group("cp")
+    dist.all_reduce(torch.ones(1), group=group)  # they are connected
+    launch.set_timeout(mesh, 1)
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        assert "imed out" in str(error) or "timeout" in str(error), error
+        assert time.monotonic() - began < 60
+    else:
+        assert rank == 1, "rank 0 went on alone"
+        time.sleep(5)
 
 
 def test_deterministic_sets_what_gpus_need(monkeypatch):

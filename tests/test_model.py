@@ -1,12 +1,20 @@
 """The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
 
+import itertools
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import common.materialise
 import common.model
-from common.materialise import draw_weight, materialise
+from common.materialise import draw_weight, local_slices, materialise
 from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
 from common.services.counting import StepCounter
+from tests.on_ranks import on_ranks
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -172,3 +180,46 @@ def test_large_presets_have_their_size(preset, billions):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
     assert round(parameters / 1e9, 1) == billions
+
+
+class Matrix(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.config = ModelConfig()
+        self.x = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+
+    def forward(self, inputs):
+        return self.x(inputs)
+
+
+@on_ranks(4)
+def test_initial_weights_are_parts_of_the_same():
+    """Every way to shard a matrix gives its part of the same whole weight, and no rank draws more
+    blocks of rows than it holds."""
+    drawn, randn = [], torch.randn
+
+    def count(rows, *rest, **options):
+        drawn.append(rows)
+        return randn(rows, *rest, **options)
+
+    common.materialise.torch.randn = count
+    shapes, cases = [(200, 48), (128, 64), (7, 24), (1, 8), (65, 16)], 0
+    for shape, (dp, tp), replicate, style in itertools.product(
+        shapes, [(4, 1), (2, 2), (1, 4)], (1, 2), (ColwiseParallel, RowwiseParallel)
+    ):
+        if dp % replicate or (tp > 1 and (shape[0] % tp or shape[1] % tp)):
+            continue
+        whole, model = Matrix(shape), Matrix(shape)
+        materialise(whole, "cpu", 3)
+        mesh = init_device_mesh("cpu", (replicate, dp // replicate, tp),
+                                mesh_dim_names=("replicate", "shard", "tp"))
+        if tp > 1:
+            parallelize_module(model, mesh["tp"], {"x": style()}, src_data_rank=None)
+        fully_shard(model, mesh=mesh["shard"] if replicate == 1 else mesh["replicate", "shard"])
+        drawn.clear()
+        materialise(model, "cpu", 3)
+        rows, _ = local_slices(model.x.weight)
+        assert sum(drawn) <= rows.stop - rows.start + 2 * 63, (shape, drawn, rows)
+        assert torch.equal(model.x.weight.full_tensor(), whole.x.weight), (shape, dp, tp)
+        cases += 1
+    assert cases > 30

@@ -254,7 +254,7 @@ def test_strategies_and_why_not():
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4)[0]] == ["single.py"]
 
 
-NO_EXPERTS = "all scripts but ep.py, hybrid_3d.py and single.py, which train no experts"
+NO_EXPERTS = "all scripts but ep.py and hybrid_3d.py, which train no experts"
 
 
 def test_strategies_for_experts():
@@ -275,7 +275,7 @@ def test_strategies_for_experts():
                if strategy.command.startswith("hybrid")}
     assert "2" in largest and not largest & {"3", "6"}
     assert [strategy.command for strategy in plan.strategies(1, 8, 4, 128, 4, experts=12)[0]] == [
-        "single.py"]
+        "ep.py"]
 
 
 @thorough

@@ -28,7 +28,7 @@ FUSED = {  # the kernels of attention that are called, by --dtype: no others
 }
 SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16"
 ROWS = {  # of each script: options, number of ranks, rank
-    "single.py": [("--grad-accum 2", 1, 0), ("--num-experts 8", 1, 0)],
+    "single.py": [("--grad-accum 2", 1, 0)],
     "ddp.py": [("--grad-accum 2", 2, 1)],
     "zero.py": [("--stage 1 --grad-accum 2", 4, 3), ("--activation-checkpointing", 4, 0)],
     "fsdp.py": [("--grad-accum 2", 4, 3), ("--replicate 2 --activation-checkpointing", 4, 1),

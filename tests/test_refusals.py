@@ -5,7 +5,6 @@ import argparse
 import importlib
 import json
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -15,18 +14,14 @@ import numpy as np
 import pytest
 
 from common import launch, options
-from common.errors import SettingError
 from tests.processes import PATIENCE, ROOT, free_port
 from tests.sample import sampled
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
-EXPERTS = "single.py", "ep.py", "hybrid_3d.py"  # train them
-NO_EXPERTS = ("trains no experts: use ep.py (with --ep 1 it is FSDP for experts), hybrid_3d.py "
-              "(with --tp, --cp or --pp), or single.py")
 HUGE = "1" + "0" * 400
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts"}
-TEXTS = {"--data", "--val-data", "--out", "--model", "--wandb", "--stage"}  # of rows below
+TEXTS = {"--data", "--val-data", "--out", "--model", "--stage"}  # of rows below
 
 
 def parser_of(script, monkeypatch):
@@ -61,14 +56,6 @@ def test_the_type_of_each_option(script, monkeypatch):
                 parse(text)
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in EXPERTS])
-def test_scripts_that_train_no_experts(folder, monkeypatch, script):
-    parser = parser_of(script, monkeypatch)
-    for words in (["--num-experts", "4"], ["--num-experts=4"], ["--model", f"{folder}/mixtral"]):
-        with pytest.raises(SettingError, match=re.escape(NO_EXPERTS)):
-            options.parse_options(parser, words)
-
-
 # Of each table a row is a command, the number of processes and what the line says, in which " ... "
 # stands for any text; 0 processes: plain python.
 
@@ -97,7 +84,6 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
     ("--device cuda", "--device cuda: torch finds no GPU here"),
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
-    ("--wandb ''", "--wandb: it is empty: name a"),
     ("--out ''", "--out: it is empty: name a "),
     ("--out file", "file ... File exists"), ("--out file/run", "file/run ... Not a directory"),
     ("--out /proc/nothing/run", "/proc/nothing"), ("--out loop/run", "loop/run"),
@@ -188,9 +174,8 @@ STRATEGIES = [
     ("diloco.py --replicas 3", 4, "--replicas 3 does not divide the world size 4: use 1 or 2 or 4"),
     ("diloco.py", 0, "--replicas 2 does not divide the world size 1: use 1"),
     ("diloco.py --inner-steps 0", 2, "--inner-steps: 0 is not allowed: it must be at least 1"),
-    ("diloco.py --num-experts 4", 2, f"diloco.py {NO_EXPERTS}"),
-    ("ddp.py --num-experts 4", 2, f"ddp.py {NO_EXPERTS}"),
-    ("fsdp.py --model mixtral", 2, f"fsdp.py {NO_EXPERTS}"),
+    ("ddp.py --num-experts 4", 2, "unrecognized arguments: --num-experts"),
+    ("fsdp.py --model mixtral", 2, "--model mixtral is a mixture of experts: ep.py and hyb"),
     ("ep.py", 2, "ep.py trains a mixture of experts: give --num-experts, or use fsdp.py"),
     ("ep.py --num-experts 4 --ep 3", 4,
      "--ep 3 does not divide the 4 ranks that share the experts: use 1 or 2 or 4"),
@@ -219,12 +204,12 @@ STRATEGIES = [
      "--ep 4 does not divide the 2 ranks that share the experts: use 1 or 2"),
     ("hybrid_3d.py --replicate 2 --tp 2 --num-experts 6 --ep 4", 8,
      "--ep 4 does not divide --num-experts 6: use 1 or 2"),
-    ("single.py --num-experts 2 --experts-per-token 3", 0,
+    ("ep.py --num-experts 2 --experts-per-token 3", 0,
      "experts_per_token 3 is more than num_experts 2: change one of them"),
-    ("single.py --num-experts 2 --experts-per-token 1", 0,
+    ("ep.py --num-experts 2 --experts-per-token 1", 0,
      "experts_per_token 1 never trains the router: the weight of the one expert is always 1"),
-    ("single.py --balance-rate 1e-3", 0, "--balance-rate 0.001: this model has no experts: give"),
-    ("single.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
+    ("hybrid_3d.py --balance-rate 1e-3", 0, "--balance-rate 0.001: this model has no experts"),
+    ("ep.py --expert-size 8", 0, "expert_size 8 is of a model with experts: give num_experts"),
 ]
 
 # In the folder of a finished run

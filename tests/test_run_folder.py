@@ -14,7 +14,7 @@ from common.services.checkpoint import Checkpoints
 from tests.sample import sampled
 
 SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --log-every 1"
-OWN = ["metrics.jsonl", "summary.json", "trace-rank0.json", "wandb.json", "events.out.tfevents.1"]
+OWN = ["metrics.jsonl", "summary.json", "trace-rank0.json", "trace-rank1.json"]
 
 
 def contents(folder):
@@ -35,7 +35,7 @@ def test_a_folder_of_somebody_loses_nothing(run, corpus, tmp_path, command, worl
     for name in OWN[:3]:
         (out / name).write_text(f"my {name}")
     (tmp_path / "elsewhere").write_text("linked")
-    (out / "wandb.json").symlink_to(tmp_path / "elsewhere")
+    (out / "trace-rank1.json").symlink_to(tmp_path / "elsewhere")
     (out / "notes").write_text("mine")
     before = contents(out)
     result = run(command, world, f"{SMALL} --steps 3 --save-every 1 --keep 1 --data {corpus}")
@@ -43,7 +43,7 @@ def test_a_folder_of_somebody_loses_nothing(run, corpus, tmp_path, command, worl
     after = contents(out)
     for name, text in before.items():
         assert after[f"previous-1/{name}" if name in moved else name] == text, name
-    assert (out / "previous-1" / "wandb.json").is_symlink()
+    assert (out / "previous-1" / "trace-rank1.json").is_symlink()
     assert (tmp_path / "elsewhere").read_text() == "linked"
     assert [record["step"] for record in result.history] == [1, 2, 3]
     assert stored.list_checkpoints(out) == [out / "step-00000003"]

@@ -60,7 +60,7 @@ def saved(row, run):
     on gradients, which AdamW hides from the weights."""
     tensors, others = (read(run(row).out) for row in (row, reference(row)))
     if row.script == "diloco.py":  # its common tensors, over which come those of its one replica
-        tensors = {name.removeprefix("replica0."): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace("replica0.", ""): tensor for name, tensor in tensors.items()}
     assert tensors.keys() == others.keys() and len(others) == 4 * TENSORS
     for name, tensor in others.items():
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)

@@ -11,8 +11,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from common.data import TokenDataset
 from common.errors import SettingError
+from common.tokens import TokenDataset
 from tests.processes import PATIENCE, ROOT
 from tests.sample import sampled, thorough
 from tools import bench, command, prepare

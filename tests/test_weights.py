@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.data import BatchSampler, TokenDataset
+from common.data import BatchSampler
 from common.errors import SettingError
-from common.model import ModelConfig, Transformer, read_config
+from common.model import ModelConfig, Transformer
+from common.tokens import TokenDataset
+from common.services.hf_config import read_config
 from common.services import checkpoint, stored
 from common.services.hf_weights import load_weights
 from common.services.settings import config_settings

@@ -323,7 +323,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
             counted["description"] = counted["description"][1:5]  # without the device
             counted["chosen"] = (" in bfloat16: --dtype auto counts as on GPUs"
                                  if self.args.dtype == "auto" else "")
-            if self.experts:
+            if getattr(getattr(self.args, "config", None), "num_experts", 0):
                 self.say("assumed: all experts get equally many tokens")
             if self.mesh is not None:
                 counted["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
@@ -346,7 +346,7 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                     self.start_counting()
                 yield self.counted, batch
 
-        def log(self, step, loss, grad_norm):
+        def log(self, step, loss, grad_norm, **more):
             self.stop_counting()
 
         def close(self, theory=None):

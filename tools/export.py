@@ -22,10 +22,10 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError
-from common.model import config_from
 from common.options import at_least
+from common.services.hf_config import config_from
 from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
-from common.services.stored import FIXED, check_common, list_checkpoints, open_checkpoint
+from common.services.stored import FIXED, list_checkpoints, open_checkpoint
 from tools.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,7 +65,8 @@ def huggingface_config(config, dtype, seq_len):
         longest = scaling["factor"] * scaling["original_max_position_embeddings"]
         length = max(length, int(longest))
     values = dict(vars(config))
-    experts, chosen, size = map(values.pop, ("num_experts", "experts_per_token", "expert_size"))
+    experts, chosen, size = (values.pop(name, None) for name in (
+        "num_experts", "experts_per_token", "expert_size"))
     kind = "Mixtral" if experts else "Llama"
     if experts:
         values |= {"num_local_experts": experts, "num_experts_per_tok": chosen,
@@ -83,7 +84,7 @@ def check_is_complete(checkpoint, config, reader, stored):
     describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
     """
     found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-             if name.startswith("model.")}
+             if name.startswith("model.") and not name.startswith("model.replica")}  # diloco.py's
     for name in [name for name in found if name.endswith(".mlp.bias")]:
         if reader.read_tensor(f"model.{name}").any():
             raise SettingError(
@@ -147,7 +148,6 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """
     check_is_free(folder)
     reader, stored, saved = open_checkpoint(checkpoint)
-    check_common(checkpoint, saved)
     settings = {key.removeprefix("--").replace("-", "_"): value
                 for key, value in saved[FIXED].items()}
     config = config_from({"model_type": "llama"} | settings, checkpoint / "run.json")

@@ -22,7 +22,9 @@ from tqdm import tqdm
 
 from common.errors import SettingError
 from common.materialise import local_slices
-from common.model import Transformer, read_config, read_json
+from common.experts import use_experts
+from common.model import Transformer
+from common.services.hf_config import read_config, read_json
 from common.services.hf_weights import Weights
 from common.services.settings import config_settings
 from common.services.stored import IMPORTED, HashingWriter, complete, reason
@@ -53,7 +55,7 @@ def import_weights(folder, out):
     config = read_config(folder)
     weights = Weights(folder, config)
     with torch.device("meta"):
-        tensors = Transformer(config).state_dict()
+        tensors = use_experts(Transformer(config)).state_dict()
     tensors |= {name: tensors[name].to(weights.dtype(name)) for name in weights.stored}
     total = sum(tensor.nbytes for tensor in tensors.values())
     bar = tqdm(desc="writing", total=total, unit="B", unit_scale=True, leave=False)
@@ -96,8 +98,8 @@ def main(argv=None):
         print("embedding and head were tied: the head starts with the values of the embedding, and "
               "the two are trained apart")
     scripts, first = "any script", "fsdp.py"
-    if config.num_experts:
-        scripts, first = "single.py, ep.py or hybrid_3d.py", "ep.py"
+    if getattr(config, "num_experts", 0):
+        scripts, first = "ep.py or hybrid_3d.py", "ep.py"
     out = shlex.quote(str(args.out))
     print(f"train from it with {scripts}, such as: bash run.sh {first} --model {out} --out {out}")
 

@@ -45,8 +45,9 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError, printable
-from common.model import PRESETS, Transformer, read_config
+from common.model import PRESETS, Transformer
 from common.options import at_least, flag
+from common.services.hf_config import read_config
 from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.command import make_parser, refuse, run
@@ -80,11 +81,11 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
     are left out. ``experts``: how many a layer has."""
     found, left_out = [], collections.Counter()
     if devices == 1:
-        return [Strategy("single.py", 1)], left_out
+        return [Strategy("ep.py" if experts else "single.py", 1)], left_out
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     fitting = [n for n in divisors if experts and experts % n == 0]  # values of --ep
     if experts:
-        left_out["all scripts but ep.py, hybrid_3d.py and single.py, which train no experts"] += 1
+        left_out["all scripts but ep.py and hybrid_3d.py, which train no experts"] += 1
         found += [Strategy(f"ep.py --ep {n}", devices) for n in fitting]
     else:
         found += [Strategy(command, devices) for command in WHOLE]
@@ -395,7 +396,7 @@ def more_devices(options, args):
         batch_size = max(args.batch_size, devices)
         larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
         with contextlib.suppress(SettingError):
-            script = "ep.py --ep 1" if args.config.num_experts else "fsdp.py"
+            script = "ep.py --ep 1" if getattr(args.config, "num_experts", 0) else "fsdp.py"
             command, counted = search(Strategy(script, devices), options, larger)[0]
             if fits(counted, args):
                 return f"; with --devices {devices} --batch-size {batch_size} fits {command}"
@@ -441,7 +442,8 @@ def main(argv=None):
     shape = ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
     options = [*model, *shape]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
-                                 args.config.num_hidden_layers, args.config.num_experts)
+                                 args.config.num_hidden_layers,
+                                 getattr(args.config, "num_experts", 0))
     scripts = dict.fromkeys(each.command.split()[0] for each in tried)
     for name in args.only or ():
         if name not in [*scripts, *(each.command for each in tried)]:

@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from common.experts import mixtures
-from common.model import PRESETS, ModelConfig, Transformer
+from common.experts import MixtureConfig, mixtures, use_experts
+from common.model import PRESETS, Transformer
 
 
 def main():
@@ -97,7 +97,7 @@ def main():
 def build(args):
     """The model, with weights of the usual size."""
     experts = {"num_experts": args.num_experts, "expert_size": args.expert_size}
-    model = Transformer(ModelConfig(**vars(PRESETS[args.model]) | experts))
+    model = use_experts(Transformer(MixtureConfig(**vars(PRESETS[args.model]) | experts)))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)

@@ -9,7 +9,6 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -30,8 +29,8 @@ from common.services.run_folder import (
 )
 from common.services.signals import catch_stop_signals, stop_requested
 from common.services.stored import (
-    CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, check_common, complete,
-    list_checkpoints, older_checkpoint, open_checkpoint, reason, run_of, step_of,
+    CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
+    older_checkpoint, open_checkpoint, reason, run_of, step_of,
 )
 
 A_NEW_RUN = "start a new run with --no-resume or another --out"
@@ -53,13 +52,10 @@ class Checkpoints:
         every: steps between checkpoints; 0: save none at all.
         keep: how many of the newest checkpoints to keep.
         in_background: write while training continues, from a copy in host memory.
-        replica, common, outer, inner_steps: of replicas that train alone, and meet every so many
-            steps (diloco.py): the number of this rank's replica, a dict from each trained tensor to
-            its common value, and the optimizer of these values.
     """
 
     def __init__(self, folder, settings, tensors, optimizer, *, stop, every=100, keep=2,
-                 in_background=False, replica=0, common=None, outer=None, inner_steps=1):
+                 in_background=False):
         self.folder, self.tensors = pathlib.Path(folder), tensors
         self.stop, self.every, self.keep, self.in_background = stop, every, keep, in_background
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -75,16 +71,6 @@ class Checkpoints:
                 f"an optimizer updates a parameter of shape {tuple(parameter.shape)} that is not "
                 f"among the tensors to be saved: add it to them"
             )
-        # What is saved: how the names of tensors and of their states begin, and the tensors.
-        self.usual = self.parts = [("model.", "optimizer.", tensors)]
-        self.common, self.inner_steps = common or {}, inner_steps
-        if common:  # under the usual names, so that every script can read them
-            self.own = f"replica{replica}."
-            shared = {name: common.get(tensor, tensor) for name, tensor in tensors.items()}
-            trained = {name: tensor for name, tensor in tensors.items() if tensor in common}
-            self.parts = [("model.", "outer.", shared),
-                          (f"{self.own}model.", f"{self.own}optimizer.", trained)]
-            self.owner |= dict.fromkeys(common.values(), outer)
         fixed, changeable = settings
         fixed = fixed | {"the optimizer": ", ".join(type(each).__name__ for each in optimizers)}
         # Without those of parameter groups: a stage of a pipeline may have groups of its own.
@@ -231,22 +217,11 @@ class Checkpoints:
         names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
         # A rank of a pipeline has the tensors of its stages only.
         unknown = set.intersection(*gather(names - self.tensors.keys(), self.group))
-        parts = self.parts
-        if self.common:  # another script, or another number of replicas, has saved the common ones
-            there = {f"{name.partition('.')[0]}." for name in stored if name.startswith("replica")}
-            parts = self.parts if there == set(gather(self.own, self.group)) else self.usual
         with together(self.group):
             self.compare(checkpoint, stored, saved[FIXED], unknown)
-            if parts is self.usual:
-                check_common(checkpoint, saved)
-        self.make_states(stored, parts)
-        wanted = {name: tensor for name, tensor in self.named(parts).items()
-                  if name in stored}  # the momentum of common weights may have been 0
+        self.make_states(stored)
         with together(*unreadable):
-            dcp.load(wanted, storage_reader=reader, process_group=self.group)
-        if parts is self.usual:
-            for own, shared in self.common.items():
-                shared.copy_(own)
+            dcp.load(self.named(), storage_reader=reader, process_group=self.group)
         changed = [
             f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
             for name, value in self.changeable.items() if saved[CHANGEABLE].get(name) != value
@@ -288,12 +263,12 @@ class Checkpoints:
                 f"{', '.join(sorted(unknown))}"
             )
 
-    def make_states(self, stored, parts):
+    def make_states(self, stored):
         """Allocate the stored optimizer states: an optimizer has none before its first step."""
-        for (_, prefix, tensors), (key, entry) in itertools.product(parts, stored.items()):
-            name, _, state = key.removeprefix(prefix).rpartition(".")
-            tensor = tensors.get(name)
-            if key.startswith(prefix) and tensor in self.owner:
+        for key, entry in stored.items():
+            name, _, state = key.removeprefix("optimizer.").rpartition(".")
+            tensor = self.tensors.get(name)
+            if key.startswith("optimizer.") and tensor in self.owner:
                 self.owner[tensor].state[tensor][state] = (
                     torch.zeros_like(tensor) if entry.size == tensor.shape else
                     torch.zeros(entry.size, dtype=entry.properties.dtype, device=tensor.device)
@@ -366,7 +341,7 @@ class Checkpoints:
                     complete(
                         temporary, dict(collections.ChainMap(*of_ranks)), run=self.run, step=step,
                         tensors=len(index.state_dict_metadata), fixed=self.fixed,
-                        changeable=self.changeable, between=step % self.inner_steps > 0,
+                        changeable=self.changeable,
                     )
                     temporary.rename(self.path(step))
                     own = [c for c in list_checkpoints(self.folder) if run_of(c) == self.run]
@@ -401,20 +376,19 @@ class Checkpoints:
         """The name of a checkpoint of this run that is being written, or removed."""
         return checkpoint.with_name(f"{checkpoint.name}.{self.run}.{kind}")
 
-    def named(self, parts=None):
-        """All tensors of a checkpoint, by their names in it; or those of ``parts``."""
+    def named(self):
+        """All tensors of a checkpoint, by their names in it."""
         named = {}
-        for prefix, prefix_of_states, tensors in parts or self.parts:
-            for name, tensor in tensors.items():
-                named[f"{prefix}{name}"] = tensor.detach()
-                states = self.owner[tensor].state.get(tensor, {}) if tensor in self.owner else {}
-                for key, value in states.items():
-                    if not isinstance(value, torch.Tensor):
-                        raise SettingError(
-                            f"{key} of the optimizer is {value!r:.40}, and checkpoints hold "
-                            f"tensors only: let the optimizer keep a tensor"
-                        )
-                    named[f"{prefix_of_states}{name}.{key}"] = value
+        for name, tensor in self.tensors.items():
+            named[f"model.{name}"] = tensor.detach()
+            states = self.owner[tensor].state.get(tensor, {}) if tensor in self.owner else {}
+            for key, value in states.items():
+                if not isinstance(value, torch.Tensor):
+                    raise SettingError(
+                        f"{key} of the optimizer is {value!r:.40}, and checkpoints hold tensors "
+                        f"only: let the optimizer keep a tensor"
+                    )
+                named[f"optimizer.{name}.{key}"] = value
         return named
 
     def not_finite(self):

@@ -16,7 +16,9 @@ import torch
 
 from common.errors import SettingError
 from common.materialise import local_part, local_slices
-from common.model import Transformer, read_json
+from common.experts import use_experts
+from common.model import Transformer
+from common.services.hf_config import read_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The names of a Mixtral's matrices, which are not stacked, under block_sparse_moe.experts.N
@@ -138,7 +140,7 @@ def find_tensors(folder):
 def shapes_of(config):
     """The shape of each parameter of the whole model, by its name."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = use_experts(Transformer(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

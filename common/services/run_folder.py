@@ -18,8 +18,7 @@ LOCK = re.compile(r"process \d+ on \S+(, run (?P<run>[0-9a-f]{16}))?")  # the te
 TEMPORARY = re.compile(r"step-\d{8,}\.(?P<run>[0-9a-f]{16})\.(tmp|old)")  # half a checkpoint
 # What a run writes beside its checkpoints; a new run moves it aside.
 RUN_FILES = (
-    "metrics.jsonl", "summary.json", "wandb.json", "trace-rank*.json", "flight-record-rank*",
-    "events.out.*",  # TensorBoard's
+    "metrics.jsonl", "summary.json", "trace-rank*.json", "flight-record-rank*",
 )
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves  # torch has no public one
 
-from common.data import TokenDataset, open_dataset
 from common.options import flag
+from common.tokens import TokenDataset, open_dataset
 
 FIXED_OPTIONS = "seed", "batch_size", "seq_len"
 # They change what is trained. Checkpoints adds the settings of the optimizer, such as its betas.
 CHANGEABLE_OPTIONS = (
     "steps", "lr", "min_lr", "warmup_steps", "grad_clip",
+    "balance_rate",  # of experts
     "replicas", "inner_steps", "outer_lr", "outer_momentum",  # of diloco.py
 )
 
@@ -26,8 +27,6 @@ def run_settings(args, dataset, config=None):
     fixed |= {flag(name): getattr(args, name) for name in FIXED_OPTIONS if name in args}
     changeable = {flag(name): getattr(args, name) for name in CHANGEABLE_OPTIONS if name in args}
     changeable["--dtype"] = str(args.compute_dtype).removeprefix("torch.")
-    if config.get("num_experts"):
-        changeable["--balance-rate"] = args.balance_rate
     if getattr(args, "val_data", None):
         changeable |= fingerprint(open_dataset(args, "--val-data"), "--val-data")
     return fixed | fingerprint(dataset), changeable

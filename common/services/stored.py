@@ -4,9 +4,7 @@ It is a folder. In it are the shards that ``torch.distributed.checkpoint`` (DCP)
 its own, in parallel, and DCP's index, .metadata; ``run.json``, the run, the step and the settings;
 and ``SHA256SUMS``, the hash of every file (``sha256sum -c SHA256SUMS`` checks them). ``model.NAME``
 is a tensor of the model, ``optimizer.NAME.exp_avg`` an optimizer state of that tensor. How tensors
-were sharded when they were saved does not matter when they are loaded. In one of diloco.py
-``model.NAME`` is the common weight, ``outer.NAME.momentum_buffer`` its state; the names of what a
-replica has of its own begin with ``replica0.`` and so on.
+were sharded when they were saved does not matter when they are loaded.
 
 Reading runs no code that a file chose.
 """
@@ -30,7 +28,6 @@ from common.errors import SettingError
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
 FIXED, CHANGEABLE = "must stay the same", "may change"  # the settings of a run, keys of run.json
-BETWEEN = "between two meetings"  # of the replicas of diloco.py, which then differ: as FIXED
 IMPORTED = 0  # the step of weights that no run has trained: see tools/import_hf.py
 NAME, SUMS = r"step-\d{8,}", "SHA256SUMS"
 
@@ -71,11 +68,8 @@ def read(checkpoint, prefix="model."):
 
     Raises:
         Damaged: it is not a checkpoint, damaged, or not to be trusted.
-        SettingError: see ``check_common``.
     """
-    reader, stored, saved = open_checkpoint(pathlib.Path(checkpoint))
-    if prefix.startswith("model."):
-        check_common(checkpoint, saved)
+    reader, stored, _ = open_checkpoint(pathlib.Path(checkpoint))
     tensors = reader.read_tensors(*(name for name in stored if name.startswith(prefix)))
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -113,17 +107,6 @@ def open_checkpoint(checkpoint, share=slice(None)):
             f"{checkpoint} is not a checkpoint of these scripts ({type(error).__name__}: {error})"
         ) from None
     return reader, stored, saved
-
-
-def check_common(checkpoint, saved):
-    """Raise SettingError if a checkpoint, of whose run.json the content is ``saved``, has no common
-    weights of its step: diloco.py saved it between two meetings."""
-    if saved.get(BETWEEN):
-        raise SettingError(
-            f"{checkpoint} was saved by diloco.py between two meetings, when its replicas had "
-            f"different weights: take a checkpoint of a step that its --inner-steps divides, or "
-            f"train on by diloco.py with as many --replicas until they meet"
-        )
 
 
 def read_sums(checkpoint):
@@ -238,7 +221,7 @@ class HashingWriter(dcp.FileSystemWriter):
         return written
 
 
-def complete(folder, sums, *, run, step, tensors, fixed, changeable, between=False):
+def complete(folder, sums, *, run, step, tensors, fixed, changeable):
     """Write run.json, and last SHA256SUMS: its own, and ``sums``, those of all ranks.
 
     Args:
@@ -246,10 +229,8 @@ def complete(folder, sums, *, run, step, tensors, fixed, changeable, between=Fal
         step: how many steps it has done.
         tensors: how many tensors DCP's index has.
         fixed, changeable: the settings of the run.
-        between: whether its replicas, which meet every few steps, do not meet after this step.
     """
-    settings = {"run": run, "step": step, "tensors": tensors, FIXED: fixed, CHANGEABLE: changeable,
-                BETWEEN: between}
+    settings = {"run": run, "step": step, "tensors": tensors, FIXED: fixed, CHANGEABLE: changeable}
     _write(folder / "run.json", json.dumps(settings, indent=1))
     sums = sums | {name: hash_of(folder / name) for name in (".metadata", "run.json")}
     _write(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))

@@ -1,0 +1,121 @@
+"""Dimensions from a Hugging Face config.json, of a Llama or a Mixtral."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+
+from common.errors import SettingError, printable
+from common.experts import MixtureConfig
+from common.model import ROPE_SCALING, ModelConfig
+
+# Options that our model does not have, with the value that turns each off in a config.json.
+PLAIN = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0,
+    "partial_rotary_factor": 1, "sliding_window": None, "router_jitter_noise": 0,
+}
+# Where the defaults of a Mixtral are not those of a Llama
+MIXTRAL = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+}
+NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)
+
+
+def read_config(path):
+    """The ModelConfig of a config.json, or of the folder that holds it.
+
+    Raises:
+        SettingError: it cannot be read, lacks a dimension, or is of another architecture.
+    """
+    path = pathlib.Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    return config_from(read_json(path), path)
+
+
+def config_from(found, path):
+    """The ModelConfig that a dict describes, the content of the config.json ``path``.
+
+    Raises:
+        SettingError: see ``read_config``.
+    """
+    kind = found.get("model_type")
+    if kind not in ("llama", "mixtral"):
+        raise SettingError(
+            f"{path} has model_type {kind!r}: only Llama is supported, and Mixtral, which have "
+            f"'llama' and 'mixtral'"
+        )
+    if kind == "mixtral":
+        found = MIXTRAL | found
+        found |= {"num_experts": found["num_local_experts"],
+                  "experts_per_token": found["num_experts_per_tok"]}
+        if found.get("output_router_logits") and os.environ.get("RANK", "0") == "0":
+            print(printable(
+                f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
+                f"that balances the experts. Here nothing adds one: balance them by --balance-rate"
+            ), file=sys.stderr)
+    # transformers 5 writes rope_theta inside rope_parameters; older ones write it beside it.
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise SettingError(f"{path}: rope_scaling is {rope!r:.80}: it must be a dict")
+    inner = ("rope_theta", "partial_rotary_factor")
+    found = found | {key: rope[key] for key in inner if key in rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
+    numbers = all(type(value) in (int, float) and value > 0 for value in scaling.values())
+    if kind == "default" and not scaling:
+        found["rope_scaling"] = None
+    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING) and numbers:
+        found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
+    else:
+        raise SettingError(
+            f"{path}: rope_scaling has rope_type {kind!r} with {scaling!r:.200}; only 'llama3' "
+            f"(Llama 3.1) is supported, with numbers above 0 as {', '.join(ROPE_SCALING)}"
+        )
+    for name, plain in PLAIN.items():
+        value = found.get(name)
+        if value != plain and value is not None:
+            raise SettingError(
+                f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
+            )
+    values = {}
+    config_class = MixtureConfig if found.get("num_experts") else ModelConfig
+    for field in dataclasses.fields(config_class):
+        value = found.get(field.name)
+        if value is None and field.name in NEEDED:
+            raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
+        if value is None:
+            continue
+        kinds, most = ((int, float), math.inf) if field.type is float else ((int,), 2**31)
+        if field.name != "rope_scaling" and (type(value) not in kinds or not 0 < value < most):
+            raise SettingError(
+                f"{path} has {field.name} {value!r:.80}: it must be a "
+                f"{'number' if field.type is float else 'whole number'} greater than 0"
+            )
+        values[field.name] = value
+    try:
+        return config_class(**values)
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from None
+
+
+def read_json(path):
+    """The dict in a config.json.
+
+    Raises:
+        SettingError: it cannot be read, or holds something else.
+    """
+    if path.exists() and not path.is_file():  # reading a FIFO might never end
+        raise SettingError(f"{path} cannot be read: it is not a regular file")
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise SettingError(f"{path} cannot be read: {reason}") from None
+    if not isinstance(found, dict):
+        raise SettingError(f"{path} is no config.json of a model")
+    return found
