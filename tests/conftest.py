@@ -15,7 +15,7 @@ VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scrip
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from tests.processes import ProcessServer, Result  # noqa: E402
+from tests.support.processes import ProcessServer, Result  # noqa: E402
 
 
 def pytest_addoption(parser):

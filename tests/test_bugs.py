@@ -8,8 +8,8 @@ import pytest
 
 from docs import draw
 from tests import bugs
-from tests.processes import ROOT
-from tests.sample import sampled
+from tests.support.processes import ROOT
+from tests.support.sample import sampled
 from tests.test_parity import record
 from tools.parity_checks import compare
 

@@ -11,10 +11,10 @@ import torch
 from common.model import PRESETS, ModelConfig, Transformer
 from common.services import theory
 from common.services.counting import bytes_table
-from tests import oracles
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
-from tests.table import EXACT, SAMPLE
+from tests.support import oracles
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
+from tests.support.table import EXACT, SAMPLE
 from tests.test_dry_run import count
 
 MODULE = Transformer(ModelConfig(256, 32, 48, 5, 8, 4)).double()  # of the table

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import SettingError
 from common.services import checkpoint, run_folder, stored
 from common.services.checkpoint import Checkpoints
-from tests.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks
 
 SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
          "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 20 --log-every 1 "

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import cp
 from common.model import plain_attention
-from tests.on_ranks import on_ranks
-from tests.sample import sampled
+from tests.support.on_ranks import on_ranks
+from tests.support.sample import sampled
 from tests.test_same_run import furthest
 
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}

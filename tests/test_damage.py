@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from common.errors import SettingError, printable
 from common.services import stored
 from common.services.checkpoint import Checkpoints
-from tests.sample import sampled, thorough
+from tests.support.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
 
 STEPS = f"{SMALL} --steps 8 --save-every 2 --keep 9"

@@ -1,5 +1,5 @@
 """diloco.py: its reference is one process that runs the replicas in turn. Where replicas make no
-difference it is DDP, or one process (see also tests/table.py). Its checkpoints."""
+difference it is DDP, or one process (see also tests/support/table.py). Its checkpoints."""
 
 import argparse
 import shutil
@@ -13,8 +13,8 @@ from common.model import ModelConfig, Transformer
 from common.services import stored
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
-from tests.edits import edited
-from tests.sample import sampled
+from tests.support.edits import edited
+from tests.support.sample import sampled
 from tests.test_checkpoint import assert_bit_equal
 from tests.test_same_run import furthest
 from tools.export import export
@@ -45,7 +45,7 @@ def make_model():
 
 
 def mean_loss(model, dataset, indices):
-    """With the targets that ``ignored`` of tests/inject.py ignores."""
+    """With the targets that ``ignored`` of tests/support/inject.py ignores."""
     inputs, targets = map(torch.stack, zip(*(dataset[index] for index in indices)))
     for index, row in zip(indices, targets):
         row[: T if index % 2 else index % 29] = -100

@@ -20,14 +20,15 @@ import pytest
 
 from common.model import PRESETS
 from common.services.report import PEAK_TFLOPS
-from tests.processes import PATIENCE, ROOT
+from tests.support.processes import PATIENCE, ROOT
 from tests.test_lift import needed
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
-FOLDERS = ["", "common", "common/services", "tools", "examples", "tests", "docs"]
+FOLDERS = ["", "common", "common/services", "tools", "examples", "docs",
+           "tests", "tests/support", "tests/gpu"]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
-CODE = [path for path in SOURCES if path.parent.name not in ("tests", "docs")]
+CODE = [path for path in SOURCES if path.parent.name not in ("tests", "support", "gpu", "docs")]
 PROGRAMS = "accelerate bash diff python python3 sbatch srun torchrun".split()
 # Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
 FOREIGN = set("""--all --torch --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
@@ -213,9 +214,9 @@ LIFTING = (ROOT / "docs" / "lifting.md").read_text()
 
 
 def test_the_blocks_about_lifting():
-    """They are lines of the trainers in tests/lifted.py, which a test runs."""
+    """They are lines of the trainers in tests/support/lifted.py, which a test runs."""
     blocks = re.findall(r"(?s)```python\n(.*?)```", LIFTING)
-    source = (ROOT / "tests" / "lifted.py").read_text()
+    source = (ROOT / "tests" / "support" / "lifted.py").read_text()
     assert len(blocks) > 5 and not [block for block in blocks if block not in source]
 
 

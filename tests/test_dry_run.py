@@ -5,8 +5,8 @@ import json
 import pytest
 
 from common.model import PRESETS
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
 from tools import dry_run as tool
 
 # Script and options, its world size, and the ranks to play.
@@ -122,7 +122,7 @@ def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
 
 def test_the_fake_world(server, tmp_path):
     """Whatever the peak of a run is: it may hide a tensor too many at another moment."""
-    server.run("tests/as_outside.py", 0, folder=tmp_path, pass_out=False)
+    server.run("tests/support/as_outside.py", 0, folder=tmp_path, pass_out=False)
 
 
 @thorough
@@ -219,8 +219,8 @@ REFUSED = {
 
 def test_bad_input_is_one_line(server):
     commands = [command.split() for command in REFUSED]
-    result = server.run("tests/refusals.py", 0, ["dry_run", json.dumps(commands)], folder=ROOT,
-                        pass_out=False)
+    result = server.run("tests/support/refusals.py", 0, ["dry_run", json.dumps(commands)],
+                        folder=ROOT, pass_out=False)
     found = [line for line in result.lines if "error:" in line]
     assert len(found) == len(REFUSED) and "it ended well" not in result.output, result.output
     for (command, words), line in zip(REFUSED.items(), found):

@@ -21,8 +21,8 @@ from common.services import stored
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from examples import cp_documents
-from tests.processes import PATIENCE, ROOT, ProcessServer
-from tests.sample import sampled, thorough
+from tests.support.processes import PATIENCE, ROOT, ProcessServer
+from tests.support.sample import sampled, thorough
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
@@ -161,7 +161,7 @@ def test_packed_documents_do_not_see_each_other(example, document_by_document, w
 def test_attention_within_documents(run, world):
     """Outputs and gradients; documents of one token, of one chunk, across chunks and ranks, as long
     as the sequence. Blocks that no query sees are not computed."""
-    assert "all agree" in run("tests/documents.py", world, pass_out=False).output
+    assert "all agree" in run("tests/support/documents.py", world, pass_out=False).output
 
 
 def test_attention_within_documents_is_causal():

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from common.services import stored
-from tests.processes import Result
-from tests.sample import sampled, thorough
-from tests.table import EXACT, OPTIONS
+from tests.support.processes import Result
+from tests.support.sample import sampled, thorough
+from tests.support.table import EXACT, OPTIONS
 from tests.test_same_run import furthest
 
 SCRIPTS = sorted({row.script for row in EXACT} - {"diloco.py"})

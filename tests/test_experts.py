@@ -15,11 +15,11 @@ from common.model import Transformer
 from common.services import stored
 from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
-from tests import oracles
-from tests.edits import edited
-from tests.processes import Result
-from tests.sample import sampled, thorough
-from tests.table import OLD
+from tests.support import oracles
+from tests.support.edits import edited
+from tests.support.processes import Result
+from tests.support.sample import sampled, thorough
+from tests.support.table import OLD
 from tests.test_same_run import furthest
 from tools import export, import_hf
 
@@ -134,7 +134,7 @@ def test_the_reference_needs_no_strategy(run, trained, corpus, tmp_path):
 
 
 def holds_and_sends(found, command, world):
-    """What tests/oracles.py says. Only with --ep 1 no token travels: otherwise it depends on the
+    """What oracles.py says. Only with --ep 1 no token travels: otherwise it depends on the
     data how many do. 4 ranks do not divide the 6 rows of a router."""
     summary, theory = found.summary, oracles.expected(command, world, options_of(command))
     assert not summary["theory"]
@@ -185,8 +185,8 @@ def test_a_resumed_run_has_the_same_bits(trained, command):
 def test_common_faults_are_seen(server, trained, corpus, tmp_path):
     """Each leads to another curve than single.py's; without a fault the same run leads to it."""
     result = server.run(
-        "tests/experts.py", 2, f"{OPTIONS} --val-every 9 --save-every 0 --grad-accum 2 --dtype "
-        f"float64 --data {corpus}".replace("{val}", corpus), folder=tmp_path, inject=UNEVEN,
+        "tests/support/experts.py", 2, f"{OPTIONS} --val-every 9 --save-every 0 --grad-accum 2 "
+        f"--dtype float64 --data {corpus}".replace("{val}", corpus), folder=tmp_path, inject=UNEVEN,
     )
     (line,) = [line for line in result.lines if line.startswith("curves ")]
     curves = json.loads(line.removeprefix("curves "))
@@ -270,7 +270,7 @@ def config(**values):
 
 def test_the_kernel_and_the_loop_are_equal():
     """Also for experts without rows, first, last and between others. Both give the gradients of all
-    weights. On GPUs tests/kernels.py does this."""
+    weights. On GPUs tests/gpu/kernels.py does this."""
     torch.manual_seed(0)
     sizes = [0, 5, 0, 1, 7, 0]
     rows, weights = torch.randn(13, 16), torch.randn(6, 24, 16)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from common.services import run_folder, stored
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
 from tests.test_refusals import in_order
 
 MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "

@@ -15,9 +15,9 @@ from common.services import stored
 from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
-from tests.edits import edited
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
+from tests.support.edits import edited
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
 from tools import dry_run
 

@@ -13,8 +13,8 @@ from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 import examples.fsdp_muon
 from examples.fsdp_muon import newton_schulz, share_out
-from tests.edits import edited
-from tests.sample import sampled, thorough
+from tests.support.edits import edited
+from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
 
 SCRIPT = "examples/fsdp_muon.py"

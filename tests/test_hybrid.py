@@ -8,9 +8,9 @@ import pytest
 
 from common.data import BatchSampler
 from common.tokens import TokenDataset
-from tests.processes import ROOT
-from tests.sample import thorough
-from tests.table import OPTIONS, Row
+from tests.support.processes import ROOT
+from tests.support.sample import thorough
+from tests.support.table import OPTIONS, Row
 from tests.test_same_run import furthest
 
 

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from common import launch
 from common.errors import SettingError
 from common.services.stored import list_checkpoints
-from tests.on_ranks import on_ranks
-from tests.processes import PATIENCE, ROOT, Result, free_port
-from tests.sample import sampled, thorough
+from tests.support.on_ranks import on_ranks
+from tests.support.processes import PATIENCE, ROOT, Result, free_port
+from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --steps 20 "

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from tests.processes import ROOT
-from tests.sample import sampled
+from tests.support.processes import ROOT
+from tests.support.sample import sampled
 
 SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
@@ -214,7 +214,7 @@ def test_each_service_comes_off_alone(server, corpus, tmp_path, whole_fsdp, serv
 
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
-    assert run("tests/lifted.py", 2, pass_out=False).output.count("all is right") == 2
+    assert run("tests/support/lifted.py", 2, pass_out=False).output.count("all is right") == 2
 
 
 # The shape of a script

@@ -14,7 +14,7 @@ import common.model
 from common.materialise import draw_weight, local_slices, materialise
 from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
 from common.services.counting import StepCounter
-from tests.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,

@@ -23,11 +23,11 @@ from common.services import stored
 from common.services.settings import fingerprint
 from common.services.validation import Validation
 from common.step import count_targets, seed_step, set_learning_rate
-from tests.edits import edited as edited_in
-from tests.on_ranks import on_ranks
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
-from tests.table import ONE_REPLICA
+from tests.support.edits import edited as edited_in
+from tests.support.on_ranks import on_ranks
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
+from tests.support.table import ONE_REPLICA
 from tests.test_same_run import furthest, resumed
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "

@@ -15,8 +15,8 @@ import sys
 import pytest
 import torch
 
-from tests.processes import ROOT, ProcessServer
-from tests.sample import sampled, thorough
+from tests.support.processes import ROOT, ProcessServer
+from tests.support.sample import sampled, thorough
 from tools import parity, parity_checks
 
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "

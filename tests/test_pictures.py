@@ -9,7 +9,7 @@ import pytest
 
 import pp
 from docs import draw
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 PICTURES = {path.stem: path for path in sorted(draw.PICTURES.glob("*.svg"))}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

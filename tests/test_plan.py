@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.model import PRESETS
-from tests.sample import thorough
+from tests.support.sample import thorough
 from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -323,8 +323,8 @@ def test_whole_plans(server, tmp_path):
         f"{budget} --device-memory 1 --devices 3",
     ]
     words = [[*command.split(), "--json", f"{i}.json"] for i, command in enumerate(commands)]
-    result = server.run("tests/refusals.py", 0, ["plan", json.dumps(words)], folder=tmp_path,
-                        pass_out=False, env={"XDG_CACHE_HOME": str(tmp_path)})
+    result = server.run("tests/support/refusals.py", 0, ["plan", json.dumps(words)],
+                        folder=tmp_path, pass_out=False, env={"XDG_CACHE_HOME": str(tmp_path)})
     some, none, rates = (json.loads((tmp_path / f"{i}.json").read_text())["rows"]
                          for i in range(3))
     assert [row["command"] for row in some] == [
@@ -374,8 +374,8 @@ def test_bad_input_is_one_line(server, tmp_path):
     """A config.json of another architecture, and options."""
     commands, words = [option.split() for option in OTHERS], list(OTHERS.values())
     (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    result = server.run("tests/refusals.py", 0, ["plan", json.dumps(commands)], folder=tmp_path,
-                        pass_out=False)
+    result = server.run("tests/support/refusals.py", 0, ["plan", json.dumps(commands)],
+                        folder=tmp_path, pass_out=False)
     found = [line for line in result.lines if "error:" in line]
     assert len(found) == len(commands) and "it ended well" not in result.output, result.output
     for line, refusal in zip(found, words):

@@ -10,8 +10,8 @@ import cp
 from common.errors import SettingError
 from common.model import plain_attention
 from common.services import stored
-from tests.edits import edited
-from tests.sample import sampled, thorough
+from tests.support.edits import edited
+from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -22,8 +22,9 @@ MODEL = "Transformer(args.config).to(args.param_dtype)"
 
 
 def with_model(new, *names):
-    """The edits that put the model ``new``, of tests/ported.py, in place of ours."""
-    return [("\nimport torch\n", f"\nimport torch\nfrom tests.ported import {', '.join(names)}\n"),
+    """The edits that put the model ``new``, of tests/support/ported.py, in place of ours."""
+    imports = f"from tests.support.ported import {', '.join(names)}"
+    return [("\nimport torch\n", f"\nimport torch\n{imports}\n"),
             (MODEL, f"{new}.to(args.param_dtype)")]
 
 

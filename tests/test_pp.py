@@ -7,7 +7,7 @@ import types
 import pp
 from common.errors import SettingError
 from common.model import ModelConfig
-from tests.table import MODEL
+from tests.support.table import MODEL
 
 
 def test_the_picture(run, corpus):

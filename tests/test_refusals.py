@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from common import launch, options
-from tests.processes import PATIENCE, ROOT, free_port
-from tests.sample import sampled
+from tests.support.processes import PATIENCE, ROOT, free_port
+from tests.support.sample import sampled
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400

@@ -11,7 +11,7 @@ import torch
 from common.errors import SettingError
 from common.services import stored
 from common.services.checkpoint import Checkpoints
-from tests.sample import sampled
+from tests.support.sample import sampled
 
 SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --log-every 1"
 OWN = ["metrics.jsonl", "summary.json", "trace-rank0.json", "trace-rank1.json"]

@@ -1,6 +1,6 @@
 """Promises 1, 4, 5 and 6: every script, at every world size and with every option, trains what
 single.py trains; what it saves is the same; resumed, it ends in the same bits; and it holds and
-sends what the theory says, of hybrid_3d.py what tests/oracles.py says."""
+sends what the theory says, of hybrid_3d.py what tests/support/oracles.py says."""
 
 import collections
 import functools
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from common.services import stored
-from tests import oracles
-from tests.processes import Result
-from tests.sample import sampled, thorough
-from tests.table import AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
+from tests.support import oracles
+from tests.support.processes import Result
+from tests.support.sample import sampled, thorough
+from tests.support.table import AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
 LAYERS, HIDDEN, BATCH, T = 5, 32, 24, 24  # of the table

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from tests.processes import Result
-from tests.sample import thorough
+from tests.support.processes import Result
+from tests.support.sample import thorough
 from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_launch import OPTIONS, RUN, children, finish, history, left_over, start, wait_until
 

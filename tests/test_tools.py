@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import SettingError
 from common.tokens import TokenDataset
-from tests.processes import PATIENCE, ROOT
-from tests.sample import sampled, thorough
+from tests.support.processes import PATIENCE, ROOT
+from tests.support.sample import sampled, thorough
 from tools import bench, command, prepare
 
 

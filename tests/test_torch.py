@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _python_dispatch, _pytree
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 SCRIPTS = ("single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco")
 INSTALLED = Version(torch.__version__).release[:2]

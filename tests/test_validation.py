@@ -12,8 +12,8 @@ from common.services import report
 from common.data import BatchSampler
 from common.errors import SettingError
 from common.services.validation import Validation
-from tests.sample import thorough
-from tests.table import OPTIONS, TRAINING
+from tests.support.sample import thorough
+from tests.support.table import OPTIONS, TRAINING
 from tests.test_same_run import furthest
 
 

@@ -23,9 +23,9 @@ from common.services.hf_config import read_config
 from common.services import checkpoint, stored
 from common.services.hf_weights import load_weights
 from common.services.settings import config_settings
-from tests.processes import ROOT
-from tests.sample import sampled, thorough
-from tests.table import ONE_REPLICA
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
+from tests.support.table import ONE_REPLICA
 from tests.test_damage import hash_again
 from tools import export, import_hf
 

@@ -8,7 +8,7 @@ from torch import nn
 import zero
 from common.errors import SettingError
 from common.services.counting import StepCounter
-from tests.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks
 
 
 def three():

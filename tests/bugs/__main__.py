@@ -9,7 +9,7 @@ import tempfile
 from docs import draw
 from tests import bugs
 from tests.conftest import corpus_text
-from tests.processes import ProcessServer
+from tests.support.processes import ProcessServer
 from tools import parity_checks
 
 CURVE = "--steps 50 --lr 0.003"

@@ -1,11 +1,11 @@
 """What only GPUs can show, on as many as there are: each script over NCCL follows its CPU curve.
 
-    bash run.sh test tests/test_cuda.py
+    bash run.sh test tests/gpu/test_cuda.py
 
 It ends with a block to paste into an issue: for each script whether it follows the curve of one
 process on the CPU; tokens/s, MFU and bytes of a 1B Llama. docs/gpus.md says more. Some 20 minutes
 on one H100 are expected: nobody has run it. Without a GPU all of it is skipped, here and in one
-piece. tests/test_gpus.py checks on the CPU what can be checked there.
+piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
 """
 
 import json
@@ -20,10 +20,10 @@ import torch
 
 from common.services import stored
 from common.services.stored import list_checkpoints
-from tests import gpus
+from tests.gpu import gpus
 from tests.conftest import VISIBLE_GPUS
-from tests.gpus import EXPERTS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, llama_1b
-from tests.processes import ROOT
+from tests.gpu.gpus import EXPERTS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, llama_1b
+from tests.support.processes import ROOT
 from tests.test_same_run import furthest
 
 
@@ -76,7 +76,7 @@ def on_cpu(once):
 
 @pytest.fixture(scope="module")
 def table(request):
-    """A dict from commands to rows of the block that is printed at the end: see tests/gpus.py."""
+    """A dict from commands to rows of the block that is printed at the end: see gpus.py."""
     rows = {}
     yield rows
     names = [name for name, *_ in CARDS]
@@ -140,7 +140,7 @@ def test_bfloat16_learns(on_gpus, command):
 def test_kernels(server, tmp_path):
     """Attention that also returns the log-sum-exp, and products of experts of which some have no
     row (https://github.com/pytorch/pytorch/issues/172439)."""
-    result = server.run("tests/kernels.py cuda", 0, folder=tmp_path, pass_out=False,
+    result = server.run("tests/gpu/kernels.py cuda", 0, folder=tmp_path, pass_out=False,
                         env={"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS})
     gpus.check_kernels(result.lines)
 

@@ -1,6 +1,6 @@
 """The kernels of common/ that CUDA computes otherwise than the CPU, beside a reference in float64:
 
-    PYTHONPATH=. python tests/kernels.py cuda        or cpu
+    PYTHONPATH=. python tests/gpu/kernels.py cuda        or cpu
 
 prints for each case a line with its name, and the distance of each result: the norm of the
 difference over the norm of the reference. The reference gets the same, rounded, inputs.

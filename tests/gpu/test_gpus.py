@@ -1,5 +1,5 @@
-"""What a machine without a GPU can check of tests/test_cuda.py: what its commands train, the block
-that it prints, its test of kernels. Pretended GPUs: tests/test_pretend_cuda.py."""
+"""What a machine without a GPU can check of test_cuda.py: what its commands train, the block
+that it prints, its test of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 
 import importlib
 import os
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from common.model import Transformer
-from tests import gpus
-from tests.gpus import COLUMNS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, block, llama_1b
-from tests.processes import ROOT
-from tests.sample import thorough
+from tests.gpu import gpus
+from tests.gpu.gpus import COLUMNS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, block, llama_1b
+from tests.support.processes import ROOT
+from tests.support.sample import thorough
 
 BASES = {
     "small": lambda n: {command: f"{SMALL} {more}" for command, more in gpus.curves(n).items()},
@@ -113,7 +113,7 @@ def test_the_page_has_the_columns_of_the_block():
 @thorough
 def test_kernels_of_the_cpu(server, tmp_path):
     """What test_cuda.py does with the kernels of a GPU."""
-    result = server.run("tests/kernels.py cpu", 0, folder=tmp_path, pass_out=False)
+    result = server.run("tests/gpu/kernels.py cpu", 0, folder=tmp_path, pass_out=False)
     gpus.check_kernels(result.lines)
 
 
@@ -123,7 +123,7 @@ def test_kernels_of_the_cpu(server, tmp_path):
     "common.experts.F.grouped_mm = lambda rows, weights, offs: rows @ weights[0]",
 ])
 def test_wrong_kernels_are_seen(server, tmp_path, fault):
-    result = server.run("tests/kernels.py cpu", 0, folder=tmp_path, pass_out=False,
+    result = server.run("tests/gpu/kernels.py cpu", 0, folder=tmp_path, pass_out=False,
                         inject=f"import common.attention, common.experts; {fault}")
     with pytest.raises(AssertionError):
         gpus.check_kernels(result.lines)

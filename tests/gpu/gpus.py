@@ -1,5 +1,5 @@
-"""What tests/test_cuda.py runs on GPUs, and the block that it prints at its end. tests/test_gpus.py
-checks both on machines without a GPU."""
+"""What test_cuda.py runs on GPUs, and the block that it prints at its end. test_gpus.py checks both
+on machines without a GPU."""
 
 import json
 
@@ -86,7 +86,7 @@ def in_gb(size):
 
 
 def check_kernels(lines):
-    """What tests/kernels.py prints: ``lines``. Rounding to bfloat16 is 0.2 % to 0.5 % of a result
+    """What kernels.py prints: ``lines``. Rounding to bfloat16 is 0.2 % to 0.5 % of a result
     on the CPU; a log-sum-exp is always in float32. A wrong kernel is wrong by 10 % and more."""
     cases = [json.loads(line.removeprefix("kernel ")) for line in lines if "kernel" in line]
     assert len(cases) == 16

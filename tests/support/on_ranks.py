@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.sample import thorough
+from tests.support.sample import thorough
 
 ON_RANKS = {}  # by file and number of ranks: the names of its tests
 FOUND = {}  # the output of each such run
@@ -28,7 +28,7 @@ def on_ranks(*worlds, sample=None):
             key = body.__module__, world
             if key not in FOUND:
                 names = ON_RANKS[key]
-                FOUND[key] = server.run("tests/on_ranks.py", world, [*key[:1], *names],
+                FOUND[key] = server.run("tests/support/on_ranks.py", world, [*key[:1], *names],
                                         folder=tmp_path_factory.mktemp("ranks"), pass_out=False,
                                         expect_ok=False).output
             held = re.findall(r"(?m)^(\w+) holds on every rank$", FOUND[key])

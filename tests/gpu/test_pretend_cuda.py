@@ -1,7 +1,7 @@
 """The CUDA path of every script, with every tensor on a GPU that is pretended.
 
 It shows what runs on the device, which kernels of attention are called, and that a step waits for
-nothing. It does not show what kernels compute, NCCL, or time: tests/test_cuda.py does, on a GPU.
+nothing. It does not show what kernels compute, NCCL, or time: test_cuda.py does, on a GPU.
 """
 
 import fcntl
@@ -15,9 +15,9 @@ import sys
 import pytest
 import torch
 
-from tests.gpus import PARAMETERS_1B, grid, llama_1b
-from tests.processes import ROOT
-from tests.sample import thorough
+from tests.gpu.gpus import PARAMETERS_1B, grid, llama_1b
+from tests.support.processes import ROOT
+from tests.support.sample import thorough
 
 FOLDER = ROOT / "tests" / "pretend_cuda"
 FUSED = {  # the kernels of attention that are called, by --dtype: no others
@@ -51,7 +51,7 @@ pytestmark = [
         reason="this torch has CUDA hooks of its own: a GPU can be pretended on its CPU build only",
     ),
     pytest.mark.skipif(
-        shutil.which("g++") is None, reason="no g++, to compile tests/pretend_cuda/guard.cpp"
+        shutil.which("g++") is None, reason="no g++, to compile tests/gpu/pretend_cuda/guard.cpp"
     ),
 ]
 

@@ -1,6 +1,6 @@
 """Copies of scripts that somebody has edited."""
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 
 def edited(folder, script, *edits, name=None):

@@ -3,7 +3,7 @@
 ``run("fsdp.py", 2, options, inject="ignored(); loss_in_chunks()")`` runs the code before the
 script, in each rank. What is no run of the process server gets it in the variable INJECT:
 
-    INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/inject.py fsdp.py --steps 5
+    INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/support/inject.py fsdp.py
 """
 
 import atexit
@@ -488,7 +488,7 @@ def resumed(folders, train=True, step=4):
 if __name__ == "__main__":
     sys.argv.pop(0)
     script = pathlib.Path(sys.argv[0])
-    sys.argv[0] = str(script if script.exists() else pathlib.Path(__file__).parent.parent / script)
+    sys.argv[0] = str(script if script.exists() else pathlib.Path(__file__).parents[2] / script)
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     exec(os.environ["INJECT"], globals())
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,6 +1,6 @@
 """Dry runs with every tensor on ``cuda:0``, on a machine without a GPU and a torch without CUDA:
 
-    python tests/pretend_cuda/run.py guard.so < rows.json
+    python tests/gpu/pretend_cuda/run.py guard.so < rows.json
 
 ``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank, device]; for each row a
 line of JSON comes back, with what the dry run counted and, of the steps (of a script without our
@@ -35,7 +35,7 @@ from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 import ep
 from common import experts
 from common.services import checkpoint, report

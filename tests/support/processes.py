@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 
@@ -81,7 +81,7 @@ class ProcessServer:
 
         ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it
         unset. ``inject`` is Python that each rank runs before the script, with the names of
-        tests/inject.py. ``out`` is the run folder, below ``folder``. A run that is not over after
+        inject.py. ``out`` is the run folder, below ``folder``. A run that is not over after
         ``timeout`` seconds is killed; its ranks then have the status -9.
         """
         script, *first = script.split()
@@ -172,7 +172,7 @@ def serve():
                 del sys.modules[name]
         sys.path.insert(0, os.path.dirname(job["script"]))
         if job["inject"]:
-            exec(job["inject"], vars(importlib.import_module("tests.inject")))
+            exec(job["inject"], vars(importlib.import_module("tests.support.inject")))
         runpy.run_path(job["script"], run_name="__main__")
         sys.exit()  # through the whole end of the interpreter
 
