@@ -54,12 +54,12 @@ from common.model import wrap_layers
 from common.options import at_least
 from common.services import checkpoint, counting, report, validation
 from common.services.counting import StepCounter, bytes_table, group_of
-from tools import pretend
-from tools.command import make_parser, refuse, run
+from tools.support import pretend
+from tools.support.command import make_parser, refuse, run
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
     "pp", "common.services.checkpoint", "common.services.report", "common.services.validation",
-    "tools.pretend", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "tools.support.pretend", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
 ]
 NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 

@@ -28,7 +28,7 @@ from common.services.hf_config import read_config, read_json
 from common.services.hf_weights import Weights
 from common.services.settings import config_settings
 from common.services.stored import IMPORTED, HashingWriter, complete, reason
-from tools.command import make_parser, run
+from tools.support.command import make_parser, run
 from tools.export import check_is_free, renamed_when_complete, write_json
 
 

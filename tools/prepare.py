@@ -15,7 +15,7 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-from tools.command import make_parser, need, refuse, run
+from tools.support.command import make_parser, need, refuse, run
 
 
 def read_documents(path, bar, size=2**16):

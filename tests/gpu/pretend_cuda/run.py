@@ -39,7 +39,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 import ep
 from common import experts
 from common.services import checkpoint, report
-from tools import dry_run, pretend
+from tools import dry_run
+from tools.support import pretend
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
