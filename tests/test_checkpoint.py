@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.data import BatchSampler
 from common.errors import SettingError
 from common.services import checkpoint, run_folder, stored
 from common.services.checkpoint import Checkpoints
+from common.services.ddp_buckets import arrange_buckets
 from tests.support.on_ranks import on_ranks
 
 SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -382,3 +384,15 @@ def test_files_of_others_stay(tmp_path):
     checkpoints_of(tmp_path, Small()).resume(newest=False)
     assert {path.name for path in tmp_path.iterdir()} == {*mine, "lock", "previous-1"}
     assert {path.name for path in (tmp_path / "previous-1").iterdir()} == set(written)
+
+
+@on_ranks(2)
+def test_buckets_are_arranged_without_a_trace():
+    """Buffers, gradients and the random state of DDP are afterwards as before."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    replica = nn.parallel.DistributedDataParallel(model)
+    state, before = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+    arrange_buckets(replica, BatchSampler(9, 8, 2, world_size=2), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.buffers(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -240,7 +240,6 @@ def below_main(path):
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
     ("fsdp.py", "fsdp_lora.py", {"shard", "move_buffers", "reshard", "check"}),
     ("fsdp.py", "fsdp_muon.py", {"shard", "move_buffers", "reshard", "check"}),
-    ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),
     ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",

@@ -87,7 +87,7 @@ def test_the_imports_are_two_paragraphs(name):
 
 
 # What a service is called: the names that its paragraph imports, and its variable in ``main``.
-CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings"}
+CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings", "arrange_buckets"}
 VALIDATION = {"Validation", "validation"}
 REPORT = {"Report", "report", "theory"}
 ALL = CHECKPOINTS | VALIDATION | REPORT

@@ -239,7 +239,8 @@ class Checkpoints:
                 f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
                 f"--steps is {self.stop}: raise --steps to train on, or {A_NEW_RUN}"
             )
-        for name, value in self.fixed.items():
+        for name in saved | self.fixed:  # only checkpoints of diloco.py have "--replicas"
+            value = self.fixed.get(name)
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
             if saved.get(name) != value:
