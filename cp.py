@@ -158,9 +158,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model, loss_of_shard))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.cp(args, n))

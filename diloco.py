@@ -157,10 +157,11 @@ def main(argv=None):
         if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
             meet(common, outer, replicas)
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.diloco(args, n, report.counted))

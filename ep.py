@@ -159,10 +159,11 @@ def main(argv=None):
         report.log(  # EP: how uneven the load of the experts is
             step, loss, grad_norm, busiest_expert=lambda: busiest_share([model], device)
         )
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close()

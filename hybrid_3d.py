@@ -280,11 +280,12 @@ def main(argv=None):
         # EP: how uneven the load of the experts is
         more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
         report.log(step, loss / tp, grad_norm, **more)  # TP: all ranks of tp have the same loss
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             with loss_parallel():
                 report.log_validation(step, validation.loss(model, loss_of_part))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close()

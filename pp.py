@@ -197,9 +197,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.pp(args, parts, own, n * v))

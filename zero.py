@@ -124,10 +124,11 @@ def main(argv=None):
         start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see its docstring
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             start_gathering(buckets)  # ZeRO: so that the next step sends what any other sends
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()

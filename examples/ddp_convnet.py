@@ -89,7 +89,8 @@ def main(argv=None):
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         scheduler.step()
-        if checkpoints.after_step(step, grad_norm):
+        checkpoints.after_step(step, grad_norm)
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     history = report.close()

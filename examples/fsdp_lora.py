@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
+from common.files import new_folder, refuse_existing
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -45,7 +46,7 @@ from common.services.hf_weights import find_tensors, load_weights
 from common.services.report import Report
 from common.services.settings import fingerprint, run_settings
 from common.services.validation import Validation
-from tools.export import check_is_free, renamed_when_complete, write_json
+from tools.export import write_json
 
 
 def main(argv=None):
@@ -69,7 +70,7 @@ def main(argv=None):
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
     if args.export:
-        check_is_free(args.export)  # before the training, not after it
+        refuse_existing(args.export)  # before the training, not after it
     device = start_process_group(args)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
@@ -248,7 +249,7 @@ def save_for_peft(adapters, folder, base, r, alpha):
         "target_modules": sorted({name.split(".")[-3] for name in adapters}),
     }
     if dist.get_rank() == 0:
-        with renamed_when_complete(folder) as temporary:
+        with new_folder(folder) as temporary:
             save_file(tensors, temporary / "adapter_model.safetensors")
             write_json(temporary / "adapter_config.json", config)
 

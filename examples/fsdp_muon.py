@@ -141,7 +141,8 @@ def main(argv=None):
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        checkpoints.after_step(step, grad_norm)
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(formulas(args, n, matrices))

@@ -10,7 +10,7 @@ import torch
 from common.data import BatchSampler
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.services import stored
+from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from tests.support.edits import edited
@@ -34,7 +34,7 @@ def whole(once):
 
 
 def tensors(out, step=STEPS):
-    return stored.read(out / f"step-{step:08d}", prefix="")
+    return checkpoint_files.read(out / f"step-{step:08d}", prefix="")
 
 
 def make_model():
@@ -145,7 +145,7 @@ def test_a_run_that_stops_between_two_meetings(run, whole, corpus, stop, more, l
     options = f"{WHOLE} {more} --data {corpus}"
     first = run(COMMAND, 4, options, inject=f"ignored(); {stop}", expect_ok=False)
     assert first.ok == ("SIGTERM" in stop)
-    assert stored.step_of(stored.list_checkpoints(first.out)[-1]) == last
+    assert checkpoint_files.step_of(checkpoint_files.list_checkpoints(first.out)[-1]) == last
     again = run(COMMAND, 4, options, inject="ignored()")
     assert f"resuming after step {last}" in again.output
     assert_bit_equal(tensors(again.out), tensors(whole.out))

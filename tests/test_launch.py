@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common import launch
 from common.errors import SettingError
-from common.services.stored import list_checkpoints
+from common.services.checkpoint_files import list_checkpoints
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, Result, free_port
 from tests.support.sample import sampled, thorough

@@ -276,13 +276,15 @@ def test_the_loop_says_which_lines_are_the_strategy(name):
 # They take no options of the command line, but in the function that adds their own. With the
 # files that they import, besides errors; but for that function, whose helpers are in options.
 VALUES = {
-    "attention": set(), "data": set(), "errors": set(), "experts": {"model"},
+    "attention": set(), "data": set(), "errors": set(), "experts": {"model"}, "files": set(),
     "materialise": set(), "model": set(),
-    "services/checkpoint": {"launch", "services/run_folder", "services/signals", "services/stored"},
-    "services/counting": set(),
-    "services/hf_weights": {"experts", "materialise", "model", "services/hf_config"},
-    "services/run_folder": set(), "services/signals": set(), "services/stored": set(),
-    "services/validation": {"data"}, "tokens": {"data"},
+    "services/checkpoint": {"files", "launch", "services/checkpoint_files", "services/run_folder",
+                            "services/signals"},
+    "services/checkpoint_files": {"files", "services/run_folder"},
+    "services/counting": set(), "services/ddp_buckets": set(),
+    "services/hf_weights": {"experts", "files", "materialise", "model", "services/hf_config"},
+    "services/run_folder": {"files"}, "services/signals": set(),
+    "services/validation": {"data"}, "tokens": {"data", "files"},
 }
 
 

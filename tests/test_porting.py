@@ -9,7 +9,7 @@ from torch import nn
 import cp
 from common.errors import SettingError
 from common.model import plain_attention
-from common.services import stored
+from common.services import checkpoint_files
 from tests.support.edits import edited
 from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
@@ -36,7 +36,7 @@ def test_tensor_parallelism_thaws_nothing(run, once, corpus):
     expected = once("single.py", 0, OPTIONS, inject="frozen_norms()")
     found = run("tp.py", 2, f"{OPTIONS} --data {corpus}", inject="frozen_norms()")
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    for name, tensor in stored.read(found.out / "step-00000006").items():
+    for name, tensor in checkpoint_files.read(found.out / "step-00000006").items():
         assert tensor.ndim == 2 or (tensor == 1).all(), name
 
 
@@ -159,7 +159,7 @@ def test_an_average_of_the_weights_is_sharded_saved_and_resumed(
     run(copy, 2, options, inject="at(5, lambda: fail('killed'))", expect_ok=False)
     again = run(copy, 1 if script == "tp.py" else 3, options)
     assert "resuming after step 4" in again.output
-    found, expected = (stored.read(out / "step-00000006", "model.ema.")
+    found, expected = (checkpoint_files.read(out / "step-00000006", "model.ema.")
                        for out in (again.out, whole.out))
     assert found.keys() == expected.keys() and len(found) > 10
     for name, tensor in expected.items():
@@ -205,7 +205,7 @@ def test_adapters(run, corpus, tmp_path, script, world):
     copy = lora(tmp_path / "copy", script)
     found = run(f"{copy} {' '.join(more)}", world, options)
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    saved, other = (stored.read(out / "step-00000006") for out in (found.out, expected.out))
+    saved, other = (checkpoint_files.read(out / "step-00000006") for out in (found.out, expected.out))
     assert saved.keys() == other.keys() and len(saved) == 2 * 7 * 2
     assert all(".A." in name or ".B." in name for name in saved)
     again = run(lora(tmp_path / "copy", "fsdp.py"), 2, f"{options} --resume-from 4")
@@ -292,7 +292,7 @@ def test_a_trained_tie_across_stages(run, once, corpus, tmp_path, world, options
     copy = edited(tmp_path / "copy", "pp.py", *TIED)
     found = run(copy, world, f"{OPTIONS} --data {corpus} {options}")
     assert furthest(found.curve(), expected) < 1e-10
-    weights = stored.read(found.out / "step-00000006")
+    weights = checkpoint_files.read(found.out / "step-00000006")
     assert torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
     again = run("ddp.py", 2, f"{OPTIONS} --data {corpus} --resume-from 4", inject="tied()")
     assert furthest(again.curve(), expected) < 1e-10

@@ -20,7 +20,7 @@ from common.errors import SettingError
 from common.model import ModelConfig, Transformer
 from common.tokens import TokenDataset
 from common.services.hf_config import read_config
-from common.services import checkpoint, stored
+from common.services import checkpoint, checkpoint_files
 from common.services.hf_weights import load_weights
 from common.services.settings import config_settings
 from tests.support.processes import ROOT
@@ -102,7 +102,7 @@ def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     """
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     import_hf.import_weights(tmp_path / "hf", tmp_path / "out")
-    states = [(dtype, stored.read(tmp_path / "out" / "step-00000000"))]
+    states = [(dtype, checkpoint_files.read(tmp_path / "out" / "step-00000000"))]
     states += [(own, ours(tmp_path / "hf", own).state_dict())
                for own in (torch.float32, torch.float64)]
     for own, found in states:
@@ -368,7 +368,7 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
         "config.json", "hf", "model.safetensors"
     ]
-    own = stored.read(trained / "step-00000002")
+    own = checkpoint_files.read(trained / "step-00000002")
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert reference.dtype == torch.float32
     found = reference.state_dict()
@@ -398,7 +398,7 @@ def test_shards_in_another_type(trained, tmp_path, dtype):
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert model.dtype == getattr(torch, dtype)
     found = model.state_dict()
-    for name, tensor in stored.read(step).items():
+    for name, tensor in checkpoint_files.read(step).items():
         assert torch.equal(found[name], tensor.to(model.dtype)), name
 
 
@@ -429,7 +429,7 @@ def save_alone(folder, settings, tensors, step):
 
 def grow(step):
     """As if one number were larger than float16 holds."""
-    tensors = stored.read(step)
+    tensors = checkpoint_files.read(step)
     tensors["model.norm.weight"][3] = 1e5
     settings = json.loads((step / "run.json").read_text())["must stay the same"]
     shutil.rmtree(step)

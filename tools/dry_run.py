@@ -55,7 +55,7 @@ from common.options import at_least
 from common.services import checkpoint, counting, report, validation
 from common.services.counting import StepCounter, bytes_table, group_of
 from tools import pretend
-from tools.command import make_parser, refuse, run
+from tools.command import check_json, make_parser, refuse, run, write_json
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
     "pp", "common.services.checkpoint", "common.services.report", "common.services.validation",
@@ -298,8 +298,10 @@ def stand_ins(counted, steps, start, world_size, rank, nproc_per_node):
                 optimizer.zero_grad()
             return 0
 
+        stopping = False
+
         def after_step(self, step, grad_norm):
-            return False
+            pass
 
         def finish(self):
             pass
@@ -459,6 +461,8 @@ def main(argv=None):
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
                         help="write the counts to FILE, under the names of a run's summary.json")
     args = parser.parse_args(argv)
+    if args.json:
+        check_json(args.json, "dry_run")
     if args.rank is not None and args.rank >= args.world_size:
         refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")
     job = args.script, args.options, args.world_size
@@ -478,7 +482,7 @@ def main(argv=None):
     for line in lines_of(counted, args.device_memory):
         print(printable(line))
     if args.json:
-        args.json.write_text(json.dumps(counted, indent=1) + "\n")
+        write_json(args.json, "dry_run", counted)
 
 
 if __name__ == "__main__":
