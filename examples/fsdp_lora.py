@@ -18,6 +18,7 @@ ranks holds P/n of parameters, A/n of gradients and 2A/n of optimizer states, an
 
 import argparse
 import dataclasses
+import hashlib
 import pathlib
 
 import torch
@@ -42,9 +43,10 @@ from common.tokens import open_dataset
 # Services: each comes off with the lines that name it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
-from common.services.hf_weights import find_tensors, load_weights
+from common.services.checkpoint_files import hash_of
+from common.services.hf_weights import load_weights
 from common.services.report import Report
-from common.services.settings import fingerprint, run_settings
+from common.services.settings import run_settings
 from common.services.validation import Validation
 from tools.export import write_json
 
@@ -125,7 +127,7 @@ def main(argv=None):
     # Resume: the step number is the only state of the data
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
     fixed, changeable = run_settings(args, dataset, vars(args.config) | lora)
-    fixed |= fingerprint([first_rows(args.model)], "--model")  # LoRA: no checkpoint has the base
+    fixed["the hash of the base"] = hash_of_base(args.model)  # LoRA: no checkpoint has the base
     checkpoints = Checkpoints(
         args.out, (fixed, changeable), adapters, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
@@ -254,10 +256,11 @@ def save_for_peft(adapters, folder, base, r, alpha):
             write_json(temporary / "adapter_config.json", config)
 
 
-def first_rows(folder):
-    """The first row of each weight in ``folder``: enough to tell one base from another."""
-    stored = find_tensors(pathlib.Path(folder))
-    return [stored[name].read([slice(1)]) for name in sorted(stored)]
+def hash_of_base(folder):
+    """The hash of all weights in ``folder``. Each rank reads its files whole: ranks on different
+    machines might have different ones, of which each would load some rows."""
+    hashes = [hash_of(path) for path in sorted(pathlib.Path(folder).glob("*.safetensors"))]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
 def formulas(args, n, model):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -124,13 +125,18 @@ def test_checkpoints_hold_the_adapters_and_resume_on_other_ranks(lora, base, tmp
 
 
 def test_another_base_is_refused(lora, base, tmp_path):
+    """One row of one matrix is enough, in a resume or on one of two ranks."""
     lora(1, "--steps 2")
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    model.save_pretrained(tmp_path / "other")
-    result = lora(1, "--steps 4", model=tmp_path / "other", expect_ok=False)
-    assert not result.ok and "the hash of some samples in --model is " in result.output
+        model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
+    model.save_pretrained(tmp_path / "rank1" / "base")
+    result = lora(1, "--steps 4", model=tmp_path / "rank1" / "base", expect_ok=False)
+    assert not result.ok and "the hash of the base is " in result.output
+    shutil.copytree(base, tmp_path / "rank0" / "base")
+    result = lora(2, "--no-resume", model="base", expect_ok=False,
+                  inject="os.chdir(f'rank{rank}')")
+    assert not result.ok and "the hash of the base is " in result.output
     result = lora(1, "--no-resume", model="tiny", expect_ok=False)
     assert not result.ok and "tiny has no .safetensors file with weights" in result.output
 
