@@ -48,7 +48,8 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from fsdp import reshard, shard
+from common.torch_versions import reshard
+from fsdp import shard
 
 # Services: each comes off with the lines that name it
 from common.services import theory

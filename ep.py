@@ -58,7 +58,8 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from fsdp import reshard, shard
+from common.torch_versions import not_compiled, reshard
+from fsdp import shard
 
 # Services: each comes off with the lines that name it
 from common.services.checkpoint import Checkpoints
@@ -218,7 +219,7 @@ def add_gradients_up(model):
             module.set_force_sum_reduction_for_comms(True)
 
 
-@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
+@not_compiled
 def to_experts_and_back(rows, counts, experts, group):
     """Send each row to the rank that holds its expert, compute there, and send the result back.
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
 
 from common.data import BatchSampler, load_steps
@@ -45,6 +45,7 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import reshard
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -182,16 +183,6 @@ def move_buffers(model, device):
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
-
-
-def reshard(model):
-    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
-    the next forward pass uses them again, even if the shards have changed."""
-    if hasattr(model, "reset_iter_state"):  # it also forgets which units the forward pass used
-        return model.reset_iter_state()
-    for module in model.modules():  # torch 2.11: the next backward pass gathers one unit too many
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def check(args, n):

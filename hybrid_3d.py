@@ -65,9 +65,10 @@ from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import reshard
 from cp import allgather_attention, set_attention, shard_positions
 from ep import add_gradients_up, cannot_share, prefetch, shard_experts, to_experts_and_back
-from fsdp import reshard, shard
+from fsdp import shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
     split_layers,

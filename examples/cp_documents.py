@@ -51,6 +51,7 @@ from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import not_compiled
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -430,7 +431,7 @@ def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
     return out.to(q.dtype), lse
 
 
-@torch.compiler.disable
+@not_compiled
 def ulysses_attention(q, k, v, *, attention, group, **keywords):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 
