@@ -117,7 +117,7 @@ run_here() {
     # Each start gets its own store: that of the rendezvous has the addresses of dead processes.
     variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
-  show_and_run "${variables[@]}" "$python" -P "$here/tools/torchrun.py" "${nodes[@]}" \
+  show_and_run "${variables[@]}" "$python" -P "$here/tools/support/torchrun.py" "${nodes[@]}" \
     "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$script" "$@"
 }
 

@@ -40,9 +40,10 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.attention import attend, attend_backward, merge, wide
+from common.attention import aten, merge, rows, wide
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
@@ -214,8 +215,12 @@ def documents_in_sight(tokens, separator, shards, group):
 
 
 def read_seen(seen):
-    """``seen`` as booleans. In a dry run, where tokens have no values, all are True."""
+    """``seen`` as booleans."""
     return torch.stack(seen).tolist()
+
+
+# For tools/dry_run.py, where tokens have no values: it counts one long document.
+WITHOUT_VALUES = {"read_seen": lambda seen: [True] * len(seen)}
 
 
 def same_document(queries, keys):
@@ -341,7 +346,7 @@ class RingAttention(torch.autograd.Function):
                 visible = same_document(
                     documents[group.rank()][:, queries], documents[source][:, keys]
                 )
-                block_grad_q, block_grad_kv = attend_backward(
+                block_grad_q, block_grad_kv = attend_where_visible_backward(
                     *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
                     out[..., queries, :], lse[..., queries], mask, ctx.scale, visible,
                 )
@@ -411,13 +416,13 @@ def in_sight(source, group, length, is_causal):
 def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
     """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
     own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
-    the output and the log-sum-exp of all scores, as ``attend`` does."""
+    the output and the log-sum-exp of all scores, as ``attend_where_visible`` does."""
     for source, block in blocks:
         if documents[source] is None:
             continue  # it only travels through
         queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
         visible = same_document(documents[group.rank()][:, queries], documents[source][:, keys])
-        block_out, block_lse = attend(
+        block_out, block_lse = attend_where_visible(
             q[..., queries, :], block[..., keys, :], mask, scale, visible
         )
         if source == group.rank():
@@ -429,6 +434,58 @@ def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
             block_lse = block_lse.masked_fill(blind, -torch.inf)
             merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
     return out.to(q.dtype), lse
+
+
+def attend_where_visible(q, kv, causal, scale, visible):
+    """``attend`` of common/attention.py with a further mask: ``visible`` is True where a query sees
+    a key, (B, 1, Q, S). For a query that sees no key each kernel returns something else: do not use
+    it.
+
+    Raises:
+        SettingError: there is no such kernel for float64 on a GPU.
+    """
+    q, k, v = rows(q, *kv)
+    bias = as_bias(visible, q)
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, attn_mask=bias, scale=scale
+        )
+    if q.dtype == torch.float64:
+        raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+
+
+def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visible):
+    """``attend_backward`` of common/attention.py with a further mask: see ``attend_where_visible``.
+    """
+    grad_out, q, k, v = rows(grad_out, q, *kv)
+    out, lse, bias = out.to(q.dtype), lse.contiguous(), as_bias(visible, q)
+    if q.device.type == "cpu":
+        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return grad_q, torch.stack(grad_kv)
+    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: not used
+    shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, bias, out, padded, seed, offset, 0.0, (True, True, True, False), causal,
+        scale=scale,
+    )
+    return grad_q, torch.stack(grad_kv).unflatten(2, (-1, shared)).sum(3)
+
+
+def as_bias(visible, q):
+    """``visible`` as the kernels add it to the scores: 0 or -inf, (B, H, Q, S), once for all heads.
+    The memory-efficient kernel needs rows that start at multiples of 16 bytes."""
+    *shape, S = visible.shape
+    bias = torch.full((*shape, S + -S % 8), -torch.inf, dtype=q.dtype, device=q.device)
+    return bias[..., :S].masked_fill_(visible, 0).expand(-1, q.shape[1], -1, -1)
 
 
 @not_compiled

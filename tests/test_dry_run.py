@@ -39,6 +39,7 @@ RUNS = [
     ("examples/ddp_convnet.py --batch-size 32", 2, [1]),
     ("examples/fsdp_gpt2.py --dropout 0.1", 2, [0]),
     ("examples/fsdp_muon.py", 2, [1]),
+    ("examples/cp_documents.py --separator 255", 2, [1]),  # one document: no text has this byte
 ]
 SAMPLE = RUNS[:1]
 
@@ -227,14 +228,19 @@ def test_bad_input_is_one_line(server):
         assert line.startswith("dry_run.py: error: ") and words in line, (command, line)
 
 
-def test_a_script_that_reads_a_value(server, tmp_path):
-    text = (ROOT / "single.py").read_text()
-    loop = "            micro_loss.backward()\n"
+@pytest.mark.parametrize("offers, status, words", [
+    ("", 1, ["mine.py:", "return loss.item()", "reads the value of a tensor"]),
+    ("WITHOUT_VALUES = {'shown': lambda loss: None}\n", 0, ["floating-point operations"]),
+])
+def test_a_script_that_reads_a_value(server, tmp_path, offers, status, words):
+    """It is refused, or names a function that is called instead."""
+    text, loop = (ROOT / "single.py").read_text(), "            micro_loss.backward()\n"
     assert text.count(loop) == 1
+    text = text.replace(loop, "            print(shown(micro_loss))\n" + loop)
+    reads = f"def shown(loss):\n    return loss.item()\n\n\n{offers}def main("
     path = tmp_path / "mine.py"
-    path.write_text(text.replace(loop, "            print(micro_loss.item())\n" + loop))
+    path.write_text(text.replace("def main(", reads))
     result = server.run("tools/dry_run.py", 0, ["--rank", 0, 1, path], folder=tmp_path,
                         pass_out=False, expect_ok=False)
-    assert result.statuses == [1]
-    assert "mine.py:" in result.lines[-1] and "print(micro_loss.item())" in result.lines[-1]
-    assert "reads the value of a tensor" in result.lines[-1]
+    assert result.statuses == [status], result.output
+    assert all(word in result.lines[-1] for word in words), result.output

@@ -14,7 +14,7 @@ from common.services import checkpoint_files, hf_config, hf_weights, run_folder
 from common.services.metrics import start_metrics
 from common.tokens import TokenDataset
 from tests.support.processes import ROOT
-from tools import command
+from tools.support import command
 
 # Calls of these names touch files. Where else than in common/files.py they stand, and why.
 CALLS = {"open", "write_text", "write_bytes", "read_text", "read_bytes", "unlink", "rename",
@@ -44,7 +44,7 @@ def calls(path):
 
 
 def test_nothing_else_touches_files():
-    folders = ("", "common", "common/services", "examples", "tools")
+    folders = ("", "common", "common/services", "examples", "tools", "tools/support")
     found = {}
     for folder in folders:
         for path in (ROOT / folder).glob("*.py"):
@@ -56,9 +56,10 @@ def test_nothing_else_touches_files():
 
 
 TOOLS = {
+    "tools/parity.py": {"open"},
     "tools/plan.py": {"read_bytes"},  # the sources of this repository
-    "tools/timed.py": {"write_text"},  # into a folder that bench has made
-    "tools/torchrun.py": {"open"},  # /proc
+    "tools/support/timed.py": {"write_text"},  # into a folder that bench has made
+    "tools/support/torchrun.py": {"open"},  # /proc
 }
 
 

@@ -521,7 +521,7 @@ def test_two_hosts_over_ssh(typed, tmp_path, expected):
     output = finish(shell)
     assert shell.returncode == 0, output
     assert is_near(tmp_path / "runs" / "ddp", expected)
-    assert output.count("tools/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
+    assert output.count("tools/support/torchrun.py --nnodes=2") == 2 and not left_over(tmp_path)
     # This machine's own name does not lead from one host to the other.
     assert output.count(" GLOO_SOCKET_IFNAME=wire ") == 2
 

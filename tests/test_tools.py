@@ -15,7 +15,8 @@ from common.errors import SettingError
 from common.tokens import TokenDataset
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import sampled, thorough
-from tools import bench, command, prepare
+from tools import bench, prepare
+from tools.support import command
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +186,8 @@ def test_no_half_file_has_the_name_of_a_whole_one(bpe, tmp_path, end):
     pytest.importorskip("tokenizers")
     out = tmp_path / "tokens"
     bad = write_jsonl(tmp_path / "bad.jsonl", [*stories(200), 3])
-    code = "import sys; from tools import command, prepare; " \
-           "command.run(prepare.main, sys.argv[1:])"
+    code = "import sys; from tools import prepare; from tools.support.command import run; " \
+           "run(prepare.main, sys.argv[1:])"
     if end != "failed":  # where it would refuse the last line
         number = {"killed": 9, "stopped": 2}[end]
         code = "import os; from tools import prepare; " \
@@ -287,7 +288,8 @@ def test_the_benchmark_runs(tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| `")]
     assert [row[:2] for row in rows] == [
-        ["| `single.py`", "`tools/tutorial.py single`"], ["| `tp.py`", "`tools/tutorial.py tp`"],
+        ["| `single.py`", "`tools/support/tutorial.py single`"],
+        ["| `tp.py`", "`tools/support/tutorial.py tp`"],
     ]
     assert all(float(row[3]) > 0 and float(row[5].split()[0]) > 0 for row in rows)
 
@@ -298,8 +300,9 @@ def test_the_loops_of_the_benchmark_train_the_same(server, tmp_path, experts):
     """With data parallelism all ranks have the same tokens: as one process with fewer of them."""
     def losses(strategy, world, batch):
         output = server.run(
-            f"tools/tutorial.py {strategy}", world, f"--steps 4 --batch-size {batch} --seq-len 16 "
-            f"{experts}", folder=tmp_path, pass_out=False,
+            f"tools/support/tutorial.py {strategy}", world,
+            f"--steps 4 --batch-size {batch} --seq-len 16 {experts}", folder=tmp_path,
+            pass_out=False,
         ).output
         return [json.loads(line.removeprefix("losses ")) for line in output.splitlines()
                 if line.startswith("losses")]

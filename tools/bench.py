@@ -1,4 +1,4 @@
-"""Time every script against PyTorch's own training loop (tools/tutorial.py).
+"""Time every script against PyTorch's own training loop (tools/support/tutorial.py).
 
     bash run.sh bench
     bash run.sh bench --model small --dtype bfloat16 --compile --rounds 3
@@ -27,7 +27,7 @@ import torch
 
 from common.files import read_text
 from common.options import at_least
-from tools.command import refuse, run
+from tools.support.command import refuse, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXPERTS = "--num-experts 8 --expert-size 256"
@@ -49,9 +49,10 @@ def measure(command, args, options):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.run(
-            [*launcher, f"--nproc-per-node={n}", ROOT / "tools" / "timed.py", str(args.warm_up),
-             str(last), folder, ROOT / script, *given, "--steps", str(last), *options, "--out",
-             folder, "--no-resume", "--save-every", "0", "--log-every", "1000000"],
+            [*launcher, f"--nproc-per-node={n}", ROOT / "tools/support/timed.py",
+             str(args.warm_up), str(last), folder, ROOT / script, *given, "--steps", str(last),
+             *options, "--out", folder, "--no-resume", "--save-every", "0",
+             "--log-every", "1000000"],
             cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
         )
@@ -92,8 +93,8 @@ def main(argv=None):
                         help="tokens in a sequence (default: 128)")
     args, options = parser.parse_known_args(argv)
     options += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
-    pairs = [(f"tools/tutorial.py {loop}", script.format(n=args.nproc)) for loop, script in PAIRS
-             if not args.only or script.split()[0] in args.only]
+    pairs = [(f"tools/support/tutorial.py {loop}", script.format(n=args.nproc))
+             for loop, script in PAIRS if not args.only or script.split()[0] in args.only]
 
     found = {pair: [] for pair in pairs}
     for number in range(args.rounds):

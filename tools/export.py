@@ -24,7 +24,7 @@ from common.options import at_least
 from common.services.hf_config import config_from
 from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
 from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
-from tools.command import make_parser, run
+from tools.support.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

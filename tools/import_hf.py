@@ -30,7 +30,7 @@ from common.services.hf_weights import Weights
 from common.services.run_folder import new_id, write_run_id
 from common.services.settings import config_settings
 from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason
-from tools.command import make_parser, run
+from tools.support.command import make_parser, run
 from tools.export import write_json
 
 

@@ -51,7 +51,7 @@ from common.options import at_least, flag
 from common.services.hf_config import read_config
 from pp import cost_of_head, split_layers
 from tools import dry_run
-from tools.command import check_json, make_parser, refuse, run, write_json
+from tools.support.command import check_json, make_parser, refuse, run, write_json
 
 ROOT = pathlib.Path(__file__).parent.parent
 WHOLE = [  # every rank reads samples of its own
@@ -270,7 +270,7 @@ def cached(script, options, world_size, rank, nproc_per_node):
 def sources():
     """A hash of the scripts and of what counts them."""
     paths = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
-    paths += [ROOT / "tools" / "dry_run.py", ROOT / "tools" / "pretend.py"]
+    paths += [ROOT / "tools" / "dry_run.py", *ROOT.glob("tools/support/*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.files import new_file, open_regular, read_text, reading, refuse_existing
-from tools.command import make_parser, need, refuse, run
+from tools.support.command import make_parser, need, refuse, run
 
 
 def read_documents(path, bar, size=2**16):

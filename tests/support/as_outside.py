@@ -1,4 +1,4 @@
-"""In the fake world of tools/pretend.py: what a real world does too, and fake tensors alone not."""
+"""In the fake world of tools/support/pretend.py: what a real world does too, and fake tensors alone not."""
 
 import weakref
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tools import pretend
+from tools.support import pretend
 
 world = pretend.world(2, 0)
 world.__enter__()

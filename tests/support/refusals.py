@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 
-from tools.command import run
+from tools.support.command import run
 
 if __name__ == "__main__":  # a process that counts imports this file too
     tool = importlib.import_module(f"tools.{sys.argv[1]}")

@@ -36,10 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
-import ep
-from common import experts
 from common.services import checkpoint, report
-from tools import dry_run, pretend
+from tools import dry_run
+from tools.support import pretend, stand_ins
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -139,44 +138,38 @@ def where():
 
 def count(command, world_size, rank, device):
     """Count a dry run on ``device``, and watch it."""
-    watch, world, stand_ins = Watch(), pretend.world, dry_run.stand_ins
+    watch, world = Watch(), pretend.world
+    load_steps, equal_counts = stand_ins.load_steps, stand_ins.equal_counts
 
     @contextlib.contextmanager
     def world_and_watch(*args):
         with world(*args), watch:
             yield
 
-    def watched(*args):
-        names = stand_ins(*args)
-        load_steps = names["load_steps"]
+    def load_and_watch(*args):
+        for step in load_steps(*args):
+            watch.in_step = True
+            yield step
 
-        def load_and_watch(*args):
-            for step in load_steps(*args):
-                watch.in_step = True
-                yield step
+    def share_and_note(*args):
+        watch.waits += 1
+        return equal_counts(*args)
 
-        def read_and_note(*args):
-            watch.waits += 1
-            return names["read_counts"](*args)
+    # What the real ones do in a step that is neither logged nor saved.
+    quiet = types.SimpleNamespace(
+        norms=0.0, vote=None, stopping=0, saving=None, every=0, group=None
+    )
 
-        experts.read_counts = ep.read_counts = read_and_note
+    def after_step(self, *args):
+        return checkpoint.Checkpoints.after_step(quiet, *args)
 
-        # What the real ones do in a step that is neither logged nor saved.
-        quiet = types.SimpleNamespace(
-            norms=0.0, vote=None, stopping=0, saving=None, every=0, group=None
-        )
-        names["Checkpoints"].after_step = (
-            lambda self, *args: checkpoint.Checkpoints.after_step(quiet, *args)
-        )
+    def log(self, *args, **more):
+        self.start, self.args.log_every = -1, 10**9
+        report.Report.log(self, *args, **more)
 
-        def log(self, step, loss, grad_norm):
-            self.start, self.args.log_every = -1, 10**9
-            report.Report.log(self, step, loss, grad_norm)
-
-        names["Report"].log = log
-        return names | {"load_steps": load_and_watch, "read_counts": read_and_note}
-
-    pretend.world, dry_run.stand_ins = world_and_watch, watched
+    pretend.world, stand_ins.load_steps = world_and_watch, load_and_watch
+    stand_ins.equal_counts = share_and_note
+    stand_ins.Checkpoints.after_step, stand_ins.Report.log = after_step, log
     script, *options = command.split()
     counted = dry_run.count(script, options, world_size, rank, 8, torch.device(device))
     seen = {name: sorted(seen) for name, seen in watch.seen.items()}

@@ -1,8 +1,8 @@
 """Training loops as PyTorch's tutorials write them, on random tokens. tools/bench.py compares the
 scripts with them.
 
-    python tools/tutorial.py single
-    torchrun --nproc_per_node=2 tools/tutorial.py ddp       or fsdp or tp
+    python -m tools.support.tutorial single
+    torchrun --nproc_per_node=2 -m tools.support.tutorial ddp       or fsdp or tp
 
 - ddp: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 - fsdp: https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html, FSDP2

@@ -1,0 +1,235 @@
+"""What takes the place of a script's own names in a dry run: it has one rank, and no values.
+
+Each stand-in has the name that the script imports, and says why the real one cannot run.
+"""
+
+import functools
+import itertools
+import sys
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+import ep
+import pp
+from common import experts, materialise, model
+from common.errors import SettingError
+from common.services import checkpoint, report, validation
+from tools.support import pretend
+from tools.support.operations import OperationCounter
+
+
+def stand_ins(counted, steps, start, world_size, nproc_per_node):
+    """A dict of all: a name in a script, and what takes its place.
+
+    Args:
+        counted: a dict, which ``Report`` fills with what it has counted in the last of ``steps``.
+        start: starts the process, as ``start_process_group(args)`` does.
+    """
+    replace_in_common(nproc_per_node)
+    count = functools.partial(Report, counted, steps)
+    count.add_options = Report.add_options
+    return {
+        "start_process_group": start,
+        "start_process": functools.partial(start_process, start, world_size),
+        "init_device_mesh": pretend.outside(init_device_mesh),  # it reads the ranks' numbers
+        "set_timeout": lambda *_: None,  # the fake process group has none
+        "materialise": allocate, "wrap_layers": wrap_uncompiled,
+        "load_weights": lambda *_, **__: None,  # the values of a base model
+        "check_stages": lambda *_: None,  # it gathers objects from other ranks
+        "read_counts": experts.read_counts,
+        "open_dataset": open_dataset, "load_steps": functools.partial(load_steps, steps),
+        "run_settings": lambda *_: ({}, {}), "fingerprint": lambda *_: {},  # they read the data
+        "Checkpoints": Checkpoints, "Validation": Validation, "Report": count,
+    }
+
+
+def replace_in_common(nproc_per_node):
+    """Replace what modules use that the script imports. Nothing puts it back."""
+    report.StepCounter = functools.partial(OperationCounter, nproc_per_node)
+    experts.read_counts = ep.read_counts = pretend.outside(equal_counts)
+    for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+        setattr(PipelineStage, name, as_if_before(getattr(PipelineStage, name)))
+
+
+def start_process(start, world_size, args):
+    if world_size > 1:
+        raise SettingError(f"{sys.argv[0]} is one process: its world size is 1")
+    return start(args)
+
+
+# Model
+
+
+def allocate(module, device, seed):
+    """``materialise`` without drawing: only the sizes count."""
+    with mock.patch.multiple(
+        materialise, local_slices=pretend.outside(materialise.local_slices),
+        draw_weight=lambda name, slices, *_: torch.empty([s.stop - s.start for s in slices]),
+    ):
+        materialise.materialise(module, device, seed)
+
+
+def wrap_uncompiled(layers, compiled, checkpointed):
+    """``wrap_layers`` without compiling: what it counts stays the same. It refuses what a real run
+    refuses."""
+    model.wrap_layers([], compiled, checkpointed)
+    model.wrap_layers(layers, False, checkpointed)
+
+
+def as_if_before(prepare):
+    """A stage of a pipeline allocates its buffers in the first step. Returns the method that does
+    it such that it is not counted, as if an earlier step had called it."""
+
+    def uncounted(*args, **kwargs):
+        with mock.patch.object(OperationCounter, "operation", lambda *_: None):
+            return prepare(*args, **kwargs)
+
+    return uncounted
+
+
+def equal_counts(counts, rows):
+    """``read_counts`` of experts: which tokens go where is in values. All get equally many."""
+    numbers = counts[0].numel()
+    borders = [i * rows // numbers for i in range(numbers + 1)]
+    shared = torch.tensor([b - a for a, b in itertools.pairwise(borders)])
+    return shared.view(counts.shape[1:]).expand(counts.shape).tolist()
+
+
+# Data
+
+
+class NoData:
+    """A dataset of ``seq_len`` tokens and targets in each sample: no file is read."""
+
+    def __init__(self, seq_len):
+        self.seq_len = seq_len
+
+    def __str__(self):
+        return "no data"
+
+    def __len__(self):
+        return 10**12
+
+    def __getitem__(self, index):
+        return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
+
+
+def open_dataset(args, option="--data"):
+    return NoData(args.seq_len) if option == "--data" else None
+
+
+def load_steps(steps, dataset, sampler, device, workers=0):
+    """Batches like those of ``dataset``, without values and without a process that reads."""
+    rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
+    sample = pretend.outside(dataset.__getitem__)(0)
+    like = pretend.outside(default_collate)([sample] * rows)
+    for step in range(steps):
+        yield step, [
+            tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
+            for _ in range(sampler.grad_accum)
+        ]
+
+
+# Services
+
+
+class Checkpoints:
+    """Reads and writes nothing."""
+
+    add_options = checkpoint.Checkpoints.add_options
+
+    def __init__(self, folder, settings, tensors, optimizer, **_):
+        self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+    def resume(self, *, newest=True, step=None):
+        """Allocate the optimizers' states, so that the first step is as all others."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        return 0
+
+    stopping = False
+
+    def after_step(self, step, grad_norm):
+        pass
+
+    def finish(self):
+        pass
+
+
+class Validation:
+    """Never due: no step that is counted evaluates."""
+
+    add_options = validation.Validation.add_options
+
+    def __init__(self, *_, **__):
+        pass
+
+    def due(self, step):
+        return False
+
+
+class Report(report.Report):
+    """Puts what it counts into the dict ``found``, and shows nothing. It reads no loss."""
+
+    def __init__(self, found, number, args, *rest, **options):
+        self.found, self.number = found, number
+        found["description"] = []
+        super().__init__(args, *rest, **options)
+        found["description"] = found["description"][1:5]  # without the device
+        found["chosen"] = (
+            " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
+        )
+        if getattr(getattr(args, "config", None), "num_experts", 0):
+            self.say("assumed: all experts get equally many tokens")
+        if self.mesh is not None:
+            found["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
+            if "pp" in found["grid"]:
+                found.update(pipeline(args, self.mesh))
+
+    def say(self, line):
+        self.found["description"].append(str(line))
+
+    def steps(self, numbered):
+        for step, batch in numbered:
+            self.counted = step + -self.number % self.every  # the last one ends in a meeting
+            if step == self.number - 1:
+                self.start_counting()
+            yield self.counted, batch
+
+    def log(self, step, loss, grad_norm, **more):
+        self.stop_counting()
+
+    def close(self, theory=None):
+        counter = self.counter
+        if counter.failed:
+            raise counter.failed
+        self.found.update(
+            held=dict(counter.held), peak=dict(counter.peak),
+            sent=round(sum(counter.sent.values())),
+            between_machines=round(sum(counter.crossing.values())),
+            operations=counter.operations, parts=counter.parts,
+            collectives=[
+                each | {"between_machines": counter.crossing[each["collective"], each["group"]]}
+                for each in counter.collectives()
+            ],
+            theory={k: {"formula": f, "bytes": b} for k, (f, b) in (theory or {}).items()},
+        )
+        return []
+
+
+def pipeline(args, mesh):
+    """Of a pipeline: the first rank of each stage, and the share of a step in which ranks wait."""
+    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0)
+    n, schedule = len(ranks), getattr(args, "schedule", "1f1b")
+    v = getattr(args, "stages_per_rank", 1) or (1 if schedule in pp.ONE_STAGE else 2)
+    bubble, _ = pp.bubble(schedule, n, v, args.microbatches or n)
+    return {"stages": ranks.reshape(n, -1)[:, 0].tolist(), "bubble": bubble}
