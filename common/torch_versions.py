@@ -18,6 +18,31 @@ not_compiled = torch.compiler.disable
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
+# Words in the errors that gloo raises, as RuntimeError, when another process has died: 2.15 does so
+# too. NCCL and the store raise classes, of which each is a DistError.
+GLOO_WORDS = (
+    "Timed out waiting", "Application timeout caused pair closure", "Connection closed by peer",
+    "Connection reset by peer", "Broken pipe",
+)
+# Words in the errors of a setting that is too large, and of a data worker that was killed, which
+# torch raises as RuntimeError.
+SETTING_WORDS = (
+    "can't allocate memory", "not enough memory", "overflow", "DataLoader worker (pid"
+)
+
+
+def is_lost_peer(error):
+    """Whether another process has ended, or was silent for too long."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_WORDS)
+    )
+
+
+def is_a_setting(error):
+    """Whether a setting asks for too much memory, or a data worker has ended."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SETTING_WORDS)
+
+
 def reshard(model):
     """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
     the next forward pass uses them again, even if the shards have changed.
