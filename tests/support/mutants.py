@@ -1,7 +1,7 @@
 """Small faults, planted one at a time in a copy of the repository: how many of them do the tests
 notice? A fault that lives is a missing test.
 
-    python -m tests.support.mutants          # all of them, one after the other: some 45 minutes
+    python -m tests.support.mutants          # all of them, one after the other: 40 minutes or more
     python -m tests.support.mutants 3 17     # these numbers
 
 Each runs the default sample of the test files that somebody would run after a change of that file.
