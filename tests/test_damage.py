@@ -117,7 +117,7 @@ def test_a_damaged_file(out, change, name):
     change(out / "step-00000006" / name)
     with pytest.raises(SettingError) as error:
         checkpoint_files.read(out / "step-00000006")
-    if name != checkpoint_files.SUMS or change in (remove, become_a_fifo, become_endless, become_a_folder):
+    if name != checkpoint_files.SUMS or change not in (flip_a_bit, truncate):
         assert f"{out}/step-00000006/{name} " in str(error.value)
     with pytest.raises(SettingError) as error:
         resume(out)

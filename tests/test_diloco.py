@@ -156,6 +156,7 @@ def copy_of(whole, folder, step):
     """A run folder with one checkpoint of a run."""
     name = f"step-{step:08d}"
     shutil.copytree(whole.out / name, folder / name)
+    shutil.copy(whole.out / "run-id", folder)
     return folder.name
 
 

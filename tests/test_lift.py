@@ -163,7 +163,7 @@ def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_
     found, none = train(server, name, tmp_path / "bare", f"--data {corpus}", pass_out=False)
     assert equal(found, expected)
     assert {path.name for path in (tmp_path / "whole" / "out").iterdir()} == {
-        "lock", "metrics.jsonl", "step-00000004", "summary.json"
+        "lock", "metrics.jsonl", "run-id", "step-00000004", "summary.json"
     }
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {
         "common", *(path for path in bare if "/" not in path),
@@ -193,7 +193,7 @@ def whole_fsdp(server, corpus, tmp_path_factory):
 
 
 SINGLE = [  # a service, what it is called, and the files that only it needs
-    ("Checkpoints", CHECKPOINTS, {"checkpoint", "settings", "signals", "stored"}),
+    ("Checkpoints", CHECKPOINTS, {"checkpoint", "checkpoint_files", "settings", "signals"}),
     ("Validation", VALIDATION, {"validation"}),
     ("Report", REPORT, {"counting", "metrics", "report", "theory"}),
 ]

@@ -1,7 +1,7 @@
 """The faults of tests/support/mutants.py can be planted. That tests notice them is seen by running
 it, which takes long."""
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from tests.support.mutants import MUTANTS
 
 

@@ -56,6 +56,7 @@ def test_a_frozen_tie_across_stages(run, once, corpus, tmp_path, command):
     """Both stages have a copy of the weights that were loaded, which stays equal."""
     expected = once("single.py", 0, OPTIONS, inject="tied(); frozen()")
     shutil.copytree(expected.out / "step-00000004", tmp_path / "out" / "step-00000004")
+    shutil.copy(expected.out / "run-id", tmp_path / "out")
     found = run(command, 2, f"{OPTIONS} --data {corpus}", inject="tied(); frozen()")
     assert furthest(found.curve(), expected.curve()[4:]) < 1e-10
 
@@ -205,7 +206,7 @@ def test_adapters(run, corpus, tmp_path, script, world):
     copy = lora(tmp_path / "copy", script)
     found = run(f"{copy} {' '.join(more)}", world, options)
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    saved, other = (checkpoint_files.read(out / "step-00000006") for out in (found.out, expected.out))
+    saved, other = (checkpoint_files.read(run.out / "step-00000006") for run in (found, expected))
     assert saved.keys() == other.keys() and len(saved) == 2 * 7 * 2
     assert all(".A." in name or ".B." in name for name in saved)
     again = run(lora(tmp_path / "copy", "fsdp.py"), 2, f"{options} --resume-from 4")
@@ -366,9 +367,9 @@ def test_a_finished_run_is_done(run, corpus, command, world):
         f"{first.out} holds a run that has finished step 6, its last: raise --steps to train on, "
         f"or start a new run with --no-resume or another --out")
     after = {path: path.stat().st_mtime_ns for path in first.out.rglob("*") if path.is_file()}
-    lock = first.out / "lock"
+    each_start = "lock", "run-id"
     assert after.keys() == before.keys() and all(
-        after[path] == before[path] for path in before if path != lock)
+        after[path] == before[path] for path in before if path.name not in each_start)
     less = run(command, world, f"{options} --steps 5", expect_ok=False)
     assert "finished step 6, and --steps is 5: raise --steps" in less.lines[-1]
     data = next((first.out / "step-00000006").glob("*.distcp"))

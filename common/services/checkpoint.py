@@ -1,7 +1,7 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
-A run folder holds ``step-00000100/`` for each of the newest checkpoints; common/services/checkpoint_files.py
-says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
+A run folder holds ``step-00000100/`` for each of the newest checkpoints; checkpoint_files.py, beside
+this file, says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
 written: a folder named step-NNNNNNNN is always complete, and finite.
 """
 
@@ -89,7 +89,7 @@ class Checkpoints:
         self.stopping = False  # whether the loop must end
         self.asked, self.vote = 0, None  # whether any rank was asked to stop, and its all-reduce
         self.saving = None  # the Future of a save in the background
-        self.background = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop does not wait for
+        self.background = concurrent.futures.ThreadPoolExecutor(1)  # the loop does not wait for it
         self.staged = {}  # the copies in host memory, which the first save in the background makes
         # For collectives on the CPU, which wait for no GPU. The thread needs a group of its own.
         self.group = self.background_group = None

@@ -20,7 +20,7 @@ import time
 
 from common.errors import SettingError
 from common.files import new_file, read_text, reading
-from common.options import not_empty
+from common.options import flag, not_empty
 
 CHECKPOINT = r"step-[0-9]{8,}"
 OUTPUT = r"metrics\.jsonl|summary\.json|trace-rank.*|flight-record-rank.*|tensorboard|wandb.*"
@@ -38,18 +38,19 @@ def add_out(parser):
             default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for "
             "checkpoints and metrics.jsonl; with several machines, a folder that they share",
         )
-        parser.checks.append(refuse_out_inside_data)
+        parser.checks.append(lambda args: [
+            refuse_inside(args.out, flag(name), getattr(args, name, None))
+            for name in ("data", "val_data")
+        ])
 
 
-def refuse_out_inside_data(args):
-    """Raise SettingError if what the run writes would become data of its next start."""
-    for option in ("data", "val_data"):
-        data = pathlib.Path(getattr(args, option, None) or os.devnull)
-        if data.is_dir() and args.out.resolve().is_relative_to(data.resolve()):
-            raise SettingError(
-                f"--out {args.out} is inside --{option.replace('_', '-')} {data}: its files would "
-                f"be read as data; choose a folder outside of it"
-            )
+def refuse_inside(out, option, data):
+    """Raise SettingError if what a run writes to ``out`` would be ``data`` of its next start."""
+    if data and os.path.isdir(data) and out.resolve().is_relative_to(os.path.realpath(data)):
+        raise SettingError(
+            f"--out {out} is inside {option} {data}: its files would be read as data; choose a "
+            f"folder outside of it"
+        )
 
 
 def new_id():
@@ -88,8 +89,8 @@ def refuse_foreign(folder):
         empty = path.name == "lock" and path.is_file() and not path.stat().st_size
         if NAMES.fullmatch(path.name) and not empty and not os.path.lexists(folder / "run-id"):
             raise SettingError(
-                f"--out {folder} has {path.name}, a name that a run writes, but no run has made "
-                f"it, or its file run-id is gone: choose another folder, or move it away"
+                f"--out {folder} has {path.name}, a name that a run writes, and no run-id: choose "
+                f"another folder, move it away, or copy run-id too if it is from a run"
             )
 
 
@@ -105,7 +106,8 @@ def lock_folder(folder):
     run, _ = read_run_id(folder)
     if not run and (path.is_symlink() or not path.is_file()):
         refuse_foreign(folder)  # before anything is made here
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", errors="replace")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = open(descriptor, "r+", errors="replace")
     try:
         for _ in range(50):  # the run before may just be ending
             with contextlib.suppress(BlockingIOError, PermissionError):  # another process holds it

@@ -478,6 +478,7 @@ def resumed(folders, train=True, step=4):
             again, name = out / f"again-{number}", f"step-{step:08}"
             if rank == 0:
                 shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
+                shutil.copy(pathlib.Path(folder, "run-id"), again)
             save = [] if folder == str(out) else ["--save-every", "0"]
             main([*sys.argv[1:], "--out", str(again), "--val-every", "9", *save])
 
