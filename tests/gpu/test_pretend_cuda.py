@@ -19,7 +19,7 @@ from tests.gpu.gpus import PARAMETERS_1B, grid, llama_1b
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
 
-FOLDER = ROOT / "tests" / "pretend_cuda"
+FOLDER = ROOT / "tests" / "gpu" / "pretend_cuda"
 FUSED = {  # the kernels of attention that are called, by --dtype: no others
     "bfloat16": ["_scaled_dot_product_flash_attention",
                  "_scaled_dot_product_flash_attention_backward"],
