@@ -70,8 +70,8 @@ def on_gpus(run, corpus):
 
 @pytest.fixture
 def on_cpu(once):
-    """The curve of single.py on the CPU, in float32, with further options of the model."""
-    return lambda options="": once("single.py", 0, f"{SMALL} {options}").curve()
+    """The curve of one process on the CPU, in float32, with further options of the model."""
+    return lambda options="": once(gpus.reference(options), 0, f"{SMALL} {options}").curve()
 
 
 @pytest.fixture(scope="module")
