@@ -65,9 +65,18 @@ def option_parser(doc, config=ModelConfig, text=True):
     parser.error = lambda message: refuse([(True, message)])
     if rank_and_world_size()[0] != 0:
         parser.print_help = lambda: None  # rank 0 prints it
-    whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
 
+    _add_training(parser)
+    _add_data(parser, text)
+    if config:
+        _add_model(parser, config)
+    _add_device(parser)
+    return parser
+
+
+def _add_training(parser):
     add = parser.add_argument_group("training").add_argument
+    whole, number = at_least(1), at_least(0, float, most=sys.float_info.max)
     add("--steps", type=whole, default=200, metavar="N",
         help="optimizer steps in the whole run; the cosine decay ends there")
     add("--batch-size", type=at_least(1, most=2**24), default=16, metavar="B",
@@ -89,6 +98,8 @@ def option_parser(doc, config=ModelConfig, text=True):
     add("--seed", type=at_least(0), default=0, metavar="N",
         help="seed of the initial weights and of the order of the data")
 
+
+def _add_data(parser, text):
     add = parser.add_argument_group("data").add_argument
     if text:
         add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
@@ -96,30 +107,33 @@ def option_parser(doc, config=ModelConfig, text=True):
             f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
         add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
             "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
-        add("--seq-len", type=whole, default=128, metavar="T", help="tokens in a sequence")
+        add("--seq-len", type=at_least(1), default=128, metavar="T", help="tokens in a sequence")
     add("--workers", type=at_least(0, most=1024), default=0, metavar="N",
         help="processes per rank that read ahead; 0: the training process reads")
 
-    if config:
-        add = parser.add_argument_group("model", "A preset or a Hugging Face config.json; every "
-                                        "dimension can be changed, by its name there.").add_argument
-        add("--model", default="tiny", metavar="NAME",
-            help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")
-        for field in dataclasses.fields(config):
-            if field.name == "rope_scaling":
-                continue  # only a preset or a config.json has it
-            kind = float if field.type is float else int
-            add(flag(field.name), type=at_least(0, kind, above=field.name != "num_experts"),
-                default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-                help=field.metadata.get("help") or "overrides the preset; tiny has "
-                f"{getattr(PRESETS['tiny'], field.name)}")
 
+def _add_model(parser, config):
+    add = parser.add_argument_group("model", "A preset or a Hugging Face config.json; every "
+                                    "dimension can be changed, by its name there.").add_argument
+    add("--model", default="tiny", metavar="NAME",
+        help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")
+    for field in dataclasses.fields(config):
+        if field.name == "rope_scaling":
+            continue  # only a preset or a config.json has it
+        kind = float if field.type is float else int
+        add(flag(field.name), type=at_least(0, kind, above=field.name != "num_experts"),
+            default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
+            help=field.metadata.get("help") or "overrides the preset; tiny has "
+            f"{getattr(PRESETS['tiny'], field.name)}")
+
+
+def _add_device(parser):
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: CUDA if there is a GPU, otherwise the CPU")
     add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="what carries "
         "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
-    add("--timeout", type=whole, default=600, metavar="SECONDS",
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
         help="fail if a rank does not start, or take part in a collective, for this long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
         "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
@@ -131,8 +145,7 @@ def option_parser(doc, config=ModelConfig, text=True):
     add("--activation-checkpointing", nargs="?", choices=("full", "selective"), const="full",
         help="full: keep only the input of each layer, and compute the layer again in the backward "
         "pass; selective: also keep the outputs of matrix products and attention, and compute only "
-        "the rest again; without a word: full")
-    return parser
+        "the rest again; without a value: full")
 
 
 def parse_options(parser, argv=None):

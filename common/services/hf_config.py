@@ -51,57 +51,68 @@ def config_from(found, path):
             f"'llama' and 'mixtral'"
         )
     if kind == "mixtral":
-        found = MIXTRAL | found
-        found |= {"num_experts": found["num_local_experts"],
-                  "experts_per_token": found["num_experts_per_tok"]}
-        if found.get("output_router_logits") and os.environ.get("RANK", "0") == "0":
-            print(printable(
-                f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
-                f"that balances the experts. Here nothing adds one: balance them by --balance-rate"
-            ), file=sys.stderr)
-    # transformers 5 writes rope_theta inside rope_parameters; older ones write it beside it.
-    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise SettingError(f"{path}: rope_scaling is {rope!r:.80}: it must be a dict")
-    inner = ("rope_theta", "partial_rotary_factor")
-    found = found | {key: rope[key] for key in inner if key in rope}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
-    numbers = all(type(value) in (int, float) and value > 0 for value in scaling.values())
-    if kind == "default" and not scaling:
-        found["rope_scaling"] = None
-    elif kind == "llama3" and scaling.keys() == set(ROPE_SCALING) and numbers:
-        found["rope_scaling"] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
-    else:
-        raise SettingError(
-            f"{path}: rope_scaling has rope_type {kind!r} with {scaling!r:.200}; only 'llama3' "
-            f"(Llama 3.1) is supported, with numbers above 0 as {', '.join(ROPE_SCALING)}"
-        )
+        found = _with_experts(found, path)
+    found = _with_rope(found, path)
     for name, plain in PLAIN.items():
         value = found.get(name)
         if value != plain and value is not None:
             raise SettingError(
                 f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
-    values = {}
     config_class = MixtureConfig if found.get("num_experts") else ModelConfig
-    for field in dataclasses.fields(config_class):
-        value = found.get(field.name)
-        if value is None and field.name in NEEDED:
-            raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
-        if value is None:
-            continue
-        kinds, most = ((int, float), math.inf) if field.type is float else ((int,), 2**31)
-        if field.name != "rope_scaling" and (type(value) not in kinds or not 0 < value < most):
-            raise SettingError(
-                f"{path} has {field.name} {value!r:.80}: it must be a "
-                f"{'number' if field.type is float else 'whole number'} greater than 0"
-            )
-        values[field.name] = value
+    fields = [field for field in dataclasses.fields(config_class)
+              if field.name in NEEDED or found.get(field.name) is not None]
+    for field in fields:
+        _check_field(field, found.get(field.name), path)
     try:
-        return config_class(**values)
+        return config_class(**{field.name: found[field.name] for field in fields})
     except SettingError as error:
         raise SettingError(f"{path}: {error}") from None
+
+
+def _with_experts(found, path):
+    """``found`` of a Mixtral, under the names of MixtureConfig."""
+    found = MIXTRAL | found
+    if found.get("output_router_logits") and os.environ.get("RANK", "0") == "0":
+        print(printable(
+            f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
+            f"that balances the experts. Here nothing adds one: balance them by --balance-rate"
+        ), file=sys.stderr)
+    return found | {"num_experts": found["num_local_experts"],
+                    "experts_per_token": found["num_experts_per_tok"]}
+
+
+def _with_rope(found, path):
+    """``found`` with rope_theta and rope_scaling as ModelConfig has them: transformers 5 writes
+    rope_theta inside rope_parameters, older ones write it beside it."""
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise SettingError(f"{path}: rope_scaling is {rope!r:.80}: it must be a dict")
+    inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
+    if kind == "default" and not scaling:
+        return found | inner | {"rope_scaling": None}
+    numbers = all(type(value) in (int, float) and value > 0 for value in scaling.values())
+    if kind != "llama3" or scaling.keys() != set(ROPE_SCALING) or not numbers:
+        raise SettingError(
+            f"{path}: rope_scaling has rope_type {kind!r} with {scaling!r:.200}; only 'llama3' "
+            f"(Llama 3.1) is supported, with numbers above 0 as {', '.join(ROPE_SCALING)}"
+        )
+    scaling = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
+    return found | inner | {"rope_scaling": scaling}
+
+
+def _check_field(field, value, path):
+    """Refuse a dimension that is missing, or is no number above 0."""
+    if value is None:
+        raise SettingError(f"{path} lacks {field.name}, which the config.json of a Llama has")
+    kinds, most = ((int, float), math.inf) if field.type is float else ((int,), 2**31)
+    if field.name != "rope_scaling" and (type(value) not in kinds or not 0 < value < most):
+        raise SettingError(
+            f"{path} has {field.name} {value!r:.80}: it must be a "
+            f"{'number' if field.type is float else 'whole number'} greater than 0"
+        )
 
 
 def read_json(path):
