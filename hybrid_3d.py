@@ -67,8 +67,8 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import open_dataset
 from common.torch_versions import reshard
 from cp import allgather_attention, set_attention, shard_positions
-from ep import add_gradients_up, cannot_share, prefetch, shard_experts, to_experts_and_back
-from fsdp import shard
+from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
+from fsdp import add_gradients_up, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
     split_layers,
@@ -195,8 +195,7 @@ def main(argv=None):
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
-    # DP, CP: each rank's loss is a part of one mean, so gradients add up, also without experts
-    add_gradients_up(model)
+    add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
     materialise(model, device, args.seed)
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 )
 
 from common.data import BatchSampler, load_steps
@@ -98,6 +98,7 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
+    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     # LoRA: no gradient reaches the embedding; FSDP would gather it again ahead of its turn.
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
@@ -151,7 +152,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = model(inputs, targets) / count
-            (micro_loss * n).backward()  # FSDP: times n, since gradients are averaged over ranks
+            micro_loss.backward()
             loss += micro_loss.detach()
 
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
@@ -221,6 +222,16 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
         frees = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
+
+
+def add_gradients_up(model):
+    """Let FSDP add up gradients over the ranks, instead of averaging them. Call it after ``shard``,
+    if the loss of each rank is its part of one mean: the sum over its targets / the number of all
+    ranks' targets. Without it FSDP averages, as DDP does: for losses that are means themselves."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def move_buffers(model, device):

@@ -43,8 +43,8 @@ FAULTS = {
         ["(micro_loss * n).backward()", "micro_loss.backward()"]),
     "divided-by-n-and-a": (
         "fsdp.py", "", "gradients: all: divided by 6, such as ranks x micro-batches; the loss is "
-        "right",
-        ["(micro_loss * n).backward()", "(micro_loss / 3).backward()"]),
+        "right", ["    add_gradients_up(model)", "    #"],
+        ["micro_loss.backward()", "(micro_loss / 3).backward()"]),
     "a-sample-repeated": (
         "ddp.py", "", "samples: [36] of 24 are missing, one is read [24] times, by ranks ....?",
         before("        count = count_targets", "        batch = [[x[[0, *range(len(x) - 1)]]"

@@ -241,7 +241,7 @@ def use_ep(model, batches, mesh):
         ep.to_experts_and_back, group=expert_mesh.get_group("ep")
     )
     fsdp.shard(model, [[part] for part in model], mesh)
-    ep.add_gradients_up(model)
+    fsdp.add_gradients_up(model)
     optimizer = AdamW(model.parameters())
     for inputs, targets in batches:
         inputs, targets = own_part(mesh, inputs, targets)
