@@ -6,7 +6,6 @@ docs/bugs.md is made of them.
 """
 
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -76,11 +75,6 @@ def jobs(bugs, more):
 
 def file_name(command):
     return re.sub(r"[^\w.]+", "-", command)
-
-
-def lines(path):
-    """The lines of a recording."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def page(bugs):

@@ -20,7 +20,7 @@ CLIPPED = 1e-5  # how inexact the length of all gradients is, which each rank co
 EVEN = 6  # measured: rounding of one parameter beside that of another 5; tanh for GELU 8
 MISSING = 1e-3  # a gradient that is so much shorter is missing; what is left is rounding
 EXPLAINED = 0.1  # of a difference, what a cause may leave over
-SAME_OUTPUT = 32  # roundings of the squared length of a module's output
+SAME_OUTPUT = 32  # roundings of the mean square of a module's output
 
 
 def distance(x, y, r=1.0):
@@ -81,7 +81,7 @@ def whose(it):
 
 def how_far(it):
     share = it.share[it.off]
-    return f"all differ, by {share.min():.1g} to {share.max():.1g}"
+    return f"{whose(it)} differ, by {share.min():.1g} to {share.max():.1g}"
 
 
 def about_the_loss(it):
@@ -128,18 +128,15 @@ def why_modules_are_not_compared(it):
 def first_module(it):
     """(the first module whose output differs, the one before it), in the order in which modules of
     the reference return; (None, None) if the outputs of all agree."""
-    want, have = collections.Counter(), collections.Counter()
-    for run, sums in (it.reference, want), (it.run, have):
-        for rank in run.ranks:
-            for name, square in rank["outputs"].items():
-                sums[name] += square
-    copies = it.run.replicas, 1 / it.reference.replicas
-    usual = {1.0, *copies, copies[0] * copies[1]}  # what all ranks compute is counted so often
+    def mean_square(run, name):
+        own = [rank["outputs"][name] for rank in run.ranks if name in rank["outputs"]]
+        return sum(square for square, _ in own) / max(sum(numbers for _, numbers in own), 1)
+
     before = None
-    for name in want:
-        if name in have and want[name] > 0:
-            ratio = have[name] / want[name]
-            if not min(abs(ratio / k - 1) for k in usual) <= SAME_OUTPUT * it.tolerance.eps:
+    for name in dict.fromkeys(name for rank in it.reference.ranks for name in rank["outputs"]):
+        want, have = (mean_square(run, name) for run in (it.reference, it.run))
+        if any(name in rank["outputs"] for rank in it.run.ranks):
+            if not abs(have - want) <= max(SAME_OUTPUT * it.tolerance.eps, PROJECTED) * want:
                 return name or "the model itself", before
             before = name
     return None, None
@@ -426,7 +423,7 @@ def rounding(it):
 
 def some_gradients(it):
     """Some gradients are wrong, and others are right: says where it begins."""
-    if not it.everywhere or zero_in_both(it).any():
+    if not it.everywhere:
         return (f"gradients: {whose(it)} differ, by up to {it.share[it.off].max():.1g}"
                 f"{where_it_begins(it)}{about_the_loss(it)}")
 

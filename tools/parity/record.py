@@ -85,25 +85,23 @@ class Parity:
 
     @torch.no_grad()
     def after_forward(self, module, inputs, output):
-        """Note the type of a module's output, and the square of its length, which adds up over
-        samples and over the parts of a sequence."""
+        """Note the type of a module's output, the square of its length and how many numbers it has:
+        their mean over all ranks is the same for any cut of the batch."""
         outputs = [*output.values()] if hasattr(output, "items") else output
         tensors = [x for x in (outputs if isinstance(outputs, (list, tuple)) else [outputs])
                    if torch.is_tensor(x) and x.is_floating_point()]
         self.types.update(x.dtype for x in tensors)
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return  # the second: activations that are computed again in the backward pass
-        name, copies = self.modules.get(module), 1
-        x = next((x for x in tensors if x.ndim), None)
+        name, x = self.modules.get(module), next((x for x in tensors if x.ndim), None)
         if name is None or x is None or x.is_meta:
             return
         if hasattr(x, "placements"):
             if any(place.is_partial() for place in x.placements):
                 return
-            copies = math.prod(size for size, place in zip(x.device_mesh.shape, x.placements)
-                               if place.is_replicate())
             x = x.to_local()
-        self.outputs[name] = self.outputs.get(name, 0.0) + square(x.detach()) / copies
+        total, numbers = self.outputs.get(name, (0.0, 0))
+        self.outputs[name] = total + square(x), numbers + x.numel()
 
     @torch.no_grad()
     def record(self, step, loss=None, batch=None):
