@@ -508,43 +508,15 @@ def clipping(it):
         return f"{wrong} not by {max(want):.6g} ({factor(it.run, r, 0.01)})"
 
 
-ALWAYS = [  # checks of every step
-    step_numbers,
-    parameter_names,
-    shapes,
-    types,
-    not_finite,
-    initial_weights,
-    samples,
-    copies_of_weights,
-]
-
-CHECKS = [  # of a step that is finite, and in which rounding has not yet parted the runs
-    update,
-    reduction,
-    gradients,
-    mean_of_means,
-    loss,
-    clipping,
-]
-
-IN_16_BITS = [  # in place of ``CHECKS``
-    reduction,
-    factors_and_missing,
-]
-
-CAUSES = [  # of gradients that differ; the last one always has an answer
-    lost_tie,
-    trained_in_one_run,
-    scaled,
-    missing,
-    not_cleared,
-    rounding,
-    some_gradients,
-    mean_of_means,
-    part_of_the_batch,
-    forward_pass,
-]
+# Lists of checks. ``ALWAYS``: of every step. ``CHECKS``: of a step that is finite, and in which
+# rounding has not yet parted the runs. ``IN_16_BITS``: in their place. ``CAUSES``: of gradients that
+# differ; the last one always has an answer.
+ALWAYS = [step_numbers, parameter_names, shapes, types, not_finite, initial_weights, samples,
+          copies_of_weights]
+CHECKS = [update, reduction, gradients, mean_of_means, loss, clipping]
+IN_16_BITS = [reduction, factors_and_missing]
+CAUSES = [lost_tie, trained_in_one_run, scaled, missing, not_cleared, rounding, some_gradients,
+          mean_of_means, part_of_the_batch, forward_pass]
 
 
 # If nothing differs

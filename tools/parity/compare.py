@@ -307,17 +307,12 @@ def compare(one, two, float32_inside=False, full_precision=False):
         float32_inside: allow, in float64, what a softmax or a norm in float32 makes of it.
         full_precision: weights or optimizer states in 16 bits are a fault.
     """
-    return examine(one, two, float32_inside, full_precision)[0]
-
-
-def examine(one, two, float32_inside=False, full_precision=False):
-    """(what ``compare`` says, the index of the step that it names or None)."""
     names, tolerance = names_to_compare(one, two), tolerances(one, two)
     counted = [ranks_that_count(lines) for lines in (one, two)]
     steps = [[run_of(line, names, own) for line, own in zip(lines, counted)]
              for lines in zip(one, two)]
     history, infinite, parted = History(), [], []
-    for i, (runs, after) in enumerate(zip(steps, [*zip(one[1:], two[1:]), None])):
+    for runs, after in zip(steps, [*zip(one[1:], two[1:]), None]):
         it = find(names, runs, after, history, tolerance, float32_inside)
         finite = it.reference.finite and it.run.finite
         to_check = checks.ALWAYS + [checks.weights_in_16_bits] * full_precision
@@ -330,7 +325,7 @@ def examine(one, two, float32_inside=False, full_precision=False):
                     hint = (". It is as if float32 was in between: if both runs compute something "
                             "in float32, such as a softmax, a norm or rotary angles, give "
                             "--float32-inside")
-                return f"DIFFERENT: step {it.reference.line['step']}: {message}{hint}", i
+                return f"DIFFERENT: step {it.reference.line['step']}: {message}{hint}"
         tolerance = it.tolerance
         if not finite:
             infinite.append(it.reference.line["step"])
@@ -340,12 +335,12 @@ def examine(one, two, float32_inside=False, full_precision=False):
             history, last = remember(it), it
     if len(one) != len(two):
         return (f"DIFFERENT: steps: the run has recorded {len(two)} and the reference {len(one)}, "
-                f"and nothing differs in the first {len(steps)}"), None
+                f"and nothing differs in the first {len(steps)}")
     if not finite:
         last = max([-1, *(i for i, runs in enumerate(steps) if all(run.finite for run in runs))])
         return (f"NOTHING TO COMPARE from step {one[last + 1]['step']} on: weights or gradients are "
-                f"not finite in both runs"), None
-    return verdict(last, history, one + two, infinite, parted), None
+                f"not finite in both runs")
+    return verdict(last, history, one + two, infinite, parted)
 
 
 def verdict(it, history, lines, infinite, parted):
@@ -419,8 +414,10 @@ def main(argv=None):
             parser.error(f"{path}: {error}")
     if os.path.samefile(args.reference, args.run):
         parser.error(f"{args.reference} and {args.run} are the same file: name two recordings")
-    message, step = examine(*recordings, args.float32_inside, args.full_precision)
+    message = compare(*recordings, args.float32_inside, args.full_precision)
     if args.table:
-        print(table(*recordings, step or 0))
+        named = [i for i, line in enumerate(recordings[0])
+                 if message.startswith(f"DIFFERENT: step {line['step']}: ")]
+        print(table(*recordings, *named[:1]))
     print(message)
     return int(not message.startswith("EQUAL"))  # the exit status
