@@ -59,6 +59,9 @@ from common.model import Transformer, plain_attention, wrap_layers
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import (
+    all_gather_single, not_compiled, reduce_scatter_single
+)
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -66,10 +69,6 @@ from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings
 from common.services.validation import Validation
-
-# torch 2.11 has only the old names of these functions.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main(argv=None):
@@ -158,9 +157,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model, loss_of_shard))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.cp(args, n))
@@ -348,7 +348,7 @@ def pass_on(tensor, group):
     return received
 
 
-@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
+@not_compiled
 def allgather_attention(q, k, v, *, group, is_causal, scale=None, **others):
     """The attention of Llama 3, causal or full: queries of this rank, keys and values of all ranks
     of ``group``, a ProcessGroup. If causal, the positions of a rank must be zig-zag chunks: see
@@ -441,7 +441,7 @@ def attend_to_blocks(q, blocks, group, is_causal, scale):
     return out.to(q.dtype), lse
 
 
-@torch.compiler.disable
+@not_compiled
 def ulysses_attention(q, k, v, *, attention, group, **keywords):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 

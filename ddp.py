@@ -33,6 +33,7 @@ from common.tokens import open_dataset
 # Services: each comes off with the lines that name it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
+from common.services.ddp_buckets import arrange_buckets
 from common.services.report import Report
 from common.services.settings import run_settings
 from common.services.validation import Validation
@@ -85,10 +86,7 @@ def main(argv=None):
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
 
     # Loop
-    # DDP: a resumed run then adds gradients in the same order as one that was not stopped.
-    share = args.batch_size // (n * args.grad_accum), args.seq_len
-    zeros = torch.zeros(share, dtype=torch.int64, device=device)
-    arrange_buckets(replica, zeros, zeros)
+    arrange_buckets(replica, sampler, *dataset[0])  # DDP: a resumed run has the same bits
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
@@ -107,31 +105,13 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.ddp(args, n))
-
-
-def arrange_buckets(replica, *zeros):
-    """Run one forward and backward pass on ``zeros``, the inputs of ``replica`` for a micro-batch,
-    and drop the gradients. Buffers and the random state are afterwards as they were before.
-
-    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
-    Done here, all steps have the same buckets. Otherwise the first step after a resume would add
-    gradients in another order than the same step of an uninterrupted run. On GPUs equal bits need
-    --deterministic too.
-    """
-    before = [buffer.clone() for buffer in replica.buffers()]
-    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(gpus):
-        replica(*zeros).sum().backward()
-    replica.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(replica.buffers(), before):
-            buffer.copy_(value)
 
 
 if __name__ == "__main__":

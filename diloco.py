@@ -48,7 +48,8 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from fsdp import reshard, shard
+from common.torch_versions import reshard
+from fsdp import add_gradients_up, shard
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -101,6 +102,7 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward,
     )
+    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
 
     # Optimizer
@@ -146,8 +148,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(i == args.grad_accum - 1)
             micro_loss = model(inputs, targets) / count
-            # DiLoCo: times s = n/R, since gradients are averaged over the ranks of this replica
-            (micro_loss * (n // R)).backward()
+            micro_loss.backward()
             loss += micro_loss.detach() / R  # DiLoCo: the mean of the replicas' means is logged
 
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
@@ -157,10 +158,11 @@ def main(argv=None):
         if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
             meet(common, outer, replicas)
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.diloco(args, n, report.counted))

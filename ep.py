@@ -33,7 +33,7 @@ experts are gathered while a layer computes. Exposed: all three all-to-alls, and
 forward pass one wait of the CPU for the device, which has the counts, because the CPU must know how
 many rows to receive. In the backward pass it knows.
 
-To copy it, take fsdp.py too, whose ``shard`` it uses.
+To copy it, take fsdp.py too, whose ``shard`` and ``add_gradients_up`` it uses.
 """
 
 import argparse
@@ -58,7 +58,8 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from fsdp import reshard, shard
+from common.torch_versions import not_compiled, reshard
+from fsdp import add_gradients_up, shard
 
 # Services: each comes off with the lines that name it
 from common.services.checkpoint import Checkpoints
@@ -112,6 +113,7 @@ def main(argv=None):
     ]
     shard(model, units, mesh, dtype, args.reshard_after_forward)
     prefetch(units, backward=args.activation_checkpointing)  # EP: ahead of the wait for the counts
+    # EP: an average would have no one divisor: experts are reduced over n/ep ranks, the rest over n
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank
 
@@ -149,7 +151,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(i == args.grad_accum - 1)
             micro_loss = model(inputs, targets) / count
-            micro_loss.backward()  # EP: not times n: see add_gradients_up
+            micro_loss.backward()
             loss += micro_loss.detach()
 
         grad_norm = clip_over_meshes(model.parameters(), args.max_norm)  # EP: of all ranks' experts
@@ -159,10 +161,11 @@ def main(argv=None):
         report.log(  # EP: how uneven the load of the experts is
             step, loss, grad_norm, busiest_expert=lambda: busiest_share([model], device)
         )
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close()
@@ -205,19 +208,7 @@ def prefetch(units, backward):
             following[0].set_modules_to_backward_prefetch(unit)
 
 
-def add_gradients_up(model):
-    """Let FSDP add up gradients over the ranks, and divide nowhere; fsdp.py lets it average, and
-    multiplies the loss by n. Here an average has no one n: an expert's gradient already is a sum
-    over the ep ranks that sent it tokens, and FSDP reduces it over the n/ep others only. The loss
-    of each rank must be its part of the mean: the sum over its targets / the number of all ranks'
-    targets."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-@torch.compiler.disable  # compiled by torch 2.11, it would lose its gradients without an error
+@not_compiled
 def to_experts_and_back(rows, counts, experts, group):
     """Send each row to the rank that holds its expert, compute there, and send the result back.
 

@@ -65,9 +65,10 @@ from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import reshard
 from cp import allgather_attention, set_attention, shard_positions
-from ep import add_gradients_up, cannot_share, prefetch, shard_experts, to_experts_and_back
-from fsdp import reshard, shard
+from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
+from fsdp import add_gradients_up, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
     split_layers,
@@ -194,8 +195,7 @@ def main(argv=None):
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
-    # DP, CP: each rank's loss is a part of one mean, so gradients add up, also without experts
-    add_gradients_up(model)
+    add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
     materialise(model, device, args.seed)
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.
@@ -280,11 +280,12 @@ def main(argv=None):
         # EP: how uneven the load of the experts is
         more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
         report.log(step, loss / tp, grad_norm, **more)  # TP: all ranks of tp have the same loss
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             with loss_parallel():
                 report.log_validation(step, validation.loss(model, loss_of_part))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close()

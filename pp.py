@@ -72,6 +72,7 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import skip_first_messages
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -197,9 +198,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.pp(args, parts, own, n * v))
@@ -331,8 +333,7 @@ def make_schedule(
         for stage, part in zip(own, parts)
     ]
     if name in V_SHAPED:
-        for stage in stages:  # torch 2.11 first sends to the next stage: impossible on one rank
-            stage._get_init_p2p_neighbors_ops = list
+        skip_first_messages(stages)
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
     )

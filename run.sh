@@ -9,12 +9,12 @@
 #   bash run.sh plan --help           a tool: bench, dry_run, export, import_hf, parity, plan or
 #                                     prepare
 #
-# On several machines, in one of three ways; each machine needs this folder and the working folder
+# On several machines, in one of two ways; each machine needs this folder and the working folder
 # at the same path, and --out on a file system that all share:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     on each machine, with its own
-#                                     NODE_RANK; MASTER_ADDR is the address of machine 0
-#   HOSTS="host0 host1" bash run.sh fsdp.py                        over ssh, from one machine
+#                                     NODE_RANK; MASTER_ADDR is the address of machine 0. A loop
+#                                     over ssh that does so: docs/launching.md
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A
@@ -142,50 +142,6 @@ read_slurm_step() {
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 }
 
-# Over ssh: start this file on each of HOSTS, and stop all when one fails.
-run_on_hosts() {
-  local host name failed='' hosts sessions=() settings
-  read -ra hosts <<<"${HOSTS//$'\n'/ }"
-  [ ${#hosts[@]} -gt 0 ] || fail "HOSTS is empty: name the machines, HOSTS=\"host0 host1\""
-  settings=("NNODES=${#hosts[@]}" "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}")
-  [ "$python" = "$here/.venv/bin/python" ] || settings+=("PYTHON=$(command -v "$python")")
-  for name in NPROC MASTER_PORT MAX_RESTARTS {DP,TP,CP,PP}_SIZE "${!NCCL_@}" "${!GLOO_@}" \
-    "${!TORCH_@}" "${!PYTORCH_@}" "${!FI_@}" "${!UCX_@}" "${!OMP_@}" "${!CUDA_@}"; do
-    [[ ! -v $name ]] || settings+=("$name=${!name}")
-  done
-  # Each ssh reads from this cat, which ends when this process ends, even by SIGKILL, or when the
-  # trap kills it. Then each host sends its run SIGTERM: it saves and ends.
-  coproc cat
-  stdin=$COPROC_PID
-  exec <&"${COPROC[0]}"
-  trap 'kill $stdin 2>/dev/null || true; wait' EXIT
-  trap 'exit 129' HUP
-  trap 'exit 130' INT
-  trap 'exit 138' USR1
-  trap 'exit 143' TERM
-  for host in "${!hosts[@]}"; do
-    # shellcheck disable=SC2086  # SSH may be several words
-    ${SSH:-ssh} -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 \
-      "${hosts[host]}" "
-      exec 3<&0 </dev/null
-      ({ cat <&3; kill \$\$; } >/dev/null 2>&1 &)  # no child of torchrun, which it would signal
-      cd $(printf %q "$PWD") || exit
-      exec env -u HOSTS NODE_RANK=$host$(
-        printf ' %q' "${settings[@]}" bash "$here/run.sh" "$script" "$@"
-      ) 3<&-" <&0 &
-    sessions[host]=$!
-  done
-  while [ ${#sessions[@]} -gt 0 ]; do
-    sleep 1
-    for host in "${!sessions[@]}"; do
-      ! kill -0 "${sessions[host]}" 2>/dev/null || continue
-      wait "${sessions[host]}" || failed+="${hosts[host]} ended with status $?; "
-      unset "sessions[host]"
-    done
-    [ -z "$failed" ] || { kill $stdin; wait; fail "${failed}all are stopped"; }
-  done
-}
-
 command=${1:-}
 [ -n "$command" ] || fail "say what to run: bash run.sh ddp.py --steps 50, or bash run.sh test"
 shift
@@ -213,12 +169,10 @@ script=$command
 find_python
 
 if [ "$(basename "$script")" = single.py ]; then
-  [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 && ! -v HOSTS ]] ||
-    fail "single.py is one process: unset NPROC, NNODES and HOSTS, or take a script that shares" \
-      "the work, such as ddp.py"
+  [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 ]] ||
+    fail "single.py is one process: unset NPROC and NNODES, or take a script that shares the work," \
+      "such as ddp.py"
   exec "$python" "$script" "$@"
-elif [[ -v HOSTS ]]; then
-  run_on_hosts "$@"
 elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
   [[ -v NNODES || ! -v NODE_RANK ]] ||
     fail "NODE_RANK is $NODE_RANK but NNODES is not set: how many machines are there?"

@@ -131,10 +131,11 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss / n, grad_norm)  # TP: all ranks have the same loss
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             with loss_parallel():
                 report.log_validation(step, validation.loss(model))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.tp(args, n))

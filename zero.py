@@ -36,6 +36,7 @@ from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import all_gather_single, reduce_scatter_single
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -43,10 +44,6 @@ from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings
 from common.services.validation import Validation
-
-# torch 2.11 has only the old names of these functions.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main(argv=None):
@@ -124,10 +121,11 @@ def main(argv=None):
         start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see its docstring
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             start_gathering(buckets)  # ZeRO: so that the next step sends what any other sends
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     wait_for_parameters(buckets)  # ZeRO: for whoever reads the weights now
     checkpoints.finish()

@@ -11,8 +11,10 @@ from torch.utils.data import Dataset
 
 from common.data import counted
 from common.errors import SettingError, refuse
+from common.files import open_regular, reading
 
 STANDARD_LIBRARY = "stdlib"
+ADVICE = ": remove it from the data, or see to its rights"
 # Not part of the library proper, or not installed everywhere.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
@@ -42,15 +44,12 @@ class TokenDataset(Dataset):
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
         self.data, self.seq_len, self.vocab_size = data, seq_len, vocab_size
-        try:
-            self.files = _find_files(data, option)
-            self.stamps = [_stamp(os.stat(path)) for path in self.files]
-        except OSError as error:
-            raise SettingError(
-                f"{option}: {error.filename} cannot be read ({error.strerror}): remove it, or see "
-                f"to its rights"
-            ) from None
-        binary = [path.suffix == ".bin" for path in self.files]
+        self.files = _find_files(data, option)
+        self.stamps = []
+        for path in self.files:
+            with reading(path, ADVICE), open_regular(path) as file:
+                self.stamps.append(_stamp(file))
+        binary = [path.suffix.lower() == ".bin" for path in self.files]
         guessed = token_dtype == "auto"
         if guessed:
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
@@ -99,20 +98,14 @@ class TokenDataset(Dataset):
         bounds, pieces = self.bounds, []
         for i in range(np.searchsorted(bounds, first, "right") - 1, np.searchsorted(bounds, last)):
             start, stop = max(first, bounds[i]) - bounds[i], min(last, bounds[i + 1]) - bounds[i]
-            try:
-                with open(self.files[i], "rb") as file:
-                    stamp = _stamp(os.fstat(file.fileno()))
-                    offset = start * self.dtype.itemsize
-                    pieces.append(np.fromfile(file, self.dtype, stop - start, offset=offset))
-            except OSError as error:
-                raise SettingError(
-                    f"{self.files[i]} cannot be read ({error.strerror}): put it back, or see to "
-                    f"its rights"
-                ) from None
+            path, offset = self.files[i], start * self.dtype.itemsize
+            with reading(path, ": put it back, or see to its rights"), open_regular(path) as file:
+                stamp = _stamp(file)
+                pieces.append(np.fromfile(file, self.dtype, stop - start, offset=offset))
             if stamp != self.stamps[i]:
                 raise SettingError(
-                    f"{self.files[i]} has changed since the run began: put the file back, or start "
-                    f"a new run with --no-resume or another --out"
+                    f"{path} has changed since the run began: put the file back, or start a new "
+                    f"run with --no-resume or another --out"
                 )
         return np.concatenate(pieces)
 
@@ -126,8 +119,8 @@ def open_dataset(args, option="--data"):
 
 
 def _find_files(data, option):
-    """The files of ``data``, in the order of their paths. Raises OSError for a folder that cannot
-    be read, which os.walk would leave out."""
+    """The files of ``data``, in the order of their paths; of a folder that two links lead to, once.
+    A folder that cannot be read is an error."""
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
     if data == "" or not os.path.exists(path):
@@ -137,17 +130,26 @@ def _find_files(data, option):
         )
     if not path.is_dir():
         return [path]
-    skipped, files = SKIPPED_FOLDERS if standard else set(), []
+    skipped, files, seen = SKIPPED_FOLDERS if standard else set(), [], set()
 
-    def cannot_be_read(error):
-        raise error
+    def cannot_be_read(error):  # os.walk would leave the folder out
+        with reading(error.filename, ADVICE):
+            raise error
 
     for folder, below, names in os.walk(path, onerror=cannot_be_read, followlinks=True):
-        below[:] = [name for name in below if not name.startswith(".") and name not in skipped]
+        with reading(folder, ADVICE):
+            status = os.stat(folder)
+        if (place := (status.st_dev, status.st_ino)) in seen:
+            below.clear()
+            continue
+        seen.add(place)
+        below[:] = [name for name in sorted(below)
+                    if not name.startswith(".") and name not in skipped]
         files += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(file for file in files if file.suffix == ".py" or not standard)
 
 
-def _stamp(status):
+def _stamp(file):
     """What changes if another file takes the place of a file."""
+    status = os.fstat(file.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -52,6 +52,7 @@ from common.model import Transformer, plain_attention, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import not_compiled
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -164,9 +165,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model, loss_of_shard))
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(theory.cp(args, n))
@@ -486,7 +488,7 @@ def as_bias(visible, q):
     return bias[..., :S].masked_fill_(visible, 0).expand(-1, q.shape[1], -1, -1)
 
 
-@torch.compiler.disable
+@not_compiled
 def ulysses_attention(q, k, v, *, attention, group, **keywords):
     """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
 

@@ -21,6 +21,7 @@ from common.step import count_targets, seed_step
 
 # Services: each comes off with the lines that name it
 from common.services.checkpoint import Checkpoints
+from common.services.ddp_buckets import arrange_buckets
 from common.services.report import Report
 from common.services.settings import run_settings
 
@@ -65,8 +66,7 @@ def main(argv=None):
     scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
-    images = torch.zeros(args.batch_size // (n * args.grad_accum), 1, 8, 8, dtype=args.param_dtype)
-    arrange_buckets(replica, images.to(device))
+    arrange_buckets(replica, sampler, dataset[0][0])  # DDP: a resumed run has the same bits
     report = Report(
         args, model, optimizer, [sampler], device, mesh, unit="images", units=args.batch_size
     )
@@ -89,7 +89,8 @@ def main(argv=None):
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         scheduler.step()
-        if checkpoints.after_step(step, grad_norm):
+        checkpoints.after_step(step, grad_norm)
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     history = report.close()
@@ -109,25 +110,6 @@ def bars(number, seed, dtype):
     lines = (torch.stack([y, x, y + x, y - x]) % 8)[labels % 4] == places[:, None, None]
     images = 2 * lines + torch.randn(lines.shape, generator=generator)
     return TensorDataset(images[:, None].to(dtype), labels % 4)
-
-
-def arrange_buckets(replica, *zeros):
-    """Run one forward and backward pass on ``zeros``, the inputs of ``replica`` for a micro-batch,
-    and drop the gradients. Buffers and the random state are afterwards as they were before.
-
-    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
-    Done here, all steps have the same buckets. Otherwise the first step after a resume would add
-    gradients in another order than the same step of an uninterrupted run. On GPUs equal bits need
-    --deterministic too.
-    """
-    before = [buffer.clone() for buffer in replica.buffers()]
-    gpus = {parameter.device for parameter in replica.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(gpus):
-        replica(*zeros).sum().backward()
-    replica.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(replica.buffers(), before):
-            buffer.copy_(value)
 
 
 if __name__ == "__main__":

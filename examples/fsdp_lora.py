@@ -18,6 +18,7 @@ ranks holds P/n of parameters, A/n of gradients and 2A/n of optimizer states, an
 
 import argparse
 import dataclasses
+import hashlib
 import pathlib
 
 import torch
@@ -31,21 +32,24 @@ from torch.distributed.fsdp import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
+from common.files import new_folder, refuse_existing
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import reshard
 
 # Services: each comes off with the lines that name it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
-from common.services.hf_weights import find_tensors, load_weights
+from common.services.checkpoint_files import hash_of
+from common.services.hf_weights import load_weights
 from common.services.report import Report
-from common.services.settings import fingerprint, run_settings
+from common.services.settings import run_settings
 from common.services.validation import Validation
-from tools.export import check_is_free, renamed_when_complete, write_json
+from tools.export import write_json
 
 
 def main(argv=None):
@@ -69,7 +73,7 @@ def main(argv=None):
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
     if args.export:
-        check_is_free(args.export)  # before the training, not after it
+        refuse_existing(args.export)  # before the training, not after it
     device = start_process_group(args)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
@@ -94,6 +98,7 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
+    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     # LoRA: no gradient reaches the embedding; FSDP would gather it again ahead of its turn.
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
@@ -124,7 +129,7 @@ def main(argv=None):
     # Resume: the step number is the only state of the data
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
     fixed, changeable = run_settings(args, dataset, vars(args.config) | lora)
-    fixed |= fingerprint([first_rows(args.model)], "--model")  # LoRA: no checkpoint has the base
+    fixed["the hash of the base"] = hash_of_base(args.model)  # LoRA: no checkpoint has the base
     checkpoints = Checkpoints(
         args.out, (fixed, changeable), adapters, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
@@ -147,7 +152,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = model(inputs, targets) / count
-            (micro_loss * n).backward()  # FSDP: times n, since gradients are averaged over ranks
+            micro_loss.backward()
             loss += micro_loss.detach()
 
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
@@ -219,22 +224,22 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
     fully_shard(model, mp_policy=policy, **options)
 
 
+def add_gradients_up(model):
+    """Let FSDP add up gradients over the ranks, instead of averaging them. Call it after ``shard``,
+    if the loss of each rank is its part of one mean: the sum over its targets / the number of all
+    ranks' targets. Without it FSDP averages, as DDP does: for losses that are means themselves."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def move_buffers(model, device):
     """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
     moved = {}  # what has two names stays one buffer
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
-
-
-def reshard(model):
-    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
-    the next forward pass uses them again, even if the shards have changed."""
-    if hasattr(model, "reset_iter_state"):  # it also forgets which units the forward pass used
-        return model.reset_iter_state()
-    for module in model.modules():  # torch 2.11: the next backward pass gathers one unit too many
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def save_for_peft(adapters, folder, base, r, alpha):
@@ -248,15 +253,16 @@ def save_for_peft(adapters, folder, base, r, alpha):
         "target_modules": sorted({name.split(".")[-3] for name in adapters}),
     }
     if dist.get_rank() == 0:
-        with renamed_when_complete(folder) as temporary:
+        with new_folder(folder) as temporary:
             save_file(tensors, temporary / "adapter_model.safetensors")
             write_json(temporary / "adapter_config.json", config)
 
 
-def first_rows(folder):
-    """The first row of each weight in ``folder``: enough to tell one base from another."""
-    stored = find_tensors(pathlib.Path(folder))
-    return [stored[name].read([slice(1)]) for name in sorted(stored)]
+def hash_of_base(folder):
+    """The hash of all weights in ``folder``. Each rank reads its files whole: ranks on different
+    machines might have different ones, of which each would load some rows."""
+    hashes = [hash_of(path) for path in sorted(pathlib.Path(folder).glob("*.safetensors"))]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
 WITHOUT_VALUES = {"first_rows": lambda folder: []}  # tools/dry_run.py reads no weights

@@ -37,6 +37,7 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
+from common.torch_versions import reshard
 
 # Services: each comes off with the lines that name it
 from common.services import theory
@@ -84,6 +85,7 @@ def main(argv=None):
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
+    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
     move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
 
@@ -129,7 +131,7 @@ def main(argv=None):
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
                 model.set_reshard_after_backward(last)
             micro_loss = model(inputs, targets) / count
-            (micro_loss * n).backward()  # FSDP: times n, since gradients are averaged over ranks
+            micro_loss.backward()
             loss += micro_loss.detach()
 
         # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
@@ -141,7 +143,8 @@ def main(argv=None):
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        checkpoints.after_step(step, grad_norm)
+        if checkpoints.stopping:
             break
     checkpoints.finish()
     return report.close(formulas(args, n, matrices))
@@ -274,22 +277,22 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
     fully_shard(model, mp_policy=policy, **options)
 
 
+def add_gradients_up(model):
+    """Let FSDP add up gradients over the ranks, instead of averaging them. Call it after ``shard``,
+    if the loss of each rank is its part of one mean: the sum over its targets / the number of all
+    ranks' targets. Without it FSDP averages, as DDP does: for losses that are means themselves."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def move_buffers(model, device):
     """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
     moved = {}  # what has two names stays one buffer
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
-
-
-def reshard(model):
-    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
-    the next forward pass uses them again, even if the shards have changed."""
-    if hasattr(model, "reset_iter_state"):  # it also forgets which units the forward pass used
-        return model.reset_iter_state()
-    for module in model.modules():  # torch 2.11: the next backward pass gathers one unit too many
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def check(args, n):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import cp
 from common.model import plain_attention
+from docs.draw import ring_blocks
 from tests.support.on_ranks import on_ranks
 from tests.support.sample import sampled
 from tests.test_same_run import furthest
@@ -163,3 +164,12 @@ def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
     of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
     for parameter, passes in zip(layers.parameters(), (2, 2, 1)):
         assert (parameter.grad == passes * of_all).all()
+
+
+def test_each_block_of_the_ring_is_computed_once():
+    """And in every turn each rank computes as much as two whole blocks."""
+    chunks, turns = ring_blocks()
+    blocks = [block for turn in turns for ranks in turn for block in ranks]
+    assert sorted(blocks) == [(q, k) for q in range(8) for k in range(q + 1)]
+    for blocks in itertools.chain(*turns):
+        assert sum(0.5 if q == k else 1 for q, k in blocks) == 2

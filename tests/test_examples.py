@@ -17,7 +17,7 @@ from common.errors import SettingError
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
-from common.services import stored
+from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from examples import cp_documents
@@ -93,12 +93,12 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
     """With dropout on at the same world size; at another world size in the same direction."""
     whole = example(name, 2, "")
     last = "step-00000008"
-    expected = stored.read(whole.out / last, prefix="")
+    expected = checkpoint_files.read(whole.out / last, prefix="")
     for world, before in ((2, "whole"), (1, "once more")):
         (whole.out / last).rename(tmp_path / before)
         again = example(name, world, "", out=whole.out.parent)
         assert "resuming after step 4" in again.output and again.history[-1]["step"] == 8
-        found = stored.read(again.out / last, prefix="")
+        found = checkpoint_files.read(again.out / last, prefix="")
         assert found.keys() == expected.keys()
         equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
         assert all(equal) if world == 2 else not all(equal)
@@ -183,7 +183,7 @@ def test_the_trained_llama_is_exported(example, tmp_path):
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    trained = stored.read(result.out / "step-00000008")
+    trained = checkpoint_files.read(result.out / "step-00000008")
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
@@ -240,7 +240,6 @@ def below_main(path):
     ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
     ("fsdp.py", "fsdp_lora.py", {"shard", "move_buffers", "reshard", "check"}),
     ("fsdp.py", "fsdp_muon.py", {"shard", "move_buffers", "reshard", "check"}),
-    ("ddp.py", "ddp_convnet.py", {"arrange_buckets"}),
     ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
                               "redistribute_gradients", "check"}),
     ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",

@@ -4,7 +4,7 @@ of the table resumes its own checkpoint bit for bit: test_same_run.py."""
 import pytest
 import torch
 
-from common.services import stored
+from common.services import checkpoint_files
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
 from tests.support.table import EXACT, OPTIONS
@@ -45,9 +45,9 @@ def test_saving_while_training_goes_on(once, command, world):
     """Every few steps, so that one save still goes on when the next is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 2 --keep 9",
                   inject="ignored()")
-    found = stored.list_checkpoints(result.out)
-    assert [stored.step_of(path) for path in found] == [2, 4, 6]
+    found = checkpoint_files.list_checkpoints(result.out)
+    assert [checkpoint_files.step_of(path) for path in found] == [2, 4, 6]
     for name in ("step-00000004", "step-00000006"):  # as it was then, not as training has made it
-        expected = stored.read(EXACT[0].run(once).out / name, prefix="")
-        for key, tensor in stored.read(result.out / name, prefix="").items():
+        expected = checkpoint_files.read(EXACT[0].run(once).out / name, prefix="")
+        for key, tensor in checkpoint_files.read(result.out / name, prefix="").items():
             torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-10)

@@ -12,7 +12,7 @@ from common.errors import SettingError
 from common.experts import MixtureConfig, MixtureOfExperts, grouped_product, use_experts
 from common.materialise import materialise
 from common.model import Transformer
-from common.services import stored
+from common.services import checkpoint_files
 from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from tests.support import oracles
@@ -87,7 +87,7 @@ def options_of(command, dtype="float64"):  # what stands last counts
 
 
 def saved(run, step=4):
-    return stored.read(run.out / f"step-{step:08}", prefix="")
+    return checkpoint_files.read(run.out / f"step-{step:08}", prefix="")
 
 
 @pytest.mark.parametrize("command, world", sampled(ROWS, SAMPLE))

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from common.services import run_folder, stored
+from common.services import checkpoint_files, run_folder
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_refusals import in_order
@@ -114,13 +114,13 @@ def one_error(result):
 def steps(out):
     """Of the checkpoints in a run folder; no other step is there in part."""
     assert not list(out.glob("step-*.tmp"))
-    return [stored.step_of(path) for path in stored.list_checkpoints(out)]
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(out)]
 
 
 def assert_equal(result, other):
     """Two runs have ended in the same weights and optimizer states, bit for bit."""
     found, expected = (
-        stored.read(each.out / "step-00000008", prefix="") for each in (result, other)
+        checkpoint_files.read(each.out / "step-00000008", prefix="") for each in (result, other)
     )
     assert found.keys() == expected.keys() and len(found) > 60
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -200,11 +200,11 @@ def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, ne
 def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
     (tmp_path / "out").mkdir()
     file, _ = run_folder.lock_folder(tmp_path / "out")
-    run_folder.write_lock(file, None)
+    run_folder.write_run_id(tmp_path / "out", run_folder.new_id())
     with file:
         line = one_error(run(command, world, f"{OPTIONS} --data {corpus}", expect_ok=False))
         assert f"out is in use by process {os.getpid()} on " in line
-        assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "run-id"]
     run(command, world, f"{OPTIONS} --data {corpus}")
 
 

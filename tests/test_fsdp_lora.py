@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from common.materialise import draw_weight
 from common.model import Transformer
 from common.services.hf_config import read_config
 from common.options import option_parser, parse_options
-from common.services import stored
+from common.services import checkpoint_files
 from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
@@ -103,13 +104,13 @@ def test_in_bfloat16_the_loss_falls(lora):
     result = lora(2, "--dtype bfloat16")
     losses = [loss for loss, _ in result.curve()]
     assert losses[0] - losses[-1] > 0.1
-    saved = stored.read(result.out / "step-00000006")
+    saved = checkpoint_files.read(result.out / "step-00000006")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 def test_checkpoints_hold_the_adapters_and_resume_on_other_ranks(lora, base, tmp_path):
     whole = lora(2, "--save-every 4")
-    saved = stored.read(whole.out / "step-00000006", prefix="")
+    saved = checkpoint_files.read(whole.out / "step-00000006", prefix="")
     names = [name for name in saved if name.startswith("model.")]
     assert len(names) == 2 * LAYERS * MATRICES and len(saved) == 4 * len(names)
     assert all(".lora_" in name for name in saved)
@@ -119,18 +120,23 @@ def test_checkpoints_hold_the_adapters_and_resume_on_other_ranks(lora, base, tmp
         assert "resuming after step 4" in again.output
         assert furthest(again.curve(), whole.curve()) < 1e-10
         if world == 2:
-            found = stored.read(again.out / "step-00000006", prefix="")
+            found = checkpoint_files.read(again.out / "step-00000006", prefix="")
             assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_another_base_is_refused(lora, base, tmp_path):
+    """One row of one matrix is enough, in a resume or on one of two ranks."""
     lora(1, "--steps 2")
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    model.save_pretrained(tmp_path / "other")
-    result = lora(1, "--steps 4", model=tmp_path / "other", expect_ok=False)
-    assert not result.ok and "the hash of some samples in --model is " in result.output
+        model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
+    model.save_pretrained(tmp_path / "rank1" / "base")
+    result = lora(1, "--steps 4", model=tmp_path / "rank1" / "base", expect_ok=False)
+    assert not result.ok and "the hash of the base is " in result.output
+    shutil.copytree(base, tmp_path / "rank0" / "base")
+    result = lora(2, "--no-resume", model="base", expect_ok=False,
+                  inject="os.chdir(f'rank{rank}')")
+    assert not result.ok and "the hash of the base is " in result.output
     result = lora(1, "--no-resume", model="tiny", expect_ok=False)
     assert not result.ok and "tiny has no .safetensors file with weights" in result.output
 
@@ -209,7 +215,7 @@ def test_peft_reads_the_adapters(lora, base, tmp_path, world):
     assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
     reference = transformers.LlamaForCausalLM.from_pretrained(base).double()
     reference = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters")
-    adapters = stored.read(result.out / "step-00000006")
+    adapters = checkpoint_files.read(result.out / "step-00000006")
 
     model = Transformer(read_config(base)).double().requires_grad_(False)
     load_weights(model, base)

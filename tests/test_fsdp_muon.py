@@ -8,7 +8,7 @@ from common.data import BatchSampler
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
-from common.services import stored
+from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 import examples.fsdp_muon
@@ -82,7 +82,7 @@ def test_follows_one_process(muon, corpus, monkeypatch, world, layers, more):
 
 def test_resumes_on_other_ranks(muon, tmp_path):
     whole = muon(2, "--save-every 4")
-    saved = stored.read(whole.out / "step-00000006", prefix="")
+    saved = checkpoint_files.read(whole.out / "step-00000006", prefix="")
     averages = [name for name in saved if name.endswith(".average")]
     assert len(averages) == 2 * MATRICES and all("_proj." in name for name in averages)
     for world in (2, 3):
@@ -91,7 +91,7 @@ def test_resumes_on_other_ranks(muon, tmp_path):
         assert "resuming after step 4" in again.output
         assert furthest(again.curve(), whole.curve()) < 1e-10
         if world == 2:
-            found = stored.read(again.out / "step-00000006", prefix="")
+            found = checkpoint_files.read(again.out / "step-00000006", prefix="")
             assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 

@@ -87,7 +87,7 @@ def test_the_imports_are_two_paragraphs(name):
 
 
 # What a service is called: the names that its paragraph imports, and its variable in ``main``.
-CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings"}
+CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings", "arrange_buckets"}
 VALIDATION = {"Validation", "validation"}
 REPORT = {"Report", "report", "theory"}
 ALL = CHECKPOINTS | VALIDATION | REPORT
@@ -163,7 +163,7 @@ def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_
     found, none = train(server, name, tmp_path / "bare", f"--data {corpus}", pass_out=False)
     assert equal(found, expected)
     assert {path.name for path in (tmp_path / "whole" / "out").iterdir()} == {
-        "lock", "metrics.jsonl", "step-00000004", "summary.json"
+        "lock", "metrics.jsonl", "run-id", "step-00000004", "summary.json"
     }
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {
         "common", *(path for path in bare if "/" not in path),
@@ -193,7 +193,7 @@ def whole_fsdp(server, corpus, tmp_path_factory):
 
 
 SINGLE = [  # a service, what it is called, and the files that only it needs
-    ("Checkpoints", CHECKPOINTS, {"checkpoint", "settings", "signals", "stored"}),
+    ("Checkpoints", CHECKPOINTS, {"checkpoint", "checkpoint_files", "settings", "signals"}),
     ("Validation", VALIDATION, {"validation"}),
     ("Report", REPORT, {"counting", "metrics", "report", "theory"}),
 ]
@@ -238,7 +238,8 @@ def test_below_main_stands_the_strategy_in_plain_values_then_check(name):
     common = {
         alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
         if node.module.startswith("common")
-        and node.module not in ("common.errors", "common.attention", "common.experts")
+        and node.module not in (
+            "common.errors", "common.attention", "common.experts", "common.torch_versions")
     }
     for node in below:
         arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
@@ -276,13 +277,15 @@ def test_the_loop_says_which_lines_are_the_strategy(name):
 # They take no options of the command line, but in the function that adds their own. With the
 # files that they import, besides errors; but for that function, whose helpers are in options.
 VALUES = {
-    "attention": set(), "data": set(), "errors": set(), "experts": {"model"},
+    "attention": set(), "data": set(), "errors": set(), "experts": {"model"}, "files": set(),
     "materialise": set(), "model": set(),
-    "services/checkpoint": {"launch", "services/run_folder", "services/signals", "services/stored"},
-    "services/counting": set(),
-    "services/hf_weights": {"experts", "materialise", "model", "services/hf_config"},
-    "services/run_folder": set(), "services/signals": set(), "services/stored": set(),
-    "services/validation": {"data"}, "tokens": {"data"},
+    "services/checkpoint": {"files", "launch", "services/checkpoint_files", "services/run_folder",
+                            "services/signals"},
+    "services/checkpoint_files": {"files", "services/run_folder"},
+    "services/counting": set(), "services/ddp_buckets": set(),
+    "services/hf_weights": {"experts", "files", "materialise", "model", "services/hf_config"},
+    "services/run_folder": {"files"}, "services/signals": set(),
+    "services/validation": {"data"}, "tokens": {"data", "files"}, "torch_versions": set(),
 }
 
 

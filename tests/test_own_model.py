@@ -19,7 +19,7 @@ from common.data import BatchSampler, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
-from common.services import stored
+from common.services import checkpoint_files
 from common.services.settings import fingerprint
 from common.services.validation import Validation
 from common.step import count_targets, seed_step, set_learning_rate
@@ -266,7 +266,7 @@ def test_two_optimizers_are_counted_saved_and_resumed(run, edited, corpus, tmp_p
     again = run(two, 0, f"{options} --resume-from 4")
     assert "resuming after step 4" in again.output and again.curve() == whole.curve()
     found, expected = (
-        stored.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)
+        checkpoint_files.read(out / "step-00000006", prefix="") for out in (again.out, whole.out)
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -9,7 +9,7 @@ from torch import nn
 import cp
 from common.errors import SettingError
 from common.model import plain_attention
-from common.services import stored
+from common.services import checkpoint_files
 from tests.support.edits import edited
 from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
@@ -36,7 +36,7 @@ def test_tensor_parallelism_thaws_nothing(run, once, corpus):
     expected = once("single.py", 0, OPTIONS, inject="frozen_norms()")
     found = run("tp.py", 2, f"{OPTIONS} --data {corpus}", inject="frozen_norms()")
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    for name, tensor in stored.read(found.out / "step-00000006").items():
+    for name, tensor in checkpoint_files.read(found.out / "step-00000006").items():
         assert tensor.ndim == 2 or (tensor == 1).all(), name
 
 
@@ -56,6 +56,7 @@ def test_a_frozen_tie_across_stages(run, once, corpus, tmp_path, command):
     """Both stages have a copy of the weights that were loaded, which stays equal."""
     expected = once("single.py", 0, OPTIONS, inject="tied(); frozen()")
     shutil.copytree(expected.out / "step-00000004", tmp_path / "out" / "step-00000004")
+    shutil.copy(expected.out / "run-id", tmp_path / "out")
     found = run(command, 2, f"{OPTIONS} --data {corpus}", inject="tied(); frozen()")
     assert furthest(found.curve(), expected.curve()[4:]) < 1e-10
 
@@ -159,7 +160,7 @@ def test_an_average_of_the_weights_is_sharded_saved_and_resumed(
     run(copy, 2, options, inject="at(5, lambda: fail('killed'))", expect_ok=False)
     again = run(copy, 1 if script == "tp.py" else 3, options)
     assert "resuming after step 4" in again.output
-    found, expected = (stored.read(out / "step-00000006", "model.ema.")
+    found, expected = (checkpoint_files.read(out / "step-00000006", "model.ema.")
                        for out in (again.out, whole.out))
     assert found.keys() == expected.keys() and len(found) > 10
     for name, tensor in expected.items():
@@ -205,7 +206,7 @@ def test_adapters(run, corpus, tmp_path, script, world):
     copy = lora(tmp_path / "copy", script)
     found = run(f"{copy} {' '.join(more)}", world, options)
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    saved, other = (stored.read(out / "step-00000006") for out in (found.out, expected.out))
+    saved, other = (checkpoint_files.read(run.out / "step-00000006") for run in (found, expected))
     assert saved.keys() == other.keys() and len(saved) == 2 * 7 * 2
     assert all(".A." in name or ".B." in name for name in saved)
     again = run(lora(tmp_path / "copy", "fsdp.py"), 2, f"{options} --resume-from 4")
@@ -292,7 +293,7 @@ def test_a_trained_tie_across_stages(run, once, corpus, tmp_path, world, options
     copy = edited(tmp_path / "copy", "pp.py", *TIED)
     found = run(copy, world, f"{OPTIONS} --data {corpus} {options}")
     assert furthest(found.curve(), expected) < 1e-10
-    weights = stored.read(found.out / "step-00000006")
+    weights = checkpoint_files.read(found.out / "step-00000006")
     assert torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
     again = run("ddp.py", 2, f"{OPTIONS} --data {corpus} --resume-from 4", inject="tied()")
     assert furthest(again.curve(), expected) < 1e-10
@@ -366,9 +367,9 @@ def test_a_finished_run_is_done(run, corpus, command, world):
         f"{first.out} holds a run that has finished step 6, its last: raise --steps to train on, "
         f"or start a new run with --no-resume or another --out")
     after = {path: path.stat().st_mtime_ns for path in first.out.rglob("*") if path.is_file()}
-    lock = first.out / "lock"
+    each_start = "lock", "run-id"
     assert after.keys() == before.keys() and all(
-        after[path] == before[path] for path in before if path != lock)
+        after[path] == before[path] for path in before if path.name not in each_start)
     less = run(command, world, f"{options} --steps 5", expect_ok=False)
     assert "finished step 6, and --steps is 5: raise --steps" in less.lines[-1]
     data = next((first.out / "step-00000006").glob("*.distcp"))

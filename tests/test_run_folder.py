@@ -1,7 +1,6 @@
-"""A run deletes nothing that it has not made itself. What has the name of one of its files, and is
-not its own, moves into previous-N. A checkpoint knows its run, its step and all of its files."""
+"""The folder of a run: what is the run's there, what is somebody's, and what a checkpoint knows of
+itself. A run deletes nothing that it has not made."""
 
-import json
 import os
 import shutil
 
@@ -9,99 +8,45 @@ import pytest
 import torch
 
 from common.errors import SettingError
-from common.services import stored
+from common.services import checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
-from tests.support.sample import sampled
+from common.services.metrics import start_metrics
 
 SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --log-every 1"
-OWN = ["metrics.jsonl", "summary.json", "trace-rank0.json", "trace-rank1.json"]
+RUN = "0123456789abcdef"
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file()}
+    return {str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else
+            path.read_bytes() for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
 
 
-@pytest.mark.parametrize("command, world", sampled([("single.py", 0), ("ddp.py", 2)],
-                                                   [("ddp.py", 2)]))
-def test_a_folder_of_somebody_loses_nothing(run, corpus, tmp_path, command, world):
-    """Files that only have the names of ours, backups of checkpoints, links."""
-    out = tmp_path / "out"
-    (out / "step-00000002.old").mkdir(parents=True)
-    (out / "step-00000002.old" / "backup").write_text("precious")
-    (out / "step-00000003.tmp").write_text("precious")
-    (out / "step-00000004.0123456789abcdef.old").mkdir()
-    (out / "step-00000004.0123456789abcdef.old" / "part").write_text("of another run")
-    for name in OWN[:3]:
-        (out / name).write_text(f"my {name}")
-    (tmp_path / "elsewhere").write_text("linked")
-    (out / "trace-rank1.json").symlink_to(tmp_path / "elsewhere")
-    (out / "notes").write_text("mine")
-    before = contents(out)
-    result = run(command, world, f"{SMALL} --steps 3 --save-every 1 --keep 1 --data {corpus}")
-    moved = {"step-00000004.0123456789abcdef.old/part", *OWN[:4]}
-    after = contents(out)
-    for name, text in before.items():
-        assert after[f"previous-1/{name}" if name in moved else name] == text, name
-    assert (out / "previous-1" / "trace-rank1.json").is_symlink()
-    assert (tmp_path / "elsewhere").read_text() == "linked"
-    assert [record["step"] for record in result.history] == [1, 2, 3]
-    assert stored.list_checkpoints(out) == [out / "step-00000003"]
-    run(command, world, f"{SMALL} --steps 4 --save-every 1 --keep 1 --data {corpus}")  # its resume
-    assert not (out / "previous-2").exists()
-    assert [json.loads(line)["step"] for line in open(out / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_a_checkpoint_of_another_run_is_not_rotated(run, corpus, tmp_path):
-    """An older one that somebody has put there stays, and so do files beside a foreign lock."""
-    options = f"{SMALL} --save-every 1 --keep 1 --data {corpus}"
-    other = run("single.py", 0, f"{options} --steps 1", out="other").out
-    run("single.py", 0, f"{options} --steps 3")
-    shutil.copytree(other / "step-00000001", tmp_path / "out" / "step-00000001")
-    (tmp_path / "out" / "lock").unlink()  # now nobody knows whose the other files are
-    run("single.py", 0, f"{options} --steps 5")
-    found = [path.name for path in stored.list_checkpoints(tmp_path / "out")]
-    assert found == ["step-00000001", "step-00000005"]
-    assert len((tmp_path / "out" / "previous-1" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def link(out):
-    (out.parent / "target").write_text("precious")
-    (out / "lock").symlink_to(out.parent / "target")
-
-
-@pytest.mark.parametrize("make", [
-    link, lambda out: (out / "lock").write_text("my own lock"),
-    lambda out: (out / "lock").mkdir(), lambda out: os.mkfifo(out / "lock"),
-])
-def test_a_foreign_lock_is_refused(run, corpus, tmp_path, make):
-    out = tmp_path / "out"
-    out.mkdir()
-    make(out)
-    result = run("single.py", 0, f"{SMALL} --data {corpus}", expect_ok=False)
-    (line,) = [line for line in result.lines if "error:" in line]
-    assert "has a file named lock that no run has made: choose another folder" in line
-    if make is link:
-        assert (tmp_path / "target").read_text() == "precious"
-
-
-# A checkpoint
+def start(out, steps=(), **which):
+    """Start a run, in this process, and save after ``steps``. Returns the steps it had done, and a
+    number that its last checkpoint holds: it is that of the step."""
+    weight = torch.nn.Parameter(torch.zeros(8))
+    checkpoints = Checkpoints(
+        out, ({}, {}), {"weight": weight}, torch.optim.AdamW([weight]), stop=9, keep=3
+    )
+    try:
+        done = checkpoints.resume(**which)
+        start_metrics(out, done)
+        for step in steps:
+            with torch.no_grad():
+                weight.fill_(step)
+            checkpoints.save(step)
+        return done, weight[0].item()
+    finally:
+        checkpoints.background.shutdown()
+        if hasattr(checkpoints, "lock"):
+            checkpoints.lock.close()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run folder with steps 1 to 3."""
     out = tmp_path_factory.mktemp("saved") / "out"
-    weight = torch.nn.Parameter(torch.arange(8.0))
-    checkpoints = Checkpoints(
-        out, ({}, {}), {"weight": weight}, torch.optim.AdamW([weight]), stop=9, keep=9
-    )
-    checkpoints.resume()
-    for step in (1, 2, 3):
-        with torch.no_grad():
-            weight.add_(1)
-        checkpoints.save(step)
-    checkpoints.lock.close()
+    start(out, (1, 2, 3))
     return out
 
 
@@ -111,54 +56,162 @@ def out(saved, tmp_path):
     return tmp_path / "out"
 
 
-def resume(out, **which):
-    weight = torch.nn.Parameter(torch.zeros(8))
-    checkpoints = Checkpoints(
-        out, ({}, {}), {"weight": weight}, torch.optim.AdamW([weight]), stop=9
-    )
-    try:
-        return checkpoints.resume(**which), weight[0].item()
-    finally:
-        checkpoints.lock.close()
+# Somebody's files
+
+def write(path):
+    path.write_bytes(b"precious \xff")
 
 
-def test_it_knows_its_step(out):
-    """Renamed, it would skip samples or repeat some."""
-    assert resume(out) == (3, 3.0)
-    (out / "step-00000003").rename(out / "step-00000008")
-    with pytest.raises(SettingError, match="it was saved after step 3.*use the older .*00002"):
-        resume(out)
+def link(path):
+    path.symlink_to("../elsewhere")
 
 
-def test_a_file_of_another_step_is_noticed(out):
-    """Also with its hash: there is one list of all files."""
-    data = "__0_0.distcp"
-    shutil.copy(out / "step-00000001" / data, out / "step-00000003" / data)
-    with pytest.raises(SettingError, match=f"{data} is damaged: .*: --resume-from 2"):
-        resume(out)
+@pytest.mark.parametrize("name, make", [
+    *((name, write) for name in ("metrics.jsonl", "summary.json", "trace-rank0.json", "lock",
+                                 "step-00000003.tmp", "flight-record-rank0", "run-id")),
+    ("metrics.jsonl", link), ("summary.json", os.mkfifo), ("wandb", os.mkdir),
+    ("step-00000003", os.mkdir),
+    *((name, make) for name in ("lock", "run-id") for make in (link, os.mkfifo, os.mkdir)),
+])
+def test_a_foreign_folder_is_refused(tmp_path, name, make):
+    """In one line that names what bears the name of a run's file; and nothing has changed."""
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    (tmp_path / "elsewhere").write_text("precious")
+    make(path)
+    before = contents(tmp_path)
+    with pytest.raises(SettingError, match=f"{name}.* (choose another|is no regular file|cannot be "
+                                           f"read)"):
+        start(path.parent, (1,))
+    assert contents(tmp_path) == before and os.listdir(path.parent) == [name]
+
+
+def test_what_else_is_in_a_folder_stays(run, corpus, tmp_path):
+    """Also what has almost the name of a file that a run writes, through all that a run does."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("config.json", "training.log", "step-by-step.md", "step-\u0661\u0662\u0663\u0664"
+                 "\u0665\u0666\u0667\u0668", "metrics.jsonl.tmp", "traces", "previous-1"):
+        (out / name).write_text(f"my {name}")
+    (tmp_path / "elsewhere").write_text("linked")
+    (out / "summary.json.tmp").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(out / "run-id.tmp")
+    before = contents(tmp_path)
+    options = f"{SMALL} --save-every 1 --keep 1 --data {corpus}"
+    run("ddp.py", 2, f"{options} --steps 4 --profile")
+    run("ddp.py", 2, f"{options} --steps 5")
+    (out / "step-00000005" / "notes").write_text("mine")
+    run("ddp.py", 2, f"{options} --steps 6")  # its rotation
+    (notes,) = out.glob("step-00000005.*.old/notes")
+    assert notes.read_text() == "mine" and len(list(notes.parent.iterdir())) == 1
+    run("ddp.py", 2, f"{options} --steps 1 --no-resume")
+    assert before.items() <= contents(tmp_path).items()
+    assert sorted(path.name for path in (out / "previous-2").iterdir()) == [
+        "metrics.jsonl", "step-00000006", "summary.json", "trace-rank0.json", "trace-rank1.json"]
+
+
+def test_out_inside_data(run, corpus, tmp_path):
+    (tmp_path / "text").mkdir()
+    shutil.copy(corpus, tmp_path / "text")
+    result = run("single.py", 0, f"{SMALL} --data {tmp_path}/text", out="text/out",
+                 expect_ok=False)
+    (line,) = result.lines
+    assert "/text/out is inside --data" in line and not (tmp_path / "text" / "out").exists()
+
+
+# The run's own files
+
+
+@pytest.mark.parametrize("text", [
+    b"", b"\xff\x00", b"run 0123", f"run {RUN}, start {RUN}, process 1 on a\nb\n".encode(),
+    b"[" * 9, b"run ../../etc/passwd, start 0, process 1 on a\n", b"x" * 2000,
+])
+def test_a_run_id_of_another_form(out, text):
+    (out / "run-id").write_bytes(text)
+    with pytest.raises(SettingError, match="run-id (is not what a run|cannot be read|has 2,000)"):
+        start(out)
+
+
+def test_a_run_without_checkpoints_keeps_what_an_earlier_one_has_logged(tmp_path):
+    for _ in range(2):
+        start_metrics(tmp_path, 0)({"step": 1})
+    assert (tmp_path / "previous-1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_what_a_killed_process_leaves(out):
+    """The next start of the run removes it; what another run has left stays."""
+    run, _ = run_folder.read_run_id(out)
+    mine, others = [], []
+    for names, run in ((mine, run), (others, RUN)):
+        half = out / f"step-00000004.{run}.tmp"
+        half.mkdir()
+        for name in ("__0_0.distcp", ".metadata.tmp", f".run.json.{run}.01234567.tmp"):
+            (half / name).touch()
+        (out / f".metrics.jsonl.{run}.01234567.tmp").touch()
+        names += [half, out / f".metrics.jsonl.{run}.01234567.tmp"]
+    assert start(out) == (3, 3.0)
+    assert not any(path.exists() for path in mine) and all(path.exists() for path in others)
+
+
+def test_lines_of_metrics(tmp_path):
+    """Lines after the step that a run resumes from go, and half a line; somebody's line stays."""
+    start(tmp_path)
+    lines = ['{"step": 1}', '{"step": 2}', "my note", '{"step": 3}', "[" * 9999, '{"step": 4}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": ')
+    start_metrics(tmp_path, 3)({"step": 4})
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
+
+
+def test_a_folder_of_the_format_before_run_id(out):
+    """It is resumed, and converted."""
+    (out / "run-id").unlink()
+    (out / "lock").write_text(f"process 7 on host, run {RUN}")
+    assert start(out) == (3, 3.0)
+    assert run_folder.read_run_id(out)[0] == RUN and not (out / "lock").read_text()
+    assert not (out / "previous-1").exists() and start(out) == (3, 3.0)
+
+
+def test_two_copies_of_a_run_are_not_one_folder(out, tmp_path, monkeypatch):
+    shutil.copytree(out, tmp_path / "copy")
+    assert start(out) == (3, 3.0)
+    checkpoints = Checkpoints(tmp_path / "copy", ({}, {}), {}, [], stop=9)
+    monkeypatch.setattr("time.monotonic", iter([0, 99]).__next__)
+    with pytest.raises(SettingError, match="is not one folder for all machines"):
+        checkpoints.check_that_it_is_shared((out / "run-id").read_text())
+
+
+def test_a_new_run_and_an_older_step_move_the_rest(out):
+    assert start(out, step=2) == (2, 2.0)
+    assert (out / "previous-1" / "step-00000003").is_dir()
+    first, _ = run_folder.read_run_id(out)
+    assert start(out, (1,), newest=False)[0] == 0 and run_folder.read_run_id(out)[0] != first
+    assert {path.name for path in (out / "previous-2").iterdir()} == {
+        "metrics.jsonl", "step-00000001", "step-00000002"}
+    assert [path.name for path in checkpoint_files.list_checkpoints(out)] == ["step-00000001"]
+
+
+# A checkpoint
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing, or no regular file"),
-    (lambda step: (step / stored.SUMS).unlink(), "SHA256SUMS is missing, or no regular file"),
-    (lambda step: (step / stored.SUMS).write_text(""), "cannot be checked: SHA256SUMS lacks it"),
-    (lambda step: (step / ".metadata.sha256").touch(), "is of an earlier format, with a .sha256"),
-    (lambda step: [path.unlink() for path in step.iterdir()], "SHA256SUMS is missing"),
+    (lambda step: step.rename(step.with_name("step-00000008")), "was saved after step 3.*step-.*2"),
+    (lambda step: shutil.copy(step.with_name("step-00000001") / "__0_0.distcp", step),
+     "__0_0.distcp is damaged: .*: --resume-from 2"),
+    (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    (lambda step: (step / checkpoint_files.SUMS).unlink(), "SHA256SUMS cannot be read"),
+    (lambda step: (step / checkpoint_files.SUMS).write_text(""), "SHA256SUMS lacks it"),
+    (lambda step: [path.unlink() for path in step.iterdir()], "SHA256SUMS cannot be read"),
+    (lambda step: os.truncate(step / "__0_0.distcp", 2**40), "bytes, and at most .* are read"),
+    (lambda step: os.truncate(step / "SHA256SUMS", 2**40), "bytes, and at most .* are read"),
+    (lambda step: step.with_name("step-99999999").mkdir(), "step-99999999/SHA256SUMS cannot be"),
 ])
-def test_a_list_that_does_not_fit(out, change, words):
+def test_a_checkpoint_that_is_not_whole(out, change, words):
+    """Another name, files of another step, sparse files of a terabyte, an empty folder."""
     change(out / "step-00000003")
     with pytest.raises(SettingError, match=words):
-        resume(out)
+        start(out)
 
 
 def test_files_that_are_not_listed_are_ignored(out):
     (out / "step-00000003" / "notes.txt").write_text("mine")
-    assert resume(out) == (3, 3.0)
-
-
-def test_an_empty_folder_with_the_name_of_a_step(out):
-    (out / "step-99999999").mkdir()
-    with pytest.raises(SettingError, match="step-99999999/SHA256SUMS is missing.*use the older"):
-        resume(out)
-    assert resume(out, step=3) == (3, 3.0)
-    assert (out / "previous-1" / "step-99999999").is_dir()
+    assert start(out) == (3, 3.0)

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from common.services import stored
+from common.services import checkpoint_files
 from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
@@ -33,7 +33,7 @@ def furthest(curve, other):
 @functools.lru_cache(9)
 def read(out):
     """The tensors of the last checkpoint of a run, by name."""
-    return stored.read(out / "step-00000006", prefix="")
+    return checkpoint_files.read(out / "step-00000006", prefix="")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.

@@ -10,6 +10,7 @@ from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -82,6 +83,10 @@ UNDOCUMENTED = {
 # From when to when torch has a name, and something asks for it.
 SPANS = {"_get_init_p2p_neighbors_ops": ((0,), (2, 15)), "_warmup_p2p": ((2, 12), (2, 15)),
          "_inference_mode": ((2, 12), (99,)), "_output_slot_is_releasable": ((2, 15), (99,))}
+# Public names that end an entry of common/torch_versions.py, and the first version that has them.
+ENDS = [(torch.distributed, "all_gather_single", (2, 13)),
+        (torch.distributed, "reduce_scatter_single", (2, 13)),
+        (torch.distributed, "set_timeout", (2, 14)), (FSDPModule, "reset_iter_state", (2, 13))]
 
 
 def names_with_a_dash(source):
@@ -113,14 +118,20 @@ def test_every_private_name_is_listed():
     assert all(name in sources for name in UNDOCUMENTED)
 
 
-@pytest.mark.parametrize("name, owner, reason", [
-    (name, owner, reason)
-    for name, (owner, reason) in (PRIVATE | UNDOCUMENTED | ATTRIBUTES).items()
+@pytest.mark.parametrize("name, owner", [
+    (name, owner) for name, (owner, _) in (PRIVATE | UNDOCUMENTED | ATTRIBUTES).items()
 ])
-def test_it_exists(name, owner, reason):
-    assert reason
+def test_it_exists(name, owner):
     first, end = SPANS.get(name, ((0,), (99,)))
     if name in ATTRIBUTES:
         assert f"self.{name}" in inspect.getsource(owner) or not first <= INSTALLED < end
     else:
         assert hasattr(owner, name) or not first <= INSTALLED < end
+
+
+@pytest.mark.parametrize("owner, name, version", ENDS)
+def test_an_entry_ends_with_the_version_that_it_names(owner, name, version):
+    assert hasattr(owner, name) == (INSTALLED >= version)
+    entries = (ROOT / "common" / "torch_versions.py").read_text().split("\n\n")
+    (entry,) = (text for text in entries if f'"{name}"' in text)
+    assert f"Ends with {version[0]}.{version[1]}" in entry

@@ -9,7 +9,7 @@ import torch
 from common.model import ModelConfig
 from common.options import default_dtype
 from common.services import report
-from common.services.stored import list_checkpoints, step_of
+from common.services.checkpoint_files import list_checkpoints, step_of
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from common.files import read_text
 from common.options import at_least
 from tools.support.command import refuse, run
 
@@ -60,9 +61,9 @@ def measure(command, args, options):
             said = [line for line in output.splitlines() if ".py: error: " in line] or [output]
             refuse(f"{command} failed: {said[0]}")
         folder = pathlib.Path(folder)
-        costs = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)]
+        costs = [json.loads(read_text(folder / f"rank-{rank}.json")) for rank in range(n)]
         summary = folder / "summary.json"
-        summary = json.loads(summary.read_text()) if summary.exists() else {}
+        summary = json.loads(read_text(summary)) if summary.exists() else {}
     seconds, cpu_seconds = zip(*costs)
     return max(seconds), sum(cpu_seconds), summary
 

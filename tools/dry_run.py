@@ -43,7 +43,7 @@ from common.options import at_least
 from common.services import counting
 from common.services.counting import bytes_table
 from tools.support import pretend, stand_ins
-from tools.support.command import make_parser, refuse, run
+from tools.support.command import check_json, make_parser, refuse, run, write_json
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
     "tools.support.stand_ins", "torch._dynamo", "torch.distributed.fsdp",
@@ -188,6 +188,8 @@ def main(argv=None):
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE",
                         help="write the counts to FILE, under the names of a run's summary.json")
     args = parser.parse_args(argv)
+    if args.json:
+        check_json(args.json, "dry_run")
     if args.rank is not None and args.rank >= args.world_size:
         refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")
     job = args.script, args.options, args.world_size
@@ -207,7 +209,7 @@ def main(argv=None):
     for line in lines_of(counted, args.device_memory):
         print(printable(line))
     if args.json:
-        args.json.write_text(json.dumps(counted, indent=1) + "\n")
+        write_json(args.json, "dry_run", counted)
 
 
 if __name__ == "__main__":

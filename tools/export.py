@@ -11,21 +11,19 @@ It reads, converts and writes one tensor after the other. So it does not need me
 or for a shard, but for some four times the largest tensor.
 """
 
-import contextlib
 import itertools
 import json
-import os
 import pathlib
-import shutil
 
 import torch
 from tqdm import tqdm
 
 from common.errors import SettingError
+from common.files import new_file, new_folder, refuse_existing
 from common.options import at_least
 from common.services.hf_config import config_from
 from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
-from common.services.stored import FIXED, list_checkpoints, open_checkpoint
+from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
 from tools.support.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -45,16 +43,6 @@ def find_checkpoint(path):
             f"runs/fsdp or runs/fsdp/step-00000200"
         )
     return checkpoints[-1]
-
-
-def check_is_free(folder):
-    """Refuse to overwrite ``folder``.
-
-    Raises:
-        SettingError: ``folder`` exists.
-    """
-    if folder.is_symlink() or folder.exists():
-        raise SettingError(f"{folder} exists: name a folder that does not, or remove it")
 
 
 def huggingface_config(config, dtype, seq_len):
@@ -146,7 +134,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     Raises:
         SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
     """
-    check_is_free(folder)
+    refuse_existing(folder)
     reader, stored, saved = open_checkpoint(checkpoint)
     settings = {key.removeprefix("--").replace("-", "_"): value
                 for key, value in saved[FIXED].items()}
@@ -165,17 +153,15 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
         for number in range(1, len(shards) + 1)
     ]
     bar = tqdm(desc="writing", total=sum(sizes.values()), unit="B", unit_scale=True, leave=False)
-    with bar, renamed_when_complete(folder) as temporary:
+    with bar, new_folder(folder) as temporary:
         for path, names in zip(files, shards):
-            with open(temporary / path, "wb") as file:
+            with new_file(temporary / path) as file:
                 file.write(header({name: shapes[name] for name in names}, dtype))
                 # All experts of a matrix are one tensor. It is freed before the next one is read.
                 for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
                     experts = {name: parts[name][1] for name in group}
                     write_parts(file, reader.read_tensor(f"model.{ours}"), experts, dtype)
                     bar.update(sum(sizes[name] for name in experts))
-                file.flush()
-                os.fsync(file.fileno())
         if len(shards) > 1:
             write_json(temporary / "model.safetensors.index.json", {
                 "metadata": {"total_size": sum(sizes.values())},
@@ -185,28 +171,9 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     return files
 
 
-@contextlib.contextmanager
-def renamed_when_complete(folder):
-    """A new folder beside ``folder``, which gets that name at the end of the block, and is removed
-    if the block fails."""
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.mkdir()
-    except FileExistsError:
-        raise SettingError(
-            f"{temporary} exists: another process writes it, or one was killed: remove it"
-        ) from None
-    try:
-        yield temporary
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def write_json(path, content):
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    with new_file(path, "w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
 
 
 def main(argv=None):

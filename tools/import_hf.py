@@ -21,15 +21,17 @@ import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from common.errors import SettingError
+from common.files import new_folder, refuse_existing
 from common.materialise import local_slices
 from common.experts import use_experts
 from common.model import Transformer
 from common.services.hf_config import read_config, read_json
 from common.services.hf_weights import Weights
+from common.services.run_folder import new_id, write_run_id
 from common.services.settings import config_settings
-from common.services.stored import IMPORTED, HashingWriter, complete, reason
+from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason
 from tools.support.command import make_parser, run
-from tools.export import check_is_free, renamed_when_complete, write_json
+from tools.export import write_json
 
 
 class ReadingPlanner(dcp.DefaultSavePlanner):
@@ -51,7 +53,7 @@ def import_weights(folder, out):
     Raises:
         SettingError: ``folder`` is damaged or not of a Llama or Mixtral, or ``out`` exists.
     """
-    check_is_free(out)
+    refuse_existing(out)
     config = read_config(folder)
     weights = Weights(folder, config)
     with torch.device("meta"):
@@ -69,7 +71,7 @@ def import_weights(folder, out):
             raise SettingError(f"{folder} has {name} with numbers that are not finite")
         return tensor
 
-    with bar, renamed_when_complete(out) as temporary:
+    with bar, new_folder(out) as temporary:
         checkpoint = temporary / f"step-{IMPORTED:08d}"
         # A file for each tensor: DCP keeps all tensors of a file until the file is complete.
         writer = HashingWriter(checkpoint, single_file_per_rank=False)
@@ -78,8 +80,9 @@ def import_weights(folder, out):
                      storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
         except dcp.CheckpointException as error:
             raise SettingError(f"{out} could not be written ({reason(error)})") from None
-        complete(checkpoint, writer.sums, run=None, step=IMPORTED, tensors=len(tensors),
-                 fixed=config_settings(vars(config)), changeable={})
+        complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
+                 changeable={})
+        write_run_id(temporary, new_id())
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
     return config, weights

@@ -46,12 +46,13 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError, printable
+from common.files import new_file, read_text
 from common.model import PRESETS, Transformer
 from common.options import at_least, flag
 from common.services.hf_config import read_config
 from pp import cost_of_head, split_layers
 from tools import dry_run
-from tools.support.command import make_parser, refuse, run
+from tools.support.command import check_json, make_parser, refuse, run, write_json
 
 ROOT = pathlib.Path(__file__).parent.parent
 WHOLE = [  # every rank reads samples of its own
@@ -272,12 +273,13 @@ def cached(script, options, world_size, rank, nproc_per_node):
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     path = folder / "parallel-by-example" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
-        return json.loads(path.read_text())
+        return json.loads(read_text(path))
     counted = {name: value for name, value in dry_run.count_apart(*job).items()
                if name not in ("description", "theory")}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(counted))
+        with new_file(path, "w") as file:
+            json.dump(counted, file)
     return counted
 
 
@@ -448,6 +450,8 @@ def parse(argv):
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
         refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
                f"{args.nproc_per_node}: machines are alike")
+    if args.json:
+        check_json(args.json, "plan")
     if args.network and not args.link:
         refuse("--network is for what leaves a machine: give --link too")
     return args
@@ -492,11 +496,11 @@ def main(argv=None):
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
     if args.json:
-        args.json.write_text(json.dumps({
+        write_json(args.json, "plan", {
             "rows": [{"command": command, "fits": fits(counted, args),
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
-        }, indent=1) + "\n")
+        })
     if not fitting:
         sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
     words = [*rows[0][0].split(), "--model", args.model, *shape]

@@ -6,6 +6,7 @@ A document is a line of a .jsonl file, or 65,536 characters of another file and 
 line. A hash of its text decides whether it goes to val.bin. Memory does not grow with the files.
 """
 
+import io
 import itertools
 import json
 import os
@@ -15,12 +16,15 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
+from common.files import new_file, open_regular, read_text, reading, refuse_existing
 from tools.support.command import make_parser, need, refuse, run
 
 
 def read_documents(path, bar, size=2**16):
     number, jsonl = 0, path.endswith(".jsonl")
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with reading(path), open_regular(path) as bytes_of_file, io.TextIOWrapper(
+        bytes_of_file, encoding="utf-8-sig", newline=""
+    ) as file:
         pieces = file if jsonl else iter(lambda: file.read(size) + file.readline(size), "")
         try:
             for number, piece in enumerate(filter(str.strip, pieces), 1):
@@ -39,16 +43,11 @@ def main(argv=None):
     parser.add_argument("--val", type=float, default=0.01, help="share of val.bin (default: 0.01)")
     parser.add_argument("--out", required=True, help="the folder for train.bin and val.bin")
     args = parser.parse_args(argv)
-    for path in (args.tokenizer, *args.files):
-        if pathlib.Path(path).is_fifo():  # reading it might never end
-            refuse(f"{path} is a named pipe: give a file")
     if not 0 <= args.val < 1:  # nan too
         refuse(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
     tokenizers = need("tokenizers")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(args.tokenizer)
-    except Exception as error:  # the library raises no other class
-        refuse(f"--tokenizer {args.tokenizer}: no Hugging Face tokenizer.json ({error})")
+    with reading(f"--tokenizer {args.tokenizer}"):
+        tokenizer = tokenizers.Tokenizer.from_str(read_text(args.tokenizer, 2**30))
     end = tokenizer.token_to_id(args.eod)
     if end is None:
         refuse(f"--eod {args.eod}: the tokenizer has no such token; name one that ends a document")
@@ -58,27 +57,20 @@ def main(argv=None):
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # not their number: there may be gaps
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     os.makedirs(args.out, exist_ok=True)
-    names = [os.path.join(args.out, name) for name in ("train.bin", "val.bin")]
+    names = [pathlib.Path(args.out, name) for name in ("train.bin", "val.bin")]
     for name in names:
-        if os.path.lexists(name):
-            refuse(f"{name} exists: name another folder by --out, or remove the file")
-    parts = [f"{name}.part" for name in names]
-    try:
-        with open(parts[0], "wb") as train, open(parts[1], "wb") as val, \
-                tqdm(total=sum(map(os.path.getsize, args.files)), unit="B", unit_scale=True) as bar:
-            documents = (found for path in args.files for found in read_documents(path, bar))
-            while batch := list(itertools.islice(documents, 64)):  # the cores share it
-                found = tokenizer.encode_batch_fast([doc for doc, _ in batch],
-                                                    add_special_tokens=False)
-                for (_, place), encoding in zip(batch, found):
-                    file = val if place < args.val * 2**32 else train
-                    file.write(np.array([*encoding.ids, end], dtype))
-    except BaseException:  # Ctrl-C too
-        for part in parts:
-            pathlib.Path(part).unlink(missing_ok=True)
-        raise
-    for part, name in zip(parts, names):
-        os.replace(part, name)
+        refuse_existing(name)
+    size = sum(map(os.path.getsize, args.files))
+    with new_file(names[0]) as train, new_file(names[1]) as val, \
+            tqdm(total=size, unit="B", unit_scale=True) as bar:
+        documents = (found for path in args.files for found in read_documents(path, bar))
+        while batch := list(itertools.islice(documents, 64)):  # the cores share it
+            found = tokenizer.encode_batch_fast([doc for doc, _ in batch],
+                                                add_special_tokens=False)
+            for (_, place), encoding in zip(batch, found):
+                file = val if place < args.val * 2**32 else train
+                file.write(np.array([*encoding.ids, end], dtype))
+    for name in names:
         print(f"{name}: {os.path.getsize(name) // np.dtype(dtype).itemsize:,} tokens")
     print(f"give the scripts --data {names[0]} --token-dtype {dtype} --vocab-size {vocab_size}")
 

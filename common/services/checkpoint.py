@@ -1,7 +1,7 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
-A run folder holds ``step-00000100/`` for each of the newest checkpoints; common/services/stored.py
-says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
+A run folder holds ``step-00000100/`` for each of the newest checkpoints; checkpoint_files.py, beside
+this file, says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
 written: a folder named step-NNNNNNNN is always complete, and finite.
 """
 
@@ -13,25 +13,28 @@ import json
 import math
 import os
 import pathlib
-import secrets
+import re
 import time
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError, printable, refuse
+from common.files import remove_left_over
 from common.launch import refuse_differences
 from common.options import at_least
+from common.services.checkpoint_files import (
+    CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
+    older_checkpoint, open_checkpoint, reason, remove_checkpoint, step_of,
+)
 from common.services.run_folder import (
-    LOCK, TEMPORARY, add_out, lock_folder, move_aside, remove, run_files, write_lock
+    CHECKPOINT, add_out, lock_folder, move_to_previous, new_id, own_output, read_run_id,
+    write_run_id,
 )
 from common.services.signals import catch_stop_signals, stop_requested
-from common.services.stored import (
-    CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
-    older_checkpoint, open_checkpoint, reason, run_of, step_of,
-)
 
 A_NEW_RUN = "start a new run with --no-resume or another --out"
 
@@ -83,16 +86,17 @@ class Checkpoints:
         self.fixed, self.changeable = json.loads(json.dumps([fixed, changeable], default=str))
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
         self.had_finished = False  # before this process started
-        self.stopping, self.vote = 0, None  # whether any rank shall stop, and its all-reduce
+        self.stopping = False  # whether the loop must end
+        self.asked, self.vote = 0, None  # whether any rank was asked to stop, and its all-reduce
         self.saving = None  # the Future of a save in the background
-        self.aside = concurrent.futures.ThreadPoolExecutor(1)  # for what the loop does not wait for
+        self.background = concurrent.futures.ThreadPoolExecutor(1)  # the loop does not wait for it
         self.staged = {}  # the copies in host memory, which the first save in the background makes
         # For collectives on the CPU, which wait for no GPU. The thread needs a group of its own.
-        self.group = self.group_aside = None
+        self.group = self.background_group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
-            self.group_aside = dist.new_group(backend="gloo") if in_background else self.group
-        self.run = gather(secrets.token_hex(8), self.group)[0]  # the id of a run and its resumes
+            self.background_group = dist.new_group(backend="gloo") if in_background else self.group
+        self.run = gather(new_id(), self.group)[0]  # the id of the run, which its resumes keep
 
     @staticmethod
     def add_options(parser):
@@ -118,47 +122,47 @@ class Checkpoints:
     # Resuming
 
     def resume(self, *, newest=True, step=None):
-        """Lock and prepare the run folder, and load a checkpoint: that of ``step``, or by default
-        the newest one. Without ``newest`` a new run starts, from imported weights if there are any.
-        What it does not continue moves into ``previous-N``. Returns the number of steps done.
-        From now on signals ask the run to stop.
+        """Lock the run folder, and load a checkpoint: that of ``step``, or by default the newest
+        one. Without ``newest`` a new run starts, from imported weights if there are any. What an
+        earlier run has written and this one does not continue moves into ``previous-N``. Returns
+        the number of steps done. From now on signals ask the run to stop.
 
         A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
 
         Raises:
-            SettingError: the folder cannot be written, another run uses it, its run has finished
-                more steps, ranks have different settings, or the checkpoint cannot be loaded.
+            SettingError: the folder cannot be written or is somebody's, another process uses it,
+                its run has finished more steps, ranks have different settings, or the checkpoint
+                cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
         # torchrun counts a restart on the machine where a process has failed, maybe on no other.
         restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
         if not {None, "", "0"}.issuperset(restarts):
             newest, step = True, None
-        start = lock = None
-        unwritable = f"--out {self.folder} cannot be written", "choose another folder"
-        with together(self.group, *unwritable):
+        unwritable, chosen = (f"--out {self.folder} cannot be written", "choose another"), None
+        with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                start, lock = self.prepare(newest, step)
+                chosen = self.choose(newest, step)
         # Rank 0 alone decides: a network file system may show another rank other checkpoints.
-        start, lock, self.run = gather((start, lock, self.run), self.group)[0]
-        if self.every or start is not None:  # otherwise the ranks need no shared folder
-            with together(self.group):
-                self.check_that_it_is_shared(lock)
-        if start is not None:
-            self.load(self.path(start))
-        done = start or 0
-        with together(self.group, *unwritable):
+        step, earlier, self.run, text = gather(chosen, self.group)[0]
+        if self.every or step is not None:  # otherwise the ranks need no shared folder
+            with raise_on_all_ranks(self.group):
+                self.check_that_it_is_shared(text)
+        if step is not None:
+            self.load(self.path(step))
+        done = step or 0
+        with raise_on_all_ranks(self.group, *unwritable):
             if _rank() == 0:
-                self.take_over(done)
+                self.tidy(done, earlier)
         self.had_finished = done == self.stop
         catch_stop_signals()
         return done
 
-    def prepare(self, newest, step):
-        """Rank 0: lock the folder. Returns the step of the checkpoint to load, or None, and the
-        text of the lock."""
-        self.lock, text = lock_folder(self.folder)
+    def choose(self, newest, step):
+        """Rank 0: lock the folder. Returns the step of the checkpoint to load or None, the id of
+        the run that the folder belonged to or None, that of this run, and the text of run-id."""
+        self.lock, earlier = lock_folder(self.folder)
         steps = [step_of(path) for path in list_checkpoints(self.folder)]
         if step is not None and step not in steps:
             raise SettingError(
@@ -167,39 +171,35 @@ class Checkpoints:
             )
         if step is None and steps:
             step = max(steps) if newest else IMPORTED if IMPORTED in steps else None
-        if step:
-            self.run = run_of(self.path(step))
-        earlier = LOCK.fullmatch(text)
-        self.files_of = earlier["run"] if earlier else None
-        return step, write_lock(self.lock, self.files_of)
+        run = earlier if step else self.run
+        # Until a checkpoint is loaded the folder belongs to the earlier run.
+        return step, earlier, run, write_run_id(self.folder, earlier or run)
 
-    def take_over(self, done):
-        """Rank 0: remove what this run was killed at, and move aside what is not its own: newer
-        checkpoints, and what another run, or somebody, has left under the name of a run's file."""
-        others = [path for path in list_checkpoints(self.folder) if step_of(path) > done]
-        for path in self.folder.iterdir():
-            if found := TEMPORARY.fullmatch(path.name):
-                if found["run"] == self.run:
-                    remove(path)
-                else:
-                    others.append(path)
-        if self.files_of != self.run:
-            others += run_files(self.folder)
-        move_aside(self.folder, others)
-        write_lock(self.lock, self.run)
+    def tidy(self, done, earlier):
+        """Rank 0: remove what the ``earlier`` run was killed at, move aside what it has written
+        after the step ``done`` or, for a new run, all that it has written."""
+        if earlier:
+            remove_left_over(self.folder, earlier)
+            for path in self.folder.iterdir():
+                if re.fullmatch(rf"{CHECKPOINT}\.{earlier}\.(tmp|old)", path.name):
+                    remove_checkpoint(path)
+        newer = [path for path in list_checkpoints(self.folder) if step_of(path) > done]
+        move_to_previous(
+            self.folder, newer + (own_output(self.folder) if self.run != earlier else [])
+        )
+        write_run_id(self.folder, self.run)
 
     def check_that_it_is_shared(self, text):
-        """Raise SettingError unless this rank sees ``text`` in the lock, as rank 0 wrote it."""
-        # Rank 0 itself must not read it: closing the file would release its lock.
-        lock = self.folder / "lock"
-        for _ in range(100):  # a network file system may be late by seconds
-            if _rank() == 0 or (lock.exists() and lock.read_text() == text):
-                return
+        """Raise SettingError unless this rank sees ``text`` in run-id, which rank 0 has written."""
+        # A network file system may be late by seconds.
+        end = time.monotonic() + min(10, distributed_c10d.default_pg_timeout.total_seconds() / 2)
+        while read_run_id(self.folder)[1] != text:
+            if time.monotonic() > end:
+                raise SettingError(
+                    f"--out {self.folder} is not one folder for all machines: rank {_rank()} does "
+                    f"not see what rank 0 has written to run-id: choose a shared folder"
+                )
             time.sleep(0.1)
-        raise SettingError(
-            f"--out {self.folder} is not one folder for all machines: rank {_rank()} does not see "
-            f"the lock of rank 0: choose a shared folder"
-        )
 
     @torch.no_grad()
     def load(self, checkpoint):
@@ -211,16 +211,16 @@ class Checkpoints:
         if older:
             advice = f"use the older {older}: --resume-from {step_of(older)}"
         unreadable = self.group, f"{checkpoint} cannot be read", advice
-        with together(*unreadable):
+        with raise_on_all_ranks(*unreadable):
             ranks = dist.get_world_size(self.group) if self.group else 1
             reader, stored, saved = open_checkpoint(checkpoint, slice(_rank(), None, ranks))
         names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
         # A rank of a pipeline has the tensors of its stages only.
         unknown = set.intersection(*gather(names - self.tensors.keys(), self.group))
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             self.compare(checkpoint, stored, saved[FIXED], unknown)
         self.make_states(stored)
-        with together(*unreadable):
+        with raise_on_all_ranks(*unreadable):
             dcp.load(self.named(), storage_reader=reader, process_group=self.group)
         changed = [
             f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
@@ -239,7 +239,8 @@ class Checkpoints:
                 f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
                 f"--steps is {self.stop}: raise --steps to train on, or {A_NEW_RUN}"
             )
-        for name, value in self.fixed.items():
+        for name in saved | self.fixed:  # only checkpoints of diloco.py have "--replicas"
+            value = self.fixed.get(name)
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
             if saved.get(name) != value:
@@ -279,21 +280,20 @@ class Checkpoints:
     def after_step(self, step, grad_norm):
         """Call it at the end of every step (counted from 0), with the norm of all gradients. It
         saves after every ``every`` steps, after the last step, and when a signal has asked any rank
-        to stop. Then it returns True, and the loop must end."""
+        to stop. Then ``stopping`` is True on all ranks, and the loop must end."""
         self.norms = self.norms + grad_norm  # stays on the device: only a save waits for it
         if self.vote:
             self.vote.wait()
-        stopping = bool(self.stopping)
+        self.stopping = bool(self.asked)
         if self.saving and self.saving.done():
             self.wait()
-        if self.every and (stopping or (step + 1) % self.every == 0 or step + 1 == self.stop):
+        if self.every and (self.stopping or (step + 1) % self.every == 0 or step + 1 == self.stop):
             self.save(step + 1)
-        self.stopping = torch.tensor(int(stop_requested()))
+        self.asked = torch.tensor(int(stop_requested()))
         if self.group:  # the next step reads the answer, so that no step waits for it
             self.vote = dist.all_reduce(
-                self.stopping, dist.ReduceOp.MAX, group=self.group, async_op=True
+                self.asked, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
-        return stopping
 
     @torch.no_grad()
     def save(self, step):
@@ -305,7 +305,7 @@ class Checkpoints:
         """
         self.wait()
         _share_buffers(self.tensors, self.group)
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             if name := self.not_finite():
                 raise SettingError(
                     f"step {step} is not saved, since {name} is not finite: training diverged; "
@@ -318,39 +318,41 @@ class Checkpoints:
                         tensor, device="cpu", pin_memory=tensor.is_cuda
                     )
                 self.staged[name].copy_(tensor)
-            self.saving = self.aside.submit(self.write, self.staged, step)
+            self.saving = self.background.submit(self.write, self.staged, step)
         else:
             self.write(self.named(), step)
 
     def write(self, tensors, step):
         """Write ``tensors``, each rank its shards; of what several ranks hold, one of them writes
         each part. When all ranks have, rank 0 completes the folder and renames it."""
-        temporary = self.half(self.path(step), "tmp")
+        failed = (f"the checkpoint of step {step} could not be written to {self.folder}",
+                  "the ones before it are intact: make room and start again")
+        temporary = self.temporary(self.path(step), "tmp")
         try:
-            with together(
-                self.group_aside, f"the checkpoint of step {step} could not be written to "
-                f"{self.folder}", "the ones before it are intact: make room and start again",
-            ):
+            with raise_on_all_ranks(self.background_group, *failed):
+                if _rank() == 0:
+                    temporary.mkdir()  # nobody else's: it would fail
+            with raise_on_all_ranks(self.background_group, *failed):
                 writer = HashingWriter(temporary)
-                index = dcp.save(
-                    tensors, storage_writer=writer, process_group=self.group_aside,
+                dcp.save(
+                    tensors, storage_writer=writer, process_group=self.background_group,
                     planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
                 )
-                of_ranks = gather(writer.sums, self.group_aside)
+                of_ranks = gather(writer.sums, self.background_group)
                 if _rank() == 0:
-                    complete(
-                        temporary, dict(collections.ChainMap(*of_ranks)), run=self.run, step=step,
-                        tensors=len(index.state_dict_metadata), fixed=self.fixed,
-                        changeable=self.changeable,
-                    )
+                    complete(temporary, dict(collections.ChainMap(*of_ranks)), step=step,
+                             fixed=self.fixed, changeable=self.changeable)
                     temporary.rename(self.path(step))
-                    own = [c for c in list_checkpoints(self.folder) if run_of(c) == self.run]
+                    own = [path for path in list_checkpoints(self.folder)
+                           if step_of(path) != IMPORTED]
                     for old in own[: -self.keep]:
                         # Rename first: if the removal is killed, the rest must not look complete.
-                        self.aside.submit(remove, old.rename(self.half(old, "old")))
+                        self.background.submit(
+                            remove_checkpoint, old.rename(self.temporary(old, "old"))
+                        )
         except SettingError:
             if _rank() == 0:
-                remove(temporary)  # it fills a disk that is full
+                remove_checkpoint(temporary)  # it fills a disk that is full
             raise
 
     def wait(self):
@@ -364,7 +366,7 @@ class Checkpoints:
         self.wait()
         if self.vote:
             self.vote.wait()
-        self.aside.shutdown()
+        self.background.shutdown()
         if self.had_finished and _rank() == 0:  # a job that was started again, perhaps
             print(printable(f"{self.folder} holds a run that has finished step {self.stop}, its "
                             f"last: raise --steps to train on, or {A_NEW_RUN}"), flush=True)
@@ -372,7 +374,7 @@ class Checkpoints:
     def path(self, step):
         return self.folder / f"step-{step:08d}"
 
-    def half(self, checkpoint, kind):
+    def temporary(self, checkpoint, kind):
         """The name of a checkpoint of this run that is being written, or removed."""
         return checkpoint.with_name(f"{checkpoint.name}.{self.run}.{kind}")
 
@@ -409,7 +411,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def together(group, failed="", advice=""):
+def raise_on_all_ranks(group, failed="", advice=""):
     """If the block fails on one rank of ``group``, all of its ranks raise the same SettingError.
     Without a group: this rank only."""
     problem = None

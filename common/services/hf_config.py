@@ -9,6 +9,7 @@ import sys
 
 from common.errors import SettingError, printable
 from common.experts import MixtureConfig
+from common.files import read_text, reading
 from common.model import ROPE_SCALING, ModelConfig
 
 # Options that our model does not have, with the value that turns each off in a config.json.
@@ -120,13 +121,8 @@ def read_json(path):
     Raises:
         SettingError: it cannot be read, or holds something else.
     """
-    if path.exists() and not path.is_file():  # reading a FIFO might never end
-        raise SettingError(f"{path} cannot be read: it is not a regular file")
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise SettingError(f"{path} cannot be read: {reason}") from None
+    with reading(path):
+        found = json.loads(read_text(path))
     if not isinstance(found, dict):
         raise SettingError(f"{path} is no config.json of a model")
     return found

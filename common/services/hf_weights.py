@@ -15,6 +15,7 @@ import typing
 import torch
 
 from common.errors import SettingError
+from common.files import open_regular
 from common.materialise import local_part, local_slices
 from common.experts import use_experts
 from common.model import Transformer
@@ -109,8 +110,7 @@ def find_tensors(folder):
     for path in sorted(folder.glob("*.safetensors")):
         open_file = functools.partial(safe_open, path, framework="pt")
         try:
-            if not path.is_file():  # opening a FIFO might never return
-                raise OSError("it is not a regular file")
+            open_regular(path).close()  # opening a FIFO might never return
             with open_file() as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}
         except (OSError, SafetensorError) as error:

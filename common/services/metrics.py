@@ -2,10 +2,14 @@
 
 import contextlib
 import json
-import os
 
 from common.errors import SettingError
-from common.services.run_folder import move_aside, run_files
+from common.files import append, new_file, open_regular, reading
+from common.services.run_folder import (
+    move_to_previous, new_id, own_output, read_run_id, refuse_foreign, write_run_id
+)
+
+MOST = 2**32  # bytes of metrics.jsonl
 
 
 def start_metrics(out, start):
@@ -14,32 +18,37 @@ def start_metrics(out, start):
     and one at which a run was killed.
 
     Raises:
-        SettingError: the file cannot be written.
+        SettingError: the file cannot be written, or is not of a run.
     """
-    path, kept = out / "metrics.jsonl", ""
+    path, kept = out / "metrics.jsonl", []
     with in_words(path):
         out.mkdir(parents=True, exist_ok=True)
+        run, _ = read_run_id(out)
+        if not run:  # Checkpoints has come off
+            refuse_foreign(out)
+            run = new_id()
+            write_run_id(out, run)
         if not start:
-            move_aside(out, run_files(out))  # of another run, if Checkpoints has come off
-        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # no record
-                if json.loads(line)["step"] <= start:
-                    kept += f"{line}\n"
-        replace(path, kept)
-        file = path.open("a")
+            move_to_previous(out, own_output(out))  # the same
+        if path.exists():
+            with reading(path), open_regular(path, MOST) as file:
+                kept = [line for line in file if stays(line, start)]
+        with new_file(path, run=run) as file:
+            file.writelines(kept)
 
     def log(record):
         with in_words(path):
-            print(json.dumps(record), file=file, flush=True)
+            append(path, json.dumps(record) + "\n")
 
     return log
 
 
-def replace(path, text):
-    """Write a file under another name first, so that a link is replaced, not followed."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def stays(line, last):
+    """Whether a line stays: not half a line, nor a record of a step after ``last``."""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= last
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return True  # somebody's
 
 
 @contextlib.contextmanager

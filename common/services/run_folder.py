@@ -1,25 +1,33 @@
-"""The folder of a run, --out: its lock, and what of an earlier run moves aside."""
+"""The folder of a run, --out.
+
+A folder is a run's if it has the file ``run-id``. Then what bears a name of ``NAMES`` there is the
+run's, and everything else is somebody's: no run reads, moves or removes it. In a folder without a
+run, something with such a name is a reason to refuse.
+
+``lock`` is an empty file, which the process of rank 0 locks. ``run-id`` holds the id of the run,
+which its resumes keep, and of its last start.
+"""
 
 import contextlib
 import fcntl
 import os
 import pathlib
 import re
-import shutil
+import secrets
 import socket
-import stat
 import sys
 import time
 
 from common.errors import SettingError
-from common.options import not_empty
+from common.files import new_file, read_text, reading
+from common.options import flag, not_empty
 
-LOCK = re.compile(r"process \d+ on \S+(, run (?P<run>[0-9a-f]{16}))?")  # the text of a lock
-TEMPORARY = re.compile(r"step-\d{8,}\.(?P<run>[0-9a-f]{16})\.(tmp|old)")  # half a checkpoint
-# What a run writes beside its checkpoints; a new run moves it aside.
-RUN_FILES = (
-    "metrics.jsonl", "summary.json", "trace-rank*.json", "flight-record-rank*",
-)
+CHECKPOINT = r"step-[0-9]{8,}"
+OUTPUT = r"metrics\.jsonl|summary\.json|trace-rank.*|flight-record-rank.*|tensorboard|wandb.*"
+NAMES = re.compile(rf"lock|run-id|{CHECKPOINT}(\..*)?|{OUTPUT}")
+RUN_ID = re.compile(r"run ([0-9a-f]{16}), start ([0-9a-f]{16}), process (\d+ on \S+)\n")
+# The lock of a run before there was a run-id.
+EARLIER_LOCK = re.compile(r"process \d+ on \S+, run (?P<run>[0-9a-f]{16})")
 
 
 def add_out(parser):
@@ -30,22 +38,76 @@ def add_out(parser):
             default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for "
             "checkpoints and metrics.jsonl; with several machines, a folder that they share",
         )
+        parser.checks.append(lambda args: [
+            refuse_inside(args.out, flag(name), getattr(args, name, None))
+            for name in ("data", "val_data")
+        ])
+
+
+def refuse_inside(out, option, data):
+    """Raise SettingError if what a run writes to ``out`` would be ``data`` of its next start."""
+    if data and os.path.isdir(data) and out.resolve().is_relative_to(os.path.realpath(data)):
+        raise SettingError(
+            f"--out {out} is inside {option} {data}: its files would be read as data; choose a "
+            f"folder outside of it"
+        )
+
+
+def new_id():
+    return secrets.token_hex(8)
+
+
+def read_run_id(folder):
+    """The id of the run of a folder, and the text of its file run-id; (None, "") without one.
+
+    Raises:
+        SettingError: the file is not what a run writes.
+    """
+    path = folder / "run-id"
+    if not os.path.lexists(path):
+        return None, ""
+    with reading(path):
+        text = read_text(path, 1000)
+    if not (found := RUN_ID.fullmatch(text)):
+        raise SettingError(f"{path} is not what a run writes: choose another --out")
+    return found[1], text
+
+
+def write_run_id(folder, run):
+    """Make ``folder`` that of ``run``, at a start of it. Returns the text of run-id."""
+    text = f"run {run}, start {new_id()}, process {os.getpid()} on {socket.gethostname()}\n"
+    with new_file(folder / "run-id", "w", run) as file:
+        file.write(text)
+    return text
+
+
+def refuse_foreign(folder):
+    """Raise SettingError if a folder without a run has something with the name of a run's file.
+
+    An empty lock is harmless: a run that was killed at its first start leaves one."""
+    for path in sorted(folder.iterdir()):
+        empty = path.name == "lock" and path.is_file() and not path.stat().st_size
+        if NAMES.fullmatch(path.name) and not empty and not os.path.lexists(folder / "run-id"):
+            raise SettingError(
+                f"--out {folder} has {path.name}, a name that a run writes, and no run-id: choose "
+                f"another folder, move it away, or copy run-id too if it is from a run"
+            )
 
 
 def lock_folder(folder):
-    """Lock the run folder until this process ends, however it ends. Returns the open file, which
-    must stay open, and its text: who has locked it last. The lock is a record lock: children do not
-    inherit it, and NFS has it too.
+    """Lock a run folder until this process ends, however it ends. Returns the open file, which must
+    stay open, and the id of the run that the folder belongs to, or None. The lock is a record lock:
+    children do not inherit it, and NFS has it too.
 
     Raises:
-        SettingError: another run uses the folder, or its file ``lock`` is not of a run.
+        SettingError: another process uses the folder, or it has foreign files.
     """
-    foreign = SettingError(
-        f"--out {folder} has a file named lock that no run has made: choose another folder"
-    )
-    if os.path.lexists(folder / "lock") and not stat.S_ISREG(os.lstat(folder / "lock").st_mode):
-        raise foreign
-    file = open(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    path = folder / "lock"
+    run, _ = read_run_id(folder)
+    if not run and (path.is_symlink() or not path.is_file()):
+        refuse_foreign(folder)  # before anything is made here
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = open(descriptor, "r+", errors="replace")
     try:
         for _ in range(50):  # the run before may just be ending
             with contextlib.suppress(BlockingIOError, PermissionError):  # another process holds it
@@ -53,51 +115,35 @@ def lock_folder(folder):
                 break
             time.sleep(0.1)
         else:
+            user = RUN_ID.fullmatch(read_run_id(folder)[1])
             raise SettingError(
-                f"--out {folder} is in use by {file.read(200).strip()}: wait until that run has "
-                f"ended, or choose another folder"
+                f"--out {folder} is in use{f' by process {user[3]}' if user else ''}: wait until "
+                f"that run has ended, or choose another folder"
             )
     except OSError as error:
         print(f"{folder} cannot be locked ({error.strerror}): make sure that no other run uses it",
               file=sys.stderr)
-    text = file.read(300)
-    if text and not LOCK.fullmatch(text):
-        raise foreign
-    return file, text
+    run, _ = read_run_id(folder)
+    if not run and (earlier := EARLIER_LOCK.fullmatch(file.read(300))):
+        run = earlier["run"]
+        write_run_id(folder, run)
+    if not run:
+        refuse_foreign(folder)
+    file.truncate(0)
+    return file, run
 
 
-def write_lock(file, run):
-    """Write into a lock which process has it, and of which run it last had the files. Returns this
-    text."""
-    text = f"process {os.getpid()} on {socket.gethostname()}"
-    if run:
-        text += f", run {run}"
-    file.seek(0)
-    file.truncate()
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())  # for the other machines
-    return text
+def own_output(folder):
+    """What a run has written beside its checkpoints."""
+    return [path for path in folder.iterdir() if re.fullmatch(OUTPUT, path.name)]
 
 
-def remove(path):
-    """Remove a checkpoint, or a link to one; what cannot be removed stays."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-
-
-def run_files(folder):
-    """All that has the name of a run's file, except checkpoints and the lock."""
-    return [path for kind in RUN_FILES for path in folder.glob(kind)]
-
-
-def move_aside(folder, paths):
-    """Move what this run has not made into the first free ``previous-N`` of the folder."""
+def move_to_previous(folder, paths):
+    """Move ``paths`` into the first free ``previous-N`` of the folder."""
     if paths:
         number = 1
-        while (aside := folder / f"previous-{number}").exists():
+        while os.path.lexists(previous := folder / f"previous-{number}"):
             number += 1
-        aside.mkdir()
+        previous.mkdir()
         for path in paths:
-            path.rename(aside / path.name)
+            path.rename(previous / path.name)

@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_leaves  # torch has no public one
 from common.options import flag
 from common.tokens import TokenDataset, open_dataset
 
-FIXED_OPTIONS = "seed", "batch_size", "seq_len"
+FIXED_OPTIONS = "seed", "batch_size", "seq_len", "replicas"  # the last one of diloco.py
 # They change what is trained. Checkpoints adds the settings of the optimizer, such as its betas.
 CHANGEABLE_OPTIONS = (
     "steps", "lr", "min_lr", "warmup_steps", "grad_clip",
     "balance_rate",  # of experts
-    "replicas", "inner_steps", "outer_lr", "outer_momentum",  # of diloco.py
+    "inner_steps", "outer_lr", "outer_momentum",  # of diloco.py
 )
 
 

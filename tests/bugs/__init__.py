@@ -6,7 +6,6 @@ docs/bugs.md is made of them.
 """
 
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -15,7 +14,7 @@ PAGE = ROOT / "docs" / "bugs.md"
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
            "--save-every 0 --no-resume --dtype float32")
-TRAINER = "tests/parity_trainer.py"  # it has options of its own
+TRAINER = "tests/support/parity_trainer.py"  # it has options of its own
 RANKS = 2  # of all bugs; what they are compared with is one process
 FEW = "--steps 3 --lr 0.01"  # for parity
 
@@ -59,7 +58,7 @@ def read():
 
 
 def jobs(bugs, more):
-    """Three lists of jobs for tests/parity_runs.py: what to compare with, in one process; on all
+    """Three lists of jobs for tests/support/parity_runs.py: what to compare with, in one process; on all
     ranks, each of ``bugs`` without its patch; and with it. Sound ones are named ``file_name``.
     ``more``: options of all."""
     def job(name, command, edits=()):
@@ -76,11 +75,6 @@ def jobs(bugs, more):
 
 def file_name(command):
     return re.sub(r"[^\w.]+", "-", command)
-
-
-def lines(path):
-    """The lines of a recording."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def page(bugs):

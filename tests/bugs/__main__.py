@@ -10,19 +10,19 @@ from docs import draw
 from tests import bugs
 from tests.conftest import corpus_text
 from tests.support.processes import ProcessServer
-from tools import parity_checks
+from tools.parity.compare import compare, read
 
 CURVE = "--steps 50 --lr 0.003"
 
 
 def record(server, folder, ranks, jobs):
-    """{name: its lines} of jobs of tests/parity_runs.py."""
+    """{name: its lines} of jobs of tests/support/parity_runs.py."""
     folder.mkdir()
     (folder / "corpus.txt").write_text(corpus_text())
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    server.run(f"tests/parity_runs.py {folder}/jobs.json --data {folder}/corpus.txt", ranks,
+    server.run(f"tests/support/parity_runs.py {folder}/jobs.json --data {folder}/corpus.txt", ranks,
                folder=folder, inject="ignored()")
-    return {path.stem: bugs.lines(path) for path in folder.glob("out/*.parity")}
+    return {path.stem: read(path) for path in folder.glob("out/*.parity")}
 
 
 def loss_of(line):
@@ -42,7 +42,7 @@ def main():
                 recorded.append(record(server, own, ranks, jobs))
     sound, with_bugs, *curves = recorded
     for path, bug in zip(bugs.paths(), found):
-        says = parity_checks.compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
+        says = compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
         path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
     sound, with_bugs = ({name: [round(loss_of(line), 4) for line in lines]
                          for name, lines in runs.items()} for runs in curves)

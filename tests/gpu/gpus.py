@@ -28,7 +28,7 @@ def each_script(n):
 
 
 def curves(n):
-    """Commands that follow the curve of single.py, each with the options that single.py gets."""
+    """Commands that follow the curve of one process, each with the options that the one gets."""
     schedules = "interleaved1f1b", "loopedbfs", "zerobubble", "zbv", "dualpipev"
     return dict.fromkeys([
         *each_script(n), "zero.py --stage 1", "tp.py --no-sequence-parallel",
@@ -39,6 +39,11 @@ def curves(n):
     ) | dict.fromkeys(
         ["ep.py", f"ep.py --ep {n}", f"hybrid_3d.py --ep {min(n, 4)} {grid(n)}".strip()], EXPERTS
     )
+
+
+def reference(options):
+    """The script that trains with these options in one process."""
+    return "ep.py" if EXPERTS in options else "single.py"
 
 
 def llama_1b(n):

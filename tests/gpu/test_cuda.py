@@ -18,8 +18,8 @@ import sys
 import pytest
 import torch
 
-from common.services import stored
-from common.services.stored import list_checkpoints
+from common.services import checkpoint_files
+from common.services.checkpoint_files import list_checkpoints
 from tests.gpu import gpus
 from tests.conftest import VISIBLE_GPUS
 from tests.gpu.gpus import EXPERTS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, llama_1b
@@ -70,8 +70,8 @@ def on_gpus(run, corpus):
 
 @pytest.fixture
 def on_cpu(once):
-    """The curve of single.py on the CPU, in float32, with further options of the model."""
-    return lambda options="": once("single.py", 0, f"{SMALL} {options}").curve()
+    """The curve of one process on the CPU, in float32, with further options of the model."""
+    return lambda options="": once(gpus.reference(options), 0, f"{SMALL} {options}").curve()
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +164,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
     options = f"{SMALL} --dtype bfloat16 --deterministic --save-every 10"
     whole = on_gpus(command, N, options)
     curve, last = whole.curve(), whole.out / "step-00000020"
-    tensors = stored.read(last, prefix="")
+    tensors = checkpoint_files.read(last, prefix="")
     shutil.rmtree(last)
     resumed = on_gpus(command, N, options)
     assert "resuming after step 10" in resumed.output and resumed.curve() == curve
-    others = stored.read(last, prefix="")
+    others = checkpoint_files.read(last, prefix="")
     assert tensors.keys() == others.keys() and len(tensors) > 100
     different = [name for name in tensors if not torch.equal(tensors[name], others[name])]
     assert not different

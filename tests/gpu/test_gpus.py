@@ -1,5 +1,5 @@
-"""What a machine without a GPU can check of test_cuda.py: what its commands train, the block
-that it prints, its test of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
+"""What a machine without a GPU can check of test_cuda.py: what its commands train, and its test
+of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 
 import importlib
 import os
@@ -10,14 +10,18 @@ from unittest import mock
 import pytest
 import torch
 
+from common.experts import use_experts
 from common.model import Transformer
 from tests.gpu import gpus
-from tests.gpu.gpus import COLUMNS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, block, llama_1b
+from tests.gpu.gpus import EXPERTS_1B, SMALL, UNCOUNTED_1B, llama_1b
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
 
 BASES = {
     "small": lambda n: {command: f"{SMALL} {more}" for command, more in gpus.curves(n).items()},
+    "references": lambda n: {
+        f"{gpus.reference(more)} {more}": SMALL for more in gpus.curves(n).values()
+    },
     "deterministic": lambda n: dict.fromkeys(
         gpus.each_script(n), f"{SMALL} --dtype bfloat16 --deterministic --save-every 10"
     ),
@@ -65,7 +69,7 @@ def test_commands_are_accepted_and_train_what_they_should(parsed, kind, n):
     for command, options in BASES[kind](n).items():
         args = parsed(f"{command} {options} --device cuda", n)
         with torch.device("meta"):
-            model = Transformer(args.config)
+            model = use_experts(Transformer(args.config))
         size = sum(parameter.numel() for parameter in model.parameters())
         if kind == "1b":
             assert size == gpus.PARAMETERS_1B[command == EXPERTS_1B], command
@@ -81,33 +85,6 @@ def test_every_script_and_schedule_is_in_the_block():
     assert {word for word in commands.split() if word.endswith(".py")} == scripts
     schedules = importlib.import_module("pp").SCHEDULES
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
-
-
-def test_the_block():
-    """Equal, not equal, failed, not chosen, an unknown card."""
-    text = block({"cards": "2 x NVIDIA H100, of which 2 were used", "torch": "2.13.0+cu130"}, {
-        "single.py": {"distance": WITHIN / 250, "tokens_per_second": 31234.5, "mfu": 0.4123,
-                      "counted": 30e9, "allocated": 30.26e9},
-        "ddp.py": {"distance": 0.02, "tokens_per_second": None, "counted": 3.2e10,
-                   "allocated": None},
-        "fsdp.py": {"distance": None},
-        "tp.py": {"tokens_per_second": 900.0, "counted": 1e9, "allocated": 2e9},
-    })
-    assert text == """\
-- cards: 2 x NVIDIA H100, of which 2 were used
-- torch: 2.13.0+cu130
-
-| command | beside one process on the CPU | tokens/s | MFU | GB in a dry run | GB allocated |
-|---|---|---|---|---|---|
-| `single.py` | equal (2e-06) | 31,234 | 41.2% | 30.0 | 30.3 |
-| `ddp.py` | **not equal** (2e-02) | **failed** |  | 32.0 | **failed** |
-| `fsdp.py` | **failed** |  |  |  |  |
-| `tp.py` |  | 900 |  | 1.0 | 2.0 |"""
-
-
-def test_the_page_has_the_columns_of_the_block():
-    page = (ROOT / "docs" / "gpus.md").read_text()
-    assert f"| command | {' | '.join(COLUMNS)} |" in page
 
 
 @thorough

@@ -1,4 +1,5 @@
-"""In the fake world of tools/support/pretend.py: what a real world does too, and fake tensors alone not."""
+"""In the fake world of tools/support/pretend.py: what a real world does too, and fake tensors alone
+do not."""
 
 import weakref
 

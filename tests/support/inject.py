@@ -296,7 +296,7 @@ def stop(number, stopped):
 
 def kill_while_saving(when):
     """While step 15 is saved and step 5 removed: "writing", "renaming" or "removing"."""
-    fsync, rename, rmtree = os.fsync, pathlib.Path.rename, shutil.rmtree
+    fsync, rename, unlink = os.fsync, pathlib.Path.rename, pathlib.Path.unlink
 
     def fsync_or_die(descriptor):
         if when == "writing" and rank == 0 and list(pathlib.Path("out").glob("step-*15.*.tmp")):
@@ -309,13 +309,12 @@ def kill_while_saving(when):
             kill_self()
         return rename(path, target)
 
-    def rmtree_or_die(path, *args, **kwargs):
-        if when == "removing" and path.match("step-00000005.*.old"):
-            next(path.glob("*.distcp")).unlink()
+    def unlink_and_die(path, *args, **kwargs):
+        unlink(path, *args, **kwargs)
+        if when == "removing" and path.match("step-00000005.*.old/*.distcp"):
             kill_self()
-        rmtree(path, *args, **kwargs)
 
-    os.fsync, pathlib.Path.rename, shutil.rmtree = fsync_or_die, rename_or_die, rmtree_or_die
+    os.fsync, pathlib.Path.rename, pathlib.Path.unlink = fsync_or_die, rename_or_die, unlink_and_die
 
 
 def fail(words, kind=RuntimeError):
@@ -340,19 +339,19 @@ def limit_files(size):
 
 
 def fill_disk_under(name):
-    """The file ``name``, which is open, takes no more bytes: its device is full."""
-    for link in pathlib.Path("/proc/self/fd").iterdir():
-        if link.is_symlink() and os.readlink(link).endswith(name):
-            os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
+    """The file ``name`` takes no more bytes: its device is full."""
+    open_file = os.open
+
+    def open_full(path, *more):
+        full = str(path).endswith(name)
+        return open_file("/dev/full", os.O_WRONLY) if full else open_file(path, *more)
+
+    os.open = open_full
 
 
 def cannot_remove():
     """Folders cannot be removed."""
-    def rmtree(path, ignore_errors=False):
-        if not ignore_errors:
-            raise OSError(16, "busy")
-
-    shutil.rmtree = rmtree
+    pathlib.Path.rmdir = lambda path: fail("busy", OSError)
 
 
 def replace(name):
@@ -479,6 +478,7 @@ def resumed(folders, train=True, step=4):
             again, name = out / f"again-{number}", f"step-{step:08}"
             if rank == 0:
                 shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
+                shutil.copy(pathlib.Path(folder, "run-id"), again)
             save = [] if folder == str(out) else ["--save-every", "0"]
             main([*sys.argv[1:], "--out", str(again), "--val-every", "9", *save])
 

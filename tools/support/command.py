@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+import json
+import os
 import pathlib
 import sys
 
 from common.errors import SettingError, printable
+from common.files import new_file, read_text
 
 
 def make_parser(name, doc):
@@ -30,6 +33,24 @@ def need(module):
         package = module.partition(".")[0]
         refuse(f"this tool needs the package {package}, which cannot be imported ({error}): "
                f"python -m pip install {package}")
+
+
+def check_json(path, tool):
+    """Raise SettingError if something is at ``path``, which the user has named, that ``tool`` has
+    not written. Call it before the work."""
+    try:
+        own = not os.path.lexists(path) or json.loads(read_text(path))["written by"] == tool
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        own = False
+    if not own:
+        refuse(f"{path} exists, and {tool} has not written it: give another name")
+
+
+def write_json(path, tool, content):
+    """Write a dict to ``path``, for which ``check_json`` was called."""
+    with new_file(path, "w") as file:
+        json.dump({"written by": tool, **content}, file, indent=1)
+        file.write("\n")
 
 
 def run(main, argv=None):

@@ -156,8 +156,10 @@ class Checkpoints:
             optimizer.zero_grad()
         return 0
 
+    stopping = False
+
     def after_step(self, step, grad_norm):
-        return False
+        pass
 
     def finish(self):
         pass

@@ -1,10 +1,10 @@
 """A checkpoint on disk: which files it has, how they are written, and how they are read.
 
 It is a folder. In it are the shards that ``torch.distributed.checkpoint`` (DCP) wrote, each rank
-its own, in parallel, and DCP's index, .metadata; ``run.json``, the run, the step and the settings;
-and ``SHA256SUMS``, the hash of every file (``sha256sum -c SHA256SUMS`` checks them). ``model.NAME``
-is a tensor of the model, ``optimizer.NAME.exp_avg`` an optimizer state of that tensor. How tensors
-were sharded when they were saved does not matter when they are loaded.
+its own, in parallel, and DCP's index, .metadata; ``run.json``, the step and the settings of the
+run; and ``SHA256SUMS``, the hash of every file (``sha256sum -c SHA256SUMS`` checks them).
+``model.NAME`` is a tensor of the model, ``optimizer.NAME.exp_avg`` an optimizer state of that
+tensor. How tensors were sharded when they were saved does not matter when they are loaded.
 
 Reading runs no code that a file chose.
 """
@@ -12,8 +12,6 @@ Reading runs no code that a file chose.
 import contextlib
 import hashlib
 import json
-import math
-import os
 import pathlib
 import pickle
 import re
@@ -22,14 +20,16 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # each index has one
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from common.errors import SettingError
+from common.files import SMALL, new_file, open_regular, read_text, reading
+from common.services.run_folder import CHECKPOINT
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
 FIXED, CHANGEABLE = "must stay the same", "may change"  # the settings of a run, keys of run.json
 IMPORTED = 0  # the step of weights that no run has trained: see tools/import_hf.py
-NAME, SUMS = r"step-\d{8,}", "SHA256SUMS"
+INDEX, SETTINGS, SUMS = ".metadata", "run.json", "SHA256SUMS"
+MOST_OF_INDEX = 2**31  # bytes; 200 MB were extrapolated for 70B on 512 ranks
 
 
 class Damaged(SettingError):
@@ -39,12 +39,12 @@ class Damaged(SettingError):
 def list_checkpoints(folder):
     """The complete checkpoints of a run folder, oldest first."""
     paths = pathlib.Path(folder).glob("step-*")
-    return sorted((path for path in paths if re.fullmatch(NAME, path.name)), key=step_of)
+    return sorted((path for path in paths if re.fullmatch(CHECKPOINT, path.name)), key=step_of)
 
 
 def step_of(checkpoint):
     """The number of steps after which a checkpoint was saved."""
-    return int(checkpoint.stem.removeprefix("step-"))
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def older_checkpoint(checkpoint):
@@ -53,13 +53,7 @@ def older_checkpoint(checkpoint):
     return older[-1] if older else None
 
 
-def run_of(checkpoint):
-    """The id of the run that has saved a checkpoint; None if it does not say."""
-    path = checkpoint / "run.json"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        if path.is_file():  # reading a FIFO or a device might never end
-            return json.loads(path.read_text())["run"]
-    return None
+# Reading
 
 
 def read(checkpoint, prefix="model."):
@@ -67,7 +61,7 @@ def read(checkpoint, prefix="model."):
     of their names: with the default, a ``state_dict`` of the model. One process is enough.
 
     Raises:
-        Damaged: it is not a checkpoint, damaged, or not to be trusted.
+        Damaged: it is not a checkpoint, or damaged.
     """
     reader, stored, _ = open_checkpoint(pathlib.Path(checkpoint))
     tensors = reader.read_tensors(*(name for name in stored if name.startswith(prefix)))
@@ -81,57 +75,54 @@ def open_checkpoint(checkpoint, share=slice(None)):
     Raises:
         Damaged: see ``read``.
     """
-    first, sums = (".metadata", "run.json"), read_sums(checkpoint)
-    for name in (*first, *sorted(sums.keys() - set(first))[share]):
-        check_hash(checkpoint / name, sums)
-    try:
-        saved = json.loads((checkpoint / "run.json").read_text())
+    sums, reader = read_sums(checkpoint), SafeReader(checkpoint)
+    check_hash(checkpoint / INDEX, sums, MOST_OF_INDEX)
+    check_hash(checkpoint / SETTINGS, sums, SMALL)
+    with damaged(checkpoint), reading(checkpoint):
+        saved = json.loads(read_text(checkpoint / SETTINGS))
         saved[FIXED].keys(), saved[CHANGEABLE].keys()
-        if re.fullmatch(NAME, checkpoint.name) and step_of(checkpoint) != saved["step"]:
-            raise ValueError(f"it was saved after step {saved['step']}")
-        reader = SafeReader(checkpoint)
+        if re.fullmatch(CHECKPOINT, checkpoint.name) and step_of(checkpoint) != saved["step"]:
+            raise Damaged(f"{checkpoint} was saved after step {saved['step']}")
         index = reader.read_metadata()
-        stored = index.state_dict_metadata
+        stored, sizes = index.state_dict_metadata, dict.fromkeys(sums.keys() - {INDEX, SETTINGS}, 0)
         for part in index.storage_data.values():
-            if part.relative_path not in sums:
-                raise ValueError(f"its index names {part.relative_path!r}, which {SUMS} lacks")
-        for name, entry in stored.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{name} is not a tensor")
-            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
-                raise ValueError(f"it lacks a part of {name}")
-        if len(stored) != saved["tensors"]:
-            raise ValueError(f"its index has {len(stored)} tensors of {saved['tensors']}")
-    except Exception as error:  # whatever a file that somebody else has made may cause
-        raise Damaged(
-            f"{checkpoint} is not a checkpoint of these scripts ({type(error).__name__}: {error})"
-        ) from None
+            end = part.offset + part.length
+            sizes[part.relative_path] = max(sizes[part.relative_path], end)
+    for name in sorted(sizes)[share]:
+        check_hash(checkpoint / name, sums, sizes[name])
     return reader, stored, saved
+
+
+@contextlib.contextmanager
+def damaged(checkpoint):
+    """Let whatever a file of a checkpoint makes the block raise be Damaged."""
+    try:
+        yield
+    except SettingError as error:
+        raise Damaged(str(error)) from None
 
 
 def read_sums(checkpoint):
     """The hashes in SHA256SUMS, by the names of the files."""
     path = checkpoint / SUMS
-    if (checkpoint / ".metadata.sha256").exists():
-        raise Damaged(f"{checkpoint} is of an earlier format, with a .sha256 beside each file")
-    if not path.is_file():  # reading a FIFO or a device might never end
-        raise Damaged(f"{path} is missing, or no regular file: nothing can be checked")
-    found = re.findall(r"(?m)^([0-9a-f]{64})  ([^/\n]+)$", path.read_text(errors="replace"))
+    with damaged(checkpoint), reading(path):
+        found = re.findall(r"(?m)^([0-9a-f]{64})  ([^/\n]+)$", read_text(path))
     return {name: digest for digest, name in found}
 
 
-def check_hash(path, sums):
-    """Raise Damaged unless a file of a checkpoint is as it was written."""
+def check_hash(path, sums, most):
+    """Raise Damaged unless a file of a checkpoint, of at most ``most`` bytes, is as it was
+    written."""
     if path.name not in sums:
         raise Damaged(f"{path} cannot be checked: {SUMS} lacks it")
-    if not path.is_file():
-        raise Damaged(f"{path} is missing, or no regular file")
-    if hash_of(path) != sums[path.name]:
+    with damaged(path), reading(path):
+        digest = hash_of(path, most)
+    if digest != sums[path.name]:
         raise Damaged(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")
 
 
-def hash_of(path):
-    with open(path, "rb") as file:
+def hash_of(path, most=None):
+    with open_regular(path, most) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -143,7 +134,7 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *_, **__):
         if self.index is None:
-            with open(self.path / ".metadata", "rb") as file:
+            with open_regular(self.path / INDEX, MOST_OF_INDEX) as file:
                 self.index = _Unpickler(file).load()
         return self.index
 
@@ -221,24 +212,32 @@ class HashingWriter(dcp.FileSystemWriter):
         return written
 
 
-def complete(folder, sums, *, run, step, tensors, fixed, changeable):
+def complete(folder, sums, *, step, fixed, changeable):
     """Write run.json, and last SHA256SUMS: its own, and ``sums``, those of all ranks.
 
     Args:
-        run: the id of the run.
-        step: how many steps it has done.
-        tensors: how many tensors DCP's index has.
+        step: how many steps the run has done.
         fixed, changeable: the settings of the run.
     """
-    settings = {"run": run, "step": step, "tensors": tensors, FIXED: fixed, CHANGEABLE: changeable}
-    _write(folder / "run.json", json.dumps(settings, indent=1))
-    sums = sums | {name: hash_of(folder / name) for name in (".metadata", "run.json")}
-    _write(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    with new_file(folder / SETTINGS, "w") as file:
+        json.dump({"step": step, FIXED: fixed, CHANGEABLE: changeable}, file, indent=1)
+    sums = sums | {name: hash_of(folder / name) for name in (INDEX, SETTINGS)}
+    with new_file(folder / SUMS, "w") as file:
+        file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
-def _write(path, text):
-    """Write a file, and flush it to disk, as DCP does."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def remove_checkpoint(path):
+    """Remove a checkpoint, or what a killed process has left of one: the files that SHA256SUMS
+    lists or that a rank has begun, and the folder if nothing else is in it. Of a link, the link."""
+    if path.is_symlink():
+        return path.unlink()
+    begun = re.compile(rf"__.*\.distcp|\{INDEX}(\.tmp)?|\.({SETTINGS}|{SUMS})\..*\.tmp|{SETTINGS}")
+    listed = {}
+    with contextlib.suppress(SettingError):
+        listed = read_sums(path)
+    with contextlib.suppress(OSError):  # what cannot be removed stays
+        for file in path.iterdir():
+            if file.name in listed or begun.fullmatch(file.name):
+                file.unlink()
+        (path / SUMS).unlink(missing_ok=True)  # last: it lists what is left
+        path.rmdir()

@@ -19,7 +19,7 @@ WHAT = {
     "pp.py": "{name: p for part in parts for name, p in part.named_parameters()}, optimizer, "
              "loss='sum', dtype=args.compute_dtype",
 }
-OWN = {"tests/parity_trainer.py"}  # it has the two lines
+OWN = {"tests/support/parity_trainer.py"}  # it has the two lines
 
 
 def with_parity(text, script, path):

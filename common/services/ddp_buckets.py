@@ -1,0 +1,29 @@
+"""Equal bits after a resume of DistributedDataParallel (DDP)."""
+
+import torch
+
+
+def arrange_buckets(replica, sampler, *sample):
+    """Run one forward and backward pass of ``replica`` on zeros, and drop the gradients. Buffers
+    and the random state are afterwards as they were before.
+
+    DDP rebuilds its buckets after its first backward pass, in the order in which gradients arrived.
+    Done here, all steps have the same buckets. Otherwise the first step after a resume would add
+    gradients in another order than the same step of an uninterrupted run. On GPUs equal bits need
+    --deterministic too.
+
+    Args:
+        replica: the model in DistributedDataParallel. Its output is one tensor.
+        sampler: the BatchSampler, which knows how many samples a micro-batch of a rank has.
+        sample: of one sample, the tensors that the model takes.
+    """
+    before = [buffer.clone() for buffer in replica.buffers()]
+    device = next(replica.parameters()).device
+    number = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
+    zeros = [x.new_zeros(number, *x.shape, device=device) for x in sample]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        replica(*zeros).sum().backward()
+    replica.zero_grad()
+    with torch.no_grad():
+        for buffer, value in zip(replica.buffers(), before):
+            buffer.copy_(value)

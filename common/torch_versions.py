@@ -1,0 +1,66 @@
+"""What some of the supported versions of torch, 2.11 to 2.15, lack or do wrong. Each entry names
+the version that ends it: from there on, torch's own name can take its place."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+
+# Ends with 2.13: before, only the old names of these functions exist.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+# Ends with 2.13: compiled by 2.11, an autograd.Function around a collective loses its gradients
+# without an error. With this decorator the graph of a compiled layer breaks there instead.
+not_compiled = torch.compiler.disable
+
+# Ends with 2.14, where it is public: the timeout of a process group that exists.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
+# Words in the errors that gloo raises, as RuntimeError, when another process has died: 2.15 does so
+# too. NCCL and the store raise classes, of which each is a DistError.
+GLOO_WORDS = (
+    "Timed out waiting", "Application timeout caused pair closure", "Connection closed by peer",
+    "Connection reset by peer", "Broken pipe",
+)
+# Words in the errors of a setting that is too large, and of a data worker that was killed, which
+# torch raises as RuntimeError.
+SETTING_WORDS = (
+    "can't allocate memory", "not enough memory", "overflow", "DataLoader worker (pid"
+)
+
+
+def is_lost_peer(error):
+    """Whether another process has ended, or was silent for too long."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_WORDS)
+    )
+
+
+def is_a_setting(error):
+    """Whether a setting asks for too much memory, or a data worker has ended."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SETTING_WORDS)
+
+
+def reshard(model):
+    """Free the gathered parameters that a forward pass without a backward pass leaves. Otherwise
+    the next forward pass uses them again, even if the shards have changed.
+
+    Ends with 2.13: ``model.reset_iter_state()``. It also forgets which units the forward pass used;
+    without it the next backward pass gathers one unit too many.
+    """
+    if hasattr(model, "reset_iter_state"):
+        return model.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def skip_first_messages(stages):
+    """Let each PipelineStage of ``stages`` send nothing before its first micro-batch.
+
+    Ends with 2.12: torch 2.11 first sends to the rank of the next stage, which fails if that is the
+    same rank, as at the tip of a V."""
+    for stage in stages:
+        stage._get_init_p2p_neighbors_ops = list

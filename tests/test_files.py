@@ -1,0 +1,183 @@
+"""Every file is opened and written in one place, common/files.py: what is not a regular file, or
+larger than what is parsed, is refused by its name; nothing that a user has is overwritten."""
+
+import ast
+import collections
+import os
+import pathlib
+
+import pytest
+
+from common.errors import SettingError
+from common.files import append, new_file, new_folder, read_text, reading
+from common.services import checkpoint_files, hf_config, hf_weights, run_folder
+from common.services.metrics import start_metrics
+from common.tokens import TokenDataset
+from tests.support.processes import ROOT
+from tools.support import command
+
+# Calls of these names touch files. Where else than in common/files.py they stand, and why.
+CALLS = {"open", "write_text", "write_bytes", "read_text", "read_bytes", "unlink", "rename",
+         "replace", "rmtree", "fromfile", "memmap", "save_file"}
+ELSEWHERE = {
+    "common/launch.py": {"open", "read_bytes"},  # /dev/null; the source files of the run itself
+    "common/tokens.py": {"fromfile"},  # of a file that open_regular has opened
+    "common/services/run_folder.py": {"open", "rename"},  # the lock; what a run has written
+    "common/services/checkpoint.py": {"rename"}, "common/services/checkpoint_files.py": {"unlink"},
+    "examples/fsdp_gpt2.py": {"open"}, "examples/fsdp_lora.py": {"save_file"},
+    "examples/trainer.py": {"open"}, "examples/trainer_fsdp.py": {"open"},
+}
+
+
+def calls(path):
+    """The calls of ``CALLS`` in a file: of os, pathlib, shutil and io, and builtins."""
+    found = collections.Counter()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+            owner = ast.unparse(node.func).rpartition(".")[0]
+            of_files_py = isinstance(node.func, ast.Name) and name == "read_text"
+            text = owner and name == "replace" and owner != "os"  # of strings and dataclasses
+            if name in CALLS and not of_files_py and not text and owner != "self":
+                found[name] += 1
+    return set(found)
+
+
+def test_nothing_else_touches_files():
+    folders = ("", "common", "common/services", "examples", "tools", "tools/parity",
+               "tools/support")
+    found = {}
+    for folder in folders:
+        for path in (ROOT / folder).glob("*.py"):
+            if path != ROOT / "common" / "files.py" and (names := calls(path)):
+                found[str(path.relative_to(ROOT))] = names
+    tools = {name for name in found if name.startswith("tools/")}
+    assert {name: found[name] for name in found.keys() - tools} == ELSEWHERE
+    assert {name: found[name] for name in tools} == TOOLS
+
+
+TOOLS = {
+    "tools/parity/record.py": {"open"},  # it needs torch alone, and has a reader of its own
+    "tools/plan.py": {"read_bytes"},  # the sources of this repository
+    "tools/support/timed.py": {"write_text"},  # into a folder that bench has made
+    "tools/support/torchrun.py": {"open"},  # /proc
+}
+
+
+# What a path may be instead of a regular file. A sparse file takes no disk.
+INSTEAD = {
+    "fifo": os.mkfifo, "folder": os.mkdir,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": lambda path: (path.touch(), os.truncate(path, 2**40)),
+    "nested": lambda path: path.write_text("[" * 99_999),
+    "long number": lambda path: path.write_text('{"x": 1' + "0" * 400 + "e400}"),
+    "binary": lambda path: path.write_bytes(b"\xff\x00"),
+}
+
+
+def text_data(path):
+    (path.parent / "text").mkdir()
+    (path.parent / "text" / "a.txt").write_text("text " * 99)
+    path.rename(path.parent / "text" / "b")
+    return TokenDataset(str(path.parent / "text"), 9)
+
+
+def text_file(path):
+    with reading(path):
+        read_text(path)
+
+
+READERS = {  # what reads a path, and what may stand there
+    "text": (text_file, INSTEAD.keys() - {"nested", "long number"}),
+    "config.json": (hf_config.read_config, INSTEAD.keys() - {"folder"}),
+    "data": (lambda path: TokenDataset(str(path), 9), {"fifo", "endless"}),
+    "a file of the data": (text_data, {"fifo", "endless"}),
+    "run-id": (lambda path: run_folder.read_run_id(path.parent), INSTEAD.keys()),
+    "SHA256SUMS": (lambda path: checkpoint_files.read_sums(path.parent),
+                   INSTEAD.keys() - {"nested", "long number"}),
+    "metrics.jsonl": (lambda path: (run_folder.write_run_id(path.parent, "0" * 16),
+                                    start_metrics(path.parent, 1)), {"fifo", "folder", "sparse"}),
+    "model.safetensors": (lambda path: hf_weights.find_tensors(path.parent),
+                          {"fifo", "folder", "endless", "binary"}),
+    "plan.json": (lambda path: command.check_json(path, "plan"), INSTEAD.keys()),
+}
+
+
+@pytest.mark.parametrize("name, instead", [
+    (name, instead) for name, (_, kinds) in READERS.items() for instead in sorted(kinds)])
+def test_what_is_no_file_is_refused(tmp_path, name, instead):
+    """By its name, in one line, at once."""
+    path = tmp_path / name.replace("a file of the data", "b")
+    INSTEAD[instead](path)
+    with pytest.raises((SettingError, OSError, ValueError), match=path.name):
+        READERS[name][0](path)
+
+
+def test_a_walk_ends(tmp_path):
+    """Two links to the folder that they are in; each file counts once."""
+    (tmp_path / "a.txt").write_text("text " * 99)
+    for name in ("b", "c"):
+        (tmp_path / name).symlink_to(tmp_path)
+    assert TokenDataset(str(tmp_path), 9).tokens == 495
+
+
+# Writing
+
+
+def write_file(path):
+    with new_file(path, "w") as file:
+        file.write("new")
+
+
+def write_folder(path):
+    with new_folder(path) as folder:
+        (folder / "new").touch()
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_error(tmp_path, monkeypatch, write, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(pathlib.Path, "rename", fail)
+    (tmp_path / "x").touch()
+    with pytest.raises(error):
+        write(tmp_path / "y")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_link_is_replaced_and_a_fifo_too(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "link").symlink_to("precious")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo"):
+        write_file(tmp_path / name)
+        assert (tmp_path / name).read_text() == "new" and not (tmp_path / name).is_symlink()
+    assert (tmp_path / "precious").read_text() == "precious"
+    (tmp_path / "to").symlink_to("precious")
+    with pytest.raises(OSError):
+        append(tmp_path / "to", "more")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", [os.mkdir, pathlib.Path.touch,
+                                  lambda path: path.symlink_to("nowhere")])
+def test_a_folder_takes_no_name_that_exists(tmp_path, make):
+    make(tmp_path / "x")
+    with pytest.raises(SettingError, match="x exists"):
+        write_folder(tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_json_of_a_tool(tmp_path):
+    """A tool replaces its own, and nothing else."""
+    for number in (1, 2):
+        command.check_json(tmp_path / "x", "plan")
+        command.write_json(tmp_path / "x", "plan", {"rows": number})
+    for tool, text in (("dry_run", None), ("plan", "my notes"), ("plan", "{}")):
+        if text:
+            (tmp_path / "x").write_text(text)
+        with pytest.raises(SettingError, match="x exists, and .* has not written it"):
+            command.check_json(tmp_path / "x", tool)

@@ -1,0 +1,3 @@
+from .record import Parity
+
+__all__ = ["Parity"]

@@ -1,0 +1,387 @@
+"""Is your trainer on N processes the run of one? Record both and compare them.
+
+    parity = Parity("two.parity", model, optimizer)  # parallelised; before the first forward pass
+    parity.record(step, loss, batch)    # every rank; gradients are reduced, and not yet clipped
+    python -m tools.parity one.parity two.parity        # --table prints every parameter
+
+Record some five steps of any two layouts: one process and n ranks, DDP and TP, yesterday's commit
+and today's. Both start from the same weights, read the same samples and have no dropout. Let the
+number of ranks differ from the number of micro-batches, so that a factor names one of them. Where
+several optimizers step in turn, as in a GAN, record before each. The comparison prints:
+
+    EQUAL               what was compared, and what was not. Exit status 0
+    DIFFERENT           the first difference and its likely cause. Exit status 1
+    NOTHING PROVEN      16 bits: only factors, missing gradients and samples agree. Exit status 1
+    NOTHING TO COMPARE  the models do not learn, such as when all gradients are 0. Exit status 1
+
+Run it in float32 or float64. Gradients must not be nothing but rounding, as at an optimum; if a
+ReLU or a router may flip by rounding, only float64 proves it. Parity does not compare buffers, and
+no fault shows that does not act, such as clipping that is never active. Recording needs torch and
+this file alone.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import stat
+
+import torch
+import torch.distributed as dist
+
+FORMAT = 3  # of the recordings
+HEAD = '{"parity": '  # a recording begins with it
+K, BLOCK = 8, 2**17  # projections; numbers that are projected at once: they stay in the cache
+WRAPPER = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+class Parity:
+    """Records what must not depend on how a run is spread over processes. Every rank makes one.
+
+    Args:
+        path: the file that rank 0 writes, a line of JSON for each step. An earlier recording is
+            replaced at once. Another file is refused.
+        model: a module, or {name: parameter}: of stages of a pipeline, or shards. What is missing
+            in a dict of shards, such as frozen parameters, comes from the model:
+            ``dict(model.named_parameters()) | shards``.
+        optimizer: one, or a list. What it is given in ``step()`` is compared with what is recorded.
+        where: for plain tensors that are shards: ``where(name, tensor)`` returns (shape of the
+            whole, [(part of the tensor, offsets in the whole), ...]), or None for a whole tensor.
+        loss: "mean" or "sum": how the losses that ranks pass to ``record`` make that of the batch.
+            Ranks that read the same samples and have the same loss count once, as under tensor
+            parallelism.
+        dtype: the type of matrix products, if no module's output shows it. For TF32 torch.float16.
+    """
+
+    def __init__(self, path, model, optimizer=None, where=None, loss="mean", dtype=None):
+        self.path, self.where, self.loss = os.fspath(path), where, loss
+        self.types, self.dropout, self.squares, self.factors = {dtype} - {None}, [], {}, []
+        self.modules, self.outputs, self.buffers = {}, {}, 0
+        # Until the first record: module outputs show types, and where a forward pass goes wrong.
+        self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
+        if isinstance(model, torch.nn.Module):
+            self.dropout = [f"{name}.{key} = {p}" for name, module in model.named_modules()
+                            for key, p in vars(module).items() if key == "p" or "dropout" in key
+                            if module.training and isinstance(p, float) and 0 < p < 1]
+            named = {WRAPPER.sub("", f"{name}.").rstrip("."): module
+                     for name, module in model.named_modules()}  # a wrapper's name is its module's
+            self.modules = {module: name for name, module in named.items()}
+            self.buffers = sum(1 for _ in model.buffers())
+            model = dict(model.named_parameters(remove_duplicate=False))
+        model = {WRAPPER.sub("", name): p for name, p in model.items()}
+        self.parameters = {name: p for name, p in model.items()
+                           if p.is_floating_point() or p.is_complex()}
+        self.whole_numbers = len(model) - len(self.parameters)
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        # accelerate wraps an optimizer
+        self.optimizers = [getattr(each, "optimizer", each) for each in optimizers if each]
+        for each in self.optimizers:
+            each.register_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
+        if rank() == 0:
+            create(self.path)
+
+    @torch.no_grad()
+    def after_forward(self, module, inputs, output):
+        """Note the type of a module's output, the square of its length and how many numbers it has:
+        their mean over all ranks is the same for any cut of the batch."""
+        outputs = [*output.values()] if hasattr(output, "items") else output
+        tensors = [x for x in (outputs if isinstance(outputs, (list, tuple)) else [outputs])
+                   if torch.is_tensor(x) and x.is_floating_point()]
+        self.types.update(x.dtype for x in tensors)
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return  # the second: activations that are computed again in the backward pass
+        name, x = self.modules.get(module), next((x for x in tensors if x.ndim), None)
+        if name is None or x is None or x.is_meta:
+            return
+        if hasattr(x, "placements"):
+            if any(place.is_partial() for place in x.placements):
+                return
+            x = x.to_local()
+        total, numbers = self.outputs.get(name, (0.0, 0))
+        self.outputs[name] = total + square(x), numbers + x.numel()
+
+    @torch.no_grad()
+    def record(self, step, loss=None, batch=None):
+        """Record a step. Call it on every rank, when gradients are reduced, and not yet clipped.
+
+        Args:
+            loss: of this rank: a number; a list, the losses of micro-batches, which add up; or None
+                on a rank that has none, such as the first stages of a pipeline.
+            batch: the list of micro-batches as this rank has read them, before it cuts them along
+                the sequence: each a tensor or NumPy array with a row for each sample, or a tuple,
+                list, dict or dataclass of them, nested as you like. The targets are what is called
+                labels or targets, or the last.
+
+        Raises ValueError if no forward pass has shown in which type the model computes.
+        """
+        self.hook.remove()
+        if not self.types:
+            raise ValueError(
+                "Parity saw no forward pass before the first record, so it does not know in which "
+                "type the model computes: make it before the first forward pass, or give `dtype`, "
+                "such as dtype=torch.bfloat16")
+        losses = loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]
+        losses = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses]
+        batch = batch if isinstance(batch, list) else [batch]
+        samples, targets, shifted, numbers = read(batch)
+        gradients, self.squares = {}, {}
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                gradients[name], self.squares[name] = self.summed(name, p.grad, noise=True)
+        tensors = {id(p): self.squares[name] for name, p in self.parameters.items()
+                   if name in self.squares}  # tied ones once
+        states = [x for each in self.optimizers for state in each.state.values()
+                  for x in state.values() if torch.is_tensor(x) and x.numel() > 1]
+        own_by_optimizers = {id(p) for each in self.optimizers for group in each.param_groups
+                             for p in group["params"]}
+        own = {
+            "values": {name: self.summed(name, p)[0] for name, p in self.parameters.items()},
+            "gradients": gradients, "norm": sum(tensors.values()) ** 0.5,
+            "losses": [float(x) for x in losses], "factors": self.factors, "dropout": self.dropout,
+            "types": {"modules compute": names_of_types(self.types),
+                      "the loss is": names_of_types(x.dtype for x in losses if torch.is_tensor(x)),
+                      "weights are kept": names_of_types(
+                          p.dtype for p in self.parameters.values()),
+                      "optimizer states are kept": names_of_types(x.dtype for x in states)},
+            "samples": samples, "numbers": numbers, "targets": targets, "shifted": shifted,
+            "outputs": self.outputs, "by_hand": self.where is not None, "left_out": {
+                "buffers": self.buffers, "parameters of whole numbers": self.whole_numbers,
+                "tensors of the optimizer that are not recorded": len(
+                    own_by_optimizers - {id(p) for p in self.parameters.values()})},
+        }
+        everyone, self.factors, self.outputs = [own], [], {}
+        if dist.is_available() and dist.is_initialized():
+            everyone = [None] * dist.get_world_size() if rank() == 0 else None
+            dist.gather_object(own, everyone)
+        if everyone:
+            line = {"step": step, "ranks": everyone, "loss": self.loss,
+                    **{kind: merge(everyone, kind) for kind in ("values", "gradients")}}
+            with open(self.path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def parts(self, name, tensor):
+        """(shape of the whole, [(part, offsets), ...]) of what this rank holds of a tensor."""
+        if hasattr(tensor, "placements"):  # a DTensor
+            from torch.distributed.tensor import Replicate
+            tensor = tensor.redistribute(placements=[
+                Replicate() if place.is_partial() else place for place in tensor.placements])
+            # What distributed checkpoints call: nothing public says which part a rank holds.
+            (chunk,) = tensor.__create_chunk_list__()
+            return tensor.shape, [(tensor.to_local(), chunk.offsets)]
+        return self.where and self.where(name, tensor) or (
+            tensor.shape, [(tensor, [0] * tensor.ndim)])
+
+    def summed(self, name, tensor, noise=False):
+        """([(shape of the whole, offsets, size, sums), ...], square of the length) of what this
+        rank holds of a tensor. ``noise``: count the numbers that are only rounding."""
+        shape, parts = self.parts(name, tensor)
+        parts = [(part.detach().to_dense(), [*offsets]) for part, offsets in parts]
+        if tensor.is_complex():  # pairs of real numbers
+            shape = [*shape, 2]
+            parts = [(torch.view_as_real(part.resolve_conj()), [*offsets, 0])
+                     for part, offsets in parts]
+        usual = length = 0.0
+        if noise:  # over all parts: one of them may be nothing but rounding
+            length = sum(square(part) for part, _ in parts)
+            usual = (length / max(sum(part.numel() for part, _ in parts), 1)) ** 0.5
+        return [(tuple(shape), tuple(offsets), tuple(part.shape), sums(part, offsets, shape, usual))
+                for part, offsets in parts], length
+
+    def before_step(self, optimizer):
+        """Note how much longer gradients are than in ``record``, at least and at most: steps that
+        are not recorded accuse nobody."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        large = 1e-12 * max(self.squares.values(), default=0.0)  # others may underflow
+        for name, p in self.parameters.items():
+            if id(p) in own and p.grad is not None and (old := self.squares.pop(name, 0)) > large:
+                _, parts = self.parts(name, p.grad)
+                factor = (sum(square(part) for part, _ in parts) / old) ** 0.5
+                self.factors = [min([factor, *self.factors]), max([factor, *self.factors])]
+
+
+def rank():
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def names_of_types(types):
+    """{name: how many} of floating types."""
+    return collections.Counter(str(t).removeprefix("torch.") for t in types
+                               if t.is_floating_point or t.is_complex)
+
+
+def open_regular(path, most=2**30):
+    """Open a file to read it. Raises ValueError if it is a FIFO, a device, a folder or too large."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        os.close(descriptor)
+        raise ValueError(f"{path} is no file of at most {most / 2**30:g} GB")
+    return open(descriptor)
+
+
+def create(path):
+    """Begin a recording. Raises ValueError rather than overwrite what is no recording."""
+    if os.path.lexists(path):
+        with open_regular(path) as file:
+            head = file.buffer.read(len(HEAD)).decode(errors="replace")
+        if head not in ("", HEAD):
+            raise ValueError(f"Parity: {path} exists, and is no recording: name another file")
+    with open(path, "w") as file:
+        file.write(f"{HEAD}{FORMAT}}}\n")
+
+
+def mix(x):
+    """SplitMix64's finaliser on int64: each bit of x changes half of the bits of the result."""
+    x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
+    return x ^ (x >> 31 & 2**33 - 1)
+
+
+def blocks(flat):
+    """A tensor of one or two dimensions in float64, in blocks of rows: (first row, block)."""
+    block = BLOCK if flat.device.type == "cpu" else 2**24
+    rows = max(1, block // max(1, flat[:1].numel()))
+    for begin in range(0, len(flat), rows):
+        yield begin, flat[begin : begin + rows].double()
+
+
+@torch.no_grad()
+def square(tensor):
+    """The square of the length."""
+    tensor = tensor.detach().to_dense()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return float(sum(x.dot(x) for _, x in blocks(tensor.reshape(-1))))
+
+
+def vectors(size, offsets, shape, side, device):
+    """(numbers of a part, K) random numbers of variance 1 for a part of a tensor of ``shape``:
+    hashes of the flat index in the whole, so that parts add up. ``side``: 1 or -1."""
+    rest = torch.arange(math.prod(size), device=device)  # the flat index in the part
+    index, stride = torch.ones_like(rest), 1  # in the whole, from 1
+    for n, offset, whole in reversed([*zip(size, offsets, shape)]):
+        index += (rest % n + offset) * stride
+        rest, stride = rest // n, stride * whole
+    bits = mix(side * index)[:, None] >> torch.arange(0, 8 * K, 8, device=device) & 255
+    # The sizes differ, from 0.5 to 1.5: with signs alone, rows that change places may cancel.
+    return ((bits % 128).double() / 127 + 0.5) * (1 - bits // 128 * 2) / (13 / 12) ** 0.5
+
+
+def sums(tensor, offsets, shape, usual=0.0):
+    """Of a part of a tensor of ``shape``: [square of the length, how many numbers are only rounding
+    beside a ``usual`` one, K projections]. Projections give the distance of two tensors (Alon,
+    Matias, Szegedy: The space complexity of approximating the frequency moments, 1996). Here they
+    are on products of a vector over rows and one over columns, which costs two matrix products
+    (Indyk, McGregor: Declaring independence via the sketching of sketches, 2008)."""
+    device, total = tensor.device, torch.zeros(2 + K, dtype=torch.float64, device=tensor.device)
+    if tensor.ndim == 1 and shape[0] > 64:  # as rows of a matrix: a hash for each number is slow
+        width = 2 ** min(shape[0].bit_length() // 2, 12)
+        for i, piece in enumerate(tensor.split(2**20)):  # padding is a copy
+            row, before = divmod(offsets[0] + i * 2**20, width)
+            piece = torch.nn.functional.pad(piece, (before, -(before + len(piece)) % width))
+            whole = [-(-shape[0] // width), width]
+            total += total.new_tensor(sums(piece.view(-1, width), [row, 0], whole, usual))
+        return total.tolist()
+    # As near to a square as possible, by the shape of the whole, which all ranks know
+    cut = min(range(len(shape) + 1), key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]))
+    rows = vectors(tensor.shape[:cut], offsets[:cut], shape[:cut], -1, device)
+    if cut == 0:  # a vector
+        rows = torch.ones_like(rows)
+    columns = vectors(tensor.shape[cut:], offsets[cut:], shape[cut:], 1, device)
+    little = usual * (1e-10 if tensor.dtype == torch.float64 else 1e-3)
+    for begin, x in blocks(tensor.reshape(len(rows), len(columns))):
+        total[0] += torch.linalg.vector_norm(x).square()
+        if usual:
+            total[1] += x.count_nonzero() - (x.abs() >= little).count_nonzero()
+        total[2:] += (x @ columns * rows[begin : begin + len(x)]).sum(0) / K**0.5
+    return total.tolist()
+
+
+def leaves(batch, name="", top=True):
+    """(name, tensor) of all tensors in a structure. What is in an inner list has one name."""
+    if hasattr(batch, "full_tensor"):
+        batch = batch.full_tensor()
+    if type(batch).__module__ == "numpy" and batch.dtype.kind in "biuf":  # not text
+        batch = torch.as_tensor(batch)
+    if torch.is_tensor(batch):
+        if batch.ndim:
+            yield name or "0", batch.to_dense()
+        return
+    if dataclasses.is_dataclass(batch) and not hasattr(batch, "items"):
+        batch = vars(batch)
+    if hasattr(batch, "items"):
+        items = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        alike = isinstance(batch, list) and not top
+        items = [("", x) for x in batch] if alike else enumerate(batch)
+    else:
+        items = []
+    for key, x in items:
+        yield from leaves(x, f"{name}.{key}".strip("."), False)
+
+
+def read(batch):
+    """({name: [a fingerprint of each sample]}, [targets of each micro-batch], [the same, if the
+    model shifts them], numbers in all) of a list of micro-batches. 0, -100 and what a mask hides do
+    not count: rows may be padded."""
+    samples, targets, shifted, numbers = collections.defaultdict(list), [], [], 0
+    for micro_batch in batch:
+        found = [*leaves(micro_batch)]
+        named = dict(found)
+        last = [x for name, x in found if re.search("labels|targets", name)] or [*named.values()]
+        for x in last[-1:]:
+            targets.append(int((x != -100).sum()))
+            shifted.append(int((x[:, 1:] != -100).sum()) if x.ndim > 1 else targets[-1])
+        numbers += max((x.numel() for _, x in found), default=0)
+        for name, x in found:
+            prefix, key = re.fullmatch(r"(.*?)([^.]*)", name).groups()
+            mask = named.get(f"{prefix}attention_mask")
+            if key in ("input_ids", "position_ids") and mask is not None and mask.shape == x.shape:
+                x = x * (mask != 0)
+            samples[name] += fingerprints(x.reshape(len(x), -1) if x.numel() else x[:0])
+    return samples, targets, shifted, numbers
+
+
+def fingerprints(x):
+    """A hash of each row of integers. Floats may have been computed, and are compared up to
+    rounding: [a projection, how far it may be off] of each row."""
+    eps = torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0
+    if x.is_complex():
+        x = torch.view_as_real(x).flatten(1)
+    x = x.double() if x.is_floating_point() else x.long()
+    hidden = (x == 0) | (x == -100)
+    if x.is_floating_point():
+        x = x.masked_fill(hidden, 0).nan_to_num()
+        along = vectors(x.shape[1:], [0], x.shape[1:], 1, x.device)[:, :1]
+        room = max(4 * eps, 2**-12) * x.norm(dim=1, keepdim=True)  # all but 12 bits
+        return torch.cat([x @ along, room], 1).tolist()
+    mixed = mix(x ^ mix(torch.arange(1, x.shape[1] + 1, device=x.device)))
+    return mixed.masked_fill(hidden, 0).sum(1).tolist()
+
+
+def merge(everyone, kind):
+    """{name: its tensor}, from what all ranks have recorded of weights or of gradients. A region
+    counts once: ranks that hold it must agree. If not, ``ranks`` says who agrees with whom."""
+    tensors, found = {}, collections.defaultdict(lambda: collections.defaultdict(dict))
+    for rank, own in enumerate(everyone):
+        for name, parts in own.pop(kind).items():
+            for shape, offsets, size, row in parts:
+                found[name, shape][offsets, size][rank] = row
+    for (name, shape), regions in found.items():
+        apart, ranks = [], ""
+        once, mean, total = torch.zeros(3, 2 + K, dtype=torch.float64)
+        for copies in regions.values():
+            rows = torch.tensor([*copies.values()], dtype=torch.float64)
+            unlike = rows.unique(dim=0)  # replicas count once
+            once, mean, total = once + rows[0], mean + unlike.mean(0), total + unlike.sum(0)
+            apart.append((rows - rows[0])[:, 2:].norm(dim=1).max().item())
+            if apart[-1] == max(apart):
+                alike = itertools.groupby(sorted(copies, key=copies.get), key=copies.get)
+                ranks = " and ".join(map(str, sorted(sorted(group) for _, group in alike)))
+        held = sum(math.prod(size) for _, size in regions)
+        once[1] /= max(held, 1)
+        tensors[name] = {"shape": shape, "held": held, "ranks": ranks, "sums": [
+            math.hypot(*apart), *once.tolist(), *mean[2:].tolist(), *total[2:].tolist()]}
+    return tensors
