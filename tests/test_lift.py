@@ -179,6 +179,7 @@ def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_
     assert options("whole") - options("bare") == {
         "--out", "--save-every", "--keep", "--async-save", "--resume", "--resume-from",
         "--val-data", "--val-every", "--val-batches", "--log-every", "--count", "--profile",
+        "--wandb", "--tensorboard",
     }
     assert options("bare") < options("whole") and "--batch-size" in options("bare")
 
@@ -195,7 +196,7 @@ def whole_fsdp(server, corpus, tmp_path_factory):
 SINGLE = [  # a service, what it is called, and the files that only it needs
     ("Checkpoints", CHECKPOINTS, {"checkpoint", "checkpoint_files", "settings", "signals"}),
     ("Validation", VALIDATION, {"validation"}),
-    ("Report", REPORT, {"counting", "metrics", "report", "theory"}),
+    ("Report", REPORT, {"counting", "loggers", "metrics", "report", "theory"}),
 ]
 
 

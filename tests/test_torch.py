@@ -107,8 +107,8 @@ def names_with_a_dash(source):
 
 def test_every_private_name_is_listed():
     paths = [ROOT / f"{name}.py" for name in SCRIPTS]
-    paths += [path for folder in ("common", "common/services", "examples", "tools", "docs")
-              for path in ROOT.glob(f"{folder}/*.py")]
+    folders = "common", "common/services", "examples", "tools", "tools/support", "docs"
+    paths += [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]
     assert len(paths) > 20
     found = set().union(*(names_with_a_dash(path.read_text()) for path in paths))
     pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # of os, atexit, argparse

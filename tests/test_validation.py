@@ -146,7 +146,7 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     args = argparse.Namespace(steps=8, log_every=3, out=tmp_path, compute_dtype=torch.float32,
-                              count=True, profile=False)
+                              count=True, profile=False, wandb=None, tensorboard=False)
     reported = report.Report(args, model, optimizer, [], torch.device("cpu"), units=10)
     for step, _ in reported.steps((step, None) for step in range(8)):
         model(torch.ones(2)).sum().backward()

@@ -164,7 +164,7 @@ def count(command, world_size, rank, device):
         return checkpoint.Checkpoints.after_step(quiet, *args)
 
     def log(self, *args, **more):
-        self.start, self.args.log_every = -1, 10**9
+        self.start, self.args.log_every, self.step_began = -1, 10**9, 0.0
         report.Report.log(self, *args, **more)
 
     pretend.world, stand_ins.load_steps = world_and_watch, load_and_watch
