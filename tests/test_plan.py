@@ -203,8 +203,8 @@ def test_where_there_is_no_line():
 
 
 def test_the_peak_of_a_step_is_that_of_a_phase():
-    """Of a shallow model it is in one phase, of a deep one in another: each is on a line of its own.
-    What grows faster within a phase does not matter if it stays below."""
+    """A shallow model has it in one phase, a deep one in another: each phase is on a line of its
+    own. What grows faster within a phase does not matter if it stays below."""
     def step(first, second, end=0):
         phases = [counted(first, 0)["phases"][0], counted(second, end)["phases"][0]]
         return {"peak": {"in all": max(first, second)}, "phases": phases}
