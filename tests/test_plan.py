@@ -54,7 +54,7 @@ def test_a_deep_model_is_extended_where_that_is_exact(
     assert (max(depths) < layers) == exact
     words = [*options, "--num-hidden-layers", str(layers), "--batch-size", str(args.batch_size)]
     whole = cached(str(plan.ROOT / script), words, world, found["rank"], args.nproc_per_node)
-    del found["parts"], whole["parts"]  # of these the highest is exact, and is in "peak"
+    del found["phases"], whole["phases"]  # of these the highest is exact, and is in "peak"
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
 
 
@@ -151,14 +151,14 @@ def test_the_stage_that_holds_most_counts(monkeypatch, depth, few):
     assert plan.evaluate(strategy, [], args)["rank"] == 0 and asked == {0}
 
 
-@pytest.mark.parametrize("sizes, parts", [
+@pytest.mark.parametrize("sizes, expected", [
     ((4, 4, 4, 2), [0, 3]), ((4, 4, 5, 2), [0, 2, 3]), ((3, 4, 5, 6), [0, 1, 2, 3]),
 ])
-def test_the_ranks_that_are_counted(monkeypatch, sizes, parts):
+def test_the_ranks_that_are_counted(monkeypatch, sizes, expected):
     args = types.SimpleNamespace(config=PRESETS["tiny"], devices=16)
     monkeypatch.setattr(plan, "split_layers", lambda *_: [range(size) for size in sizes])
     found = plan.ranks_to_count(plan.Strategy("hybrid_3d.py --pp 4", 4, 4, 4), args)
-    assert found == [4 * part for part in parts]
+    assert found == [4 * rank for rank in expected]
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
@@ -178,9 +178,9 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
 
 
 def counted(peak, end, begin=0):
-    """A step of one part."""
-    part = {"peak": {"in all": peak}, "begin": {"in all": begin}, "end": {"in all": end}}
-    return {"peak": {"in all": peak}, "parts": [part], "collectives": []}
+    """A step of one phase."""
+    phase = {"peak": {"in all": peak}, "begin": {"in all": begin}, "end": {"in all": end}}
+    return {"peak": {"in all": peak}, "phases": [phase], "collectives": []}
 
 
 def test_where_there_is_no_line():
@@ -202,18 +202,18 @@ def test_where_there_is_no_line():
     assert check((104, 106, 108), (0, 0, 0), (6, 8, 10)) == (True, 164)
 
 
-def test_the_peak_of_a_step_is_that_of_a_part():
-    """Of a shallow model it is in one part, of a deep one in another: each is on a line of its own.
-    What grows faster within a part does not matter if it stays below."""
+def test_the_peak_of_a_step_is_that_of_a_phase():
+    """Of a shallow model it is in one phase, of a deep one in another: each is on a line of its own.
+    What grows faster within a phase does not matter if it stays below."""
     def step(first, second, end=0):
-        parts = [counted(first, 0)["parts"][0], counted(second, end)["parts"][0]]
-        return {"peak": {"in all": max(first, second)}, "parts": parts}
+        phases = [counted(first, 0)["phases"][0], counted(second, end)["phases"][0]]
+        return {"peak": {"in all": max(first, second)}, "phases": phases}
 
     steps = step(100, 60), step(101, 70), step(102, 80)
     line = plan.extend(*steps[:2], (2, 3), 12)
     assert line["peak"]["in all"] == 160 and plan.peaks_stay(*steps[:2], line, 9)
     assert plan.is_line(*steps, (2, 3, 4))
-    steps = step(100, 60), step(110, 60, 9)  # the end of the second part grows by 9
+    steps = step(100, 60), step(110, 60, 9)  # the end of the second phase grows by 9
     line = plan.extend(*steps, (2, 3), 12)
     assert line["peak"]["in all"] == 200 and plan.peaks_stay(*steps, line, 9)
     steps = step(100, 60), step(110, 60, 16)

@@ -34,6 +34,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -80,47 +81,62 @@ class Strategy:
 def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
     """All that could be sensible: a list of Strategy, and a Counter of the reasons for which others
     are left out. ``experts``: how many a layer has."""
-    found, left_out = [], collections.Counter()
+    left_out = collections.Counter()
     if devices == 1:
         return [Strategy("ep.py" if experts else "single.py", 1)], left_out
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    fitting = [n for n in divisors if experts and experts % n == 0]  # values of --ep
     if experts:
         left_out["all scripts but ep.py and hybrid_3d.py, which train no experts"] += 1
-        found += [Strategy(f"ep.py --ep {n}", devices) for n in fitting]
+        found = [Strategy(f"ep.py --ep {n}", devices)
+                 for n in divisors(devices) if experts % n == 0]
     else:
-        found += [Strategy(command, devices) for command in WHOLE]
-    if devices > nproc_per_node and not experts:
-        found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    for command in SPLIT if not experts else ():
-        each = 2 if "interleaved" in command or "zerobubble" in command else 1
-        pp = devices if command.startswith("pp.py") else 1
-        found.append(Strategy(command, 1, pp, pp * each))
-    for tp in divisors:
-        for cp in (n for n in divisors if devices // tp % n == 0):
-            for pp in (n for n in divisors if devices // tp // cp % n == 0):
-                dp = devices // (tp * cp * pp)
-                if dp == devices:
-                    continue  # fsdp.py
-                if tp > nproc_per_node:
-                    left_out[f"--tp beyond the {nproc_per_node} devices of a machine"] += 1
-                elif cp > 1 and seq_len // cp < LEAST_POSITIONS:
-                    left_out[f"--cp that leaves a rank less than {LEAST_POSITIONS} positions"] += 1
-                elif pp > max(1, layers // 2):
-                    left_out["--pp that leaves a stage less than two layers"] += 1
-                elif devices in (tp, pp) and not experts:
-                    continue  # tp.py, pp.py
-                elif batch_size % dp or batch_size // dp < pp:
-                    left_out[
-                        f"grids that cannot share the {batch_size} sequences of --batch-size"
-                    ] += 1
-                else:
-                    ep = max((n for n in fitting if nproc_per_node % n == 0
-                              and devices // pp % n == 0), default=1)
-                    grid = (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))
-                    grid = " ".join(f"--{name} {size}" for name, size in grid if size > 1)
-                    found.append(Strategy(f"hybrid_3d.py {grid}", dp, pp, pp))
+        found = one_strategy_each(devices, nproc_per_node)
+    for tp, cp, pp in grids(devices):
+        dp = devices // (tp * cp * pp)
+        if tp > nproc_per_node:
+            left_out[f"--tp beyond the {nproc_per_node} devices of a machine"] += 1
+        elif cp > 1 and seq_len // cp < LEAST_POSITIONS:
+            left_out[f"--cp that leaves a rank less than {LEAST_POSITIONS} positions"] += 1
+        elif pp > max(1, layers // 2):
+            left_out["--pp that leaves a stage less than two layers"] += 1
+        elif devices in (tp, pp) and not experts:
+            pass  # tp.py and pp.py are tried
+        elif batch_size % dp or batch_size // dp < pp:
+            left_out[f"grids that cannot share the {batch_size} sequences of --batch-size"] += 1
+        else:
+            ep = largest_ep(devices // pp, nproc_per_node, experts)
+            sizes = {"--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep}
+            options = [f"{option} {size}" for option, size in sizes.items() if size > 1]
+            found.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp, pp))
     return found, left_out
+
+
+def one_strategy_each(devices, nproc_per_node):
+    """The scripts of one strategy, for a model without experts."""
+    found = [Strategy(command, devices) for command in WHOLE]
+    if devices > nproc_per_node:
+        found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
+    for command in SPLIT:
+        stages_per_rank = 2 if "interleaved" in command or "zerobubble" in command else 1
+        pp = devices if command.startswith("pp.py") else 1
+        found.append(Strategy(command, 1, pp, pp * stages_per_rank))
+    return found
+
+
+def grids(devices):
+    """Yields every (tp, cp, pp) of hybrid_3d.py, but (1, 1, 1), which is fsdp.py."""
+    for tp, cp, pp in itertools.product(divisors(devices), repeat=3):
+        if tp * cp * pp > 1 and devices % (tp * cp * pp) == 0:
+            yield tp, cp, pp
+
+
+def largest_ep(ranks, nproc_per_node, experts):
+    """The largest --ep that divides the experts, the ranks of a stage and the devices of a machine:
+    tokens then stay within a machine."""
+    return math.gcd(ranks, nproc_per_node, experts) if experts else 1
+
+
+def divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def variants(strategy, batch_size):
@@ -180,25 +196,26 @@ def count_rank(strategy, options, rank, args):
 
 
 def ranks_to_count(strategy, args):
-    """The ranks of which one holds most: in a pipeline the first rank of some of its parts. The
-    first part keeps the most activations, and the last has the head; another one can hold more only
-    if it has more layers than all before it."""
+    """The ranks of which one holds most. In a pipeline these are the first rank on its axis, which
+    keeps the most activations, the last, which has the head, and any that has more layers than all
+    before it. Of all ranks with the same stages the first is counted."""
     if strategy.pp == 1:
         return [0]
     with torch.device("meta"):
         head = cost_of_head(Transformer(dataclasses.replace(args.config, num_hidden_layers=1)))
     n = strategy.pp
     stages = split_layers(args.config.num_hidden_layers, strategy.stages, head)
-    sizes = [sum(map(len, stages[part::n])) for part in range(n)]
-    parts = [part for part in range(n) if part in (0, n - 1) or sizes[part] > max(sizes[:part])]
-    return [part * args.devices // n for part in parts]
+    layers = [sum(map(len, stages[rank::n])) for rank in range(n)]
+    ranks = [rank for rank in range(n)
+             if rank in (0, n - 1) or layers[rank] > max(layers[:rank])]
+    return [rank * args.devices // n for rank in ranks]
 
 
 def extend(first, second, places, place):
     """What is counted at two depths (``places``), extended on a straight line to a third. The peak
-    of the step is that of one of its parts."""
+    of the step is that of one of its phases."""
     found = on_line(first, second, places, place)
-    peaks = [part["peak"] for part in found["parts"]]
+    peaks = [phase["peak"] for phase in found["phases"]]
     return found | {"peak": {kind: max(peak[kind] for peak in peaks) for kind in peaks[-1]}}
 
 
@@ -216,10 +233,10 @@ def on_line(first, second, places, place):
 
 def peaks_stay(first, second, line, times):
     """Whether the peaks of ``line``, the extension of two depths by ``times`` their difference, are
-    exact. In a part of a step, what is held grows or shrinks from one layer to the next. So the
-    part's peak grows with the depth as what is held at its begin or its end. If one of these grows
+    exact. In a phase of a step, what is held grows or shrinks from one layer to the next. So the
+    phase's peak grows with the depth as what is held at its begin or its end. If one of these grows
     faster than the peak between the two depths, it must stay below the peak of the whole step."""
-    for before, after in zip(first["parts"], second["parts"]):
+    for before, after in zip(first["phases"], second["phases"]):
         for kind, peak in after["peak"].items():
             fastest = max(after[end].get(kind, 0) - before[end].get(kind, 0)
                           for end in ("begin", "end"))
@@ -233,7 +250,7 @@ def is_line(first, second, third, depths):
     """Whether what a rank counts at three ``depths`` is on a straight line."""
     try:
         expected = extend(first, second, depths, depths[2])
-        pairs = list(zip(*(numbers(found | {"parts": []}) for found in (expected, third)),
+        pairs = list(zip(*(numbers(found | {"phases": []}) for found in (expected, third)),
                          strict=True))
     except (ValueError, KeyError):  # another number of collectives
         return False
@@ -243,8 +260,8 @@ def is_line(first, second, third, depths):
 def numbers(value):
     """All numbers in nested dicts and lists."""
     if isinstance(value, (dict, list)):
-        parts = value.values() if isinstance(value, dict) else value
-        return [number for part in parts for number in numbers(part)]
+        inner = value.values() if isinstance(value, dict) else value
+        return [number for each in inner for number in numbers(each)]
     return [value] if isinstance(value, (int, float)) else []
 
 

@@ -14,9 +14,9 @@ class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
     and attention, and ``crossing``, the part of ``sent`` that goes to another machine.
 
-    ``parts`` are those of the step. Each ends when the first gradient of a backward pass arrives,
-    the last one when the optimizer's step begins. Of each, ``peak`` has the most bytes that were
-    alive at once, by kind, and ``begin`` and ``end`` what was alive at its begin and its end.
+    ``phases``: a phase of the step ends when the first gradient of a backward pass arrives, and the
+    last phase when the optimizer's step begins. A phase has the bytes that were alive, by kind:
+    ``peak`` is the most at once, ``begin`` and ``end`` is when it began and when it ended.
 
     Half of a causal attention is counted: its kernels skip the rest. In the backward pass they
     compute the scores again. A collective is a ring over the ranks in their order, with
@@ -27,7 +27,7 @@ class OperationCounter(StepCounter):
     def __init__(self, nproc_per_node, *args):
         super().__init__(*args)
         self.nproc_per_node = nproc_per_node
-        self.operations, self.crossing, self.parts = 0, collections.Counter(), []
+        self.operations, self.crossing, self.phases = 0, collections.Counter(), []
         self.first = None  # the parameter whose gradient arrives first
         self.begin = self.now.copy()
 
@@ -39,17 +39,17 @@ class OperationCounter(StepCounter):
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.end_part(self.held)
-        self.peak = functools.reduce(operator.or_, (part["peak"] for part in self.parts))
+        self.end_phase(self.held)
+        self.peak = functools.reduce(operator.or_, (phase["peak"] for phase in self.phases))
 
     def watch_gradient(self, parameter):
         super().watch_gradient(parameter)
         self.first = self.first or id(parameter)
         if id(parameter) == self.first:
-            self.end_part(self.now.copy())
+            self.end_phase(self.now.copy())
 
-    def end_part(self, end):
-        self.parts.append({"peak": self.peak, "begin": self.begin, "end": end})
+    def end_phase(self, end):
+        self.phases.append({"peak": self.peak, "begin": self.begin, "end": end})
         self.peak, self.begin = end.copy(), end
 
     def collective(self, name, args, out):
