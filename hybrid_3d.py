@@ -177,6 +177,7 @@ def main(argv=None):
     if tp > 1:
         plan = llama_plan(args.sequence_parallel)
         parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
+        # A compiled layer cannot take an output that is still on its way; FSDP warns of a view.
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP: attention reads the keys and values of all ranks of a sequence
     model.forward = functools.partial(model.forward, positions=positions)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# Ends with 2.13: compiled by 2.11, an autograd.Function around a collective loses its gradients
-# without an error. With this decorator the graph of a compiled layer breaks there instead.
+# Ends with 2.13: compiled by 2.11, an autograd.Function around a collective fails, or loses its
+# gradients without an error. With this decorator the graph of a compiled layer breaks there.
 not_compiled = torch.compiler.disable
 
 # Ends with 2.14, where it is public: the timeout of a process group that exists.
