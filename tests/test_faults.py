@@ -69,7 +69,6 @@ FAULTS = [
      "summary.json cannot be written ... Is a directory", [3, 6, 8]),
     # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
     ("single.py", 0, "", "at(5, sys.exit, 'no data')", "single.py: error: no data", [3]),
-    ("ddp.py", 2, "", "end_reader()", "nobody reads what this process prints", []),
     ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2", "at(5, kill_a_worker)", "DataLoader worker (pid", [3]),
     # Data that is replaced or cut while it is read, by this process or by a worker
@@ -211,6 +210,17 @@ def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
 def test_old_checkpoints_that_cannot_be_removed(run, corpus):
     result = run("single.py", 0, f"{OPTIONS} --data {corpus} --keep 1", inject="cannot_remove()")
     assert len(list(result.out.glob("step-*.old"))) == 2
+
+
+@pytest.mark.parametrize("inject", [
+    "end_reader()", *(f"os.dup2(os.open('/dev/full', os.O_WRONLY), {number})" for number in (1, 2))
+])
+def test_output_never_ends_a_run(run, once, corpus, inject):
+    """A reader that ends, as in `| head -1`, and a full disk under stdout or stderr."""
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=inject)
+    assert result.curve() == once("single.py", 0, OPTIONS).curve()
+    if inject != "end_reader()":
+        assert result.output.count("single.py: output is lost ") == 1
 
 
 # Signals
