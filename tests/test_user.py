@@ -1,10 +1,12 @@
 """What a user sees: the terminal, the run folder, and how a run ends."""
 
+import argparse
 import json
 import re
 
 import pytest
 import torch
+from torch import nn
 
 from common.model import ModelConfig
 from common.options import default_dtype
@@ -60,6 +62,16 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     assert [step_of(path) for path in list_checkpoints(result.out)] == [5, 7]
     # Of no CPU the peak is known.
     assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
+
+
+@pytest.mark.parametrize("options, given, unit, units", [
+    ({"seq_len": 32}, {}, "tokens", 256), ({}, {}, "samples", 8),  # the options of text are deleted
+    ({}, {"unit": "images", "units": 5}, "images", 5),
+])
+def test_what_speed_counts(options, given, unit, units):
+    args = argparse.Namespace(batch_size=8, compute_dtype=torch.float32, **options)
+    found = report.Report(args, nn.Linear(2, 1), [], [], torch.device("cpu"), **given)
+    assert (found.unit, found.units) == (unit, units)
 
 
 def test_queued_work_ends_before_a_pause(run, corpus):
