@@ -181,6 +181,9 @@ def main(argv=None):
         args, parts, optimizer, [sampler, dataset, *diagram], device, mesh,
         size=sum(p.numel() for p in whole.parameters()),
     )
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        held_out_loss = validation.loss(nn.ModuleList(parts), loss_of_stages)
+        report.log_validation(sampler.start - 1, held_out_loss)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)

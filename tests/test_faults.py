@@ -65,8 +65,6 @@ FAULTS = [
       for rank in (0, 1) for options, left in (("", [3]), ("--async-save --save-every 6", []))],
     ("single.py", 0, "", "at(5, fill_disk_under, 'metrics.jsonl')",
      "metrics.jsonl cannot be written ... No space left on device", [3]),
-    ("single.py", 0, "", "at(8, os.mkdir, 'out/summary.json')",
-     "summary.json cannot be written ... Is a directory", [3, 6, 8]),
     # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
     ("single.py", 0, "", "at(5, sys.exit, 'no data')", "single.py: error: no data", [3]),
     ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
