@@ -70,8 +70,7 @@ from cp import allgather_attention, set_attention, shard_positions
 from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
 from fsdp import add_gradients_up, shard
 from pp import (
-    check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
-    split_layers,
+    check_stages, clip_over_stages, cost_of_head, keep_stage, make_schedule, split_layers
 )
 from tp import llama_plan, parallelize, wait_for_output
 
@@ -218,16 +217,19 @@ def main(argv=None):
             "1f1b", [model], [stage], pp, M, tokens, hidden, output, loss_fn, mesh.get_group("pp"),
             device,
         )
-        forward_backward = functools.partial(in_stages, schedule)
+        forward_backward = functools.partial(in_stages, schedule.step)
     else:
         forward_backward = functools.partial(in_one_stage, model, M, loss_fn)
 
     # CP, PP: the loss of this rank's positions and stage, for validation
     def loss_of_part(micro_batch):
         inputs, targets = (x[:, positions] for x in micro_batch)
-        return forward_only(
-            {stage: model}, range(pp), range(M), inputs, targets, hidden, mesh.get_group("pp")
-        )
+        count.fill_(1)  # the loss is a sum here
+        if pp > 1:
+            losses = in_stages(schedule.eval, inputs, targets)
+        else:
+            losses = [model(x, targets=y) for x, y in zip(inputs.chunk(M), targets.chunk(M))]
+        return sum(losses), (targets != -100).sum() if losses else 0
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -306,13 +308,14 @@ def plan_with_experts(plan):
     }
 
 
-def in_stages(schedule, inputs, targets, last):
-    """Forward and backward passes of a batch through the stages of a pipeline. The first stage uses
-    the inputs, the last the targets. Returns the losses of the micro-batches, on the last stage.
+def in_stages(step, inputs, targets, last=True):
+    """Forward and backward passes of a batch through the stages of a pipeline, if ``step`` is
+    ``schedule.step``; forward passes only, if it is ``schedule.eval``. The first stage uses the
+    inputs, the last the targets. Returns the losses of the micro-batches, on the last stage.
     ``last``, whether nothing follows in this step, changes nothing: PipelineStage reduces gradients
     over replicas in each call. So use more --microbatches rather than more --grad-accum."""
     losses = []
-    schedule.step(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
+    step(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
     return losses
 
 

@@ -295,9 +295,9 @@ def wait_for_output(*modules):
 
 def redistribute_gradients(model, group):
     """Redistribute each gradient to the placements of its parameter: once here; otherwise clipping
-    and the optimizer would each do so. The embedding's gradient has all rows on every rank, since
-    every rank looks up all tokens: each rank keeps its own rows, and nothing is sent. Under sequence
-    parallelism the norms' gradients are partial sums: one all-reduce over ``group`` adds up all."""
+    and the optimizer would each do so. Every rank has computed all rows of the embedding's
+    gradient, since it looks up all tokens: it only keeps its own rows. Under sequence parallelism
+    the norms' gradients are partial sums: one all-reduce over ``group`` adds up all."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     partial = [p for p in parameters if p.grad.placements[0].is_partial()]
     if partial:

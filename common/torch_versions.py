@@ -64,3 +64,17 @@ def skip_first_messages(stages):
     same rank, as at the tip of a V."""
     for stage in stages:
         stage._get_init_p2p_neighbors_ops = list
+
+
+def pass_on_no_gradients_in_eval(stages):
+    """Let ``schedule.eval`` run PipelineStages in a V. Where a stage and the next one are on one
+    rank, torch passes on gradients between them, also in an evaluation, which has none.
+
+    Ends with no version yet: 2.11 to 2.15 raise "can't steal_bwd_input".
+    """
+    def unless_evaluating(stage, method):
+        return lambda *args: method(*args) if stage.has_backward else None
+
+    for stage in stages:
+        stage.get_local_bwd_output = unless_evaluating(stage, stage.get_local_bwd_output)
+        stage.set_local_bwd_input = unless_evaluating(stage, stage.set_local_bwd_input)
