@@ -31,9 +31,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
-# Refuse a variable that is set, and is no whole number of at least so much.
+# Refuse a variable that is set, and is no whole number of at least so much. NNODES=1:2: 1 or 2.
 check_number() {
-  [[ -z ${!1:-} || ${!1} = "$2" || ${!1} =~ ^[1-9][0-9]{0,8}$ ]] ||
+  local value=${!1:-}
+  [ "$1" != NNODES ] || value=${value/#[1-9]:/}
+  [[ -z $value || $value = "$2" || $value =~ ^[1-9][0-9]{0,8}$ ]] ||
     fail "$1 is '${!1}': it must be a whole number, at least $2"
 }
 

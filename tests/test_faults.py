@@ -25,8 +25,8 @@ COMMANDS = [
 ]
 
 LOST = "a collective of rank 0 failed, since another process has ended or was silent for --timeout"
-NOT_SAVED = "step 6 is not saved, since ... is not finite: training diverged; lower --lr"
-DIVERGED = "not finite ... training diverged; lower --lr"
+NOT_SAVED = "step 6 is not saved, since ... is not finite: lower --lr if"
+DIVERGED = "not finite: they were finite at step ... lower --lr"
 
 # A command, the number of processes and further options; what is injected (names of inject.py);
 # what the line says; the steps of the checkpoints that are left.
@@ -41,7 +41,7 @@ FAULTS = [
     ("single.py", 0, "", "nan_weights()", "not finite: look at the weights that the run", []),
     # An update that overflows after a norm that is finite
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
-       "step 1 is not saved, since ... is not finite: training diverged; lower --lr", [])
+       "step 1 is not saved, since ... is not finite: lower --lr if", [])
       for command, world in [("single.py", 0), ("zero.py", 2), ("hybrid_3d.py --tp 2", 2)]],
     # A stage that returns something else than the next one expects
     *[(command, 2, "", f"stages_return({change})",

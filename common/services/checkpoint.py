@@ -308,8 +308,8 @@ class Checkpoints:
         with raise_on_all_ranks(self.group):
             if name := self.not_finite():
                 raise SettingError(
-                    f"step {step} is not saved, since {name} is not finite: training diverged; "
-                    f"lower --lr; the checkpoints before it are intact"
+                    f"step {step} is not saved, since {name} is not finite: lower --lr if training "
+                    f"diverged, or look at the data; the checkpoints before it are intact"
                 )
         if self.in_background:
             for name, tensor in self.named().items():
