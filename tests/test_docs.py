@@ -225,7 +225,9 @@ def test_the_table_of_the_8b_model():
 
 
 @thorough
-@pytest.mark.parametrize("name", ["zero.py --stage 2", "fsdp.py", "tp.py"])
+@pytest.mark.parametrize("name", [
+    "zero.py --stage 2", "fsdp.py", "ep.py --num-experts 8 --expert-size 7168",
+])
 def test_a_dry_run_counts_what_the_table_says(tmp_path, name):
     row = draw.read("8b")[name]
     words = row["command"].replace("python", sys.executable, 1).split()
