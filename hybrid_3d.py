@@ -265,7 +265,7 @@ def main(argv=None):
     if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
         with loss_parallel():
             report.log_validation(sampler.start - 1, validation.loss(model, loss_of_part))
-        reshard(model)
+        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)

@@ -60,7 +60,8 @@ def in_order(lines, text):
 @functools.cache
 def options(name):
     """What the help of a script or a tool names."""
-    module = importlib.import_module(name if name in SCRIPTS else f"tools.{name}")
+    place = {"parity": "tools.parity.compare"}.get(name, f"tools.{name}")
+    module = importlib.import_module(name if name in SCRIPTS else place)
     with (mock.patch.object(sys, "argv", [name, "--help"]), pytest.raises(SystemExit),
           mock.patch.object(sys, "stdout") as stdout):
         module.main()
@@ -171,7 +172,7 @@ def test_the_functions_to_take_are_complete():
     """A function that the table names uses no other name of its script, or of common/, than those
     that the table names too, and those of torch_versions."""
     rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/lifting.md"])
-    assert len(rows) == 8
+    assert len(rows) == 7
     for cell, script in rows:
         tree = ast.parse((ROOT / f"{script}.py").read_text())
         defined = {node.name: node for node in tree.body
@@ -265,7 +266,7 @@ def test_the_table_of_variables_is_complete():
         names |= set(re.findall(r'"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|RANK)"', source))
     shell = re.sub(r"(?m)^ *#.*|PYTHON'(.|\n)*?^PYTHON$", "", (ROOT / "run.sh").read_text())
     names |= set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", shell))
-    names -= set("RUN_OR_CHECKPOINT ERROR BASH_SOURCE CAUSAL_LM".split())  # no variables
+    names -= set("RUN_OR_CHECKPOINT ERROR BASH_SOURCE CAUSAL_LM WITHOUT_VALUES".split())  # no variables
     table = section(PAGES["docs/launching.md"], "Variables")
     found = [name for cell in re.findall(r"(?m)^\| (`.*?) \|", table)
              for name in re.findall(r"`(\w+)`", cell)]

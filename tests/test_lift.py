@@ -279,12 +279,13 @@ def test_the_loop_says_which_lines_are_the_strategy(name):
 VALUES = {
     "attention": set(), "data": set(), "errors": set(), "experts": {"model"}, "files": set(),
     "materialise": set(), "model": set(),
-    "services/checkpoint": {"files", "launch", "services/checkpoint_files", "services/run_folder",
-                            "services/signals"},
-    "services/checkpoint_files": {"files", "services/run_folder"},
+    "services/checkpoint": {"launch", "services/checkpoint_files", "services/new_files",
+                            "services/run_folder", "services/signals"},
+    "services/checkpoint_files": {"files", "services/new_files", "services/run_folder"},
     "services/counting": set(), "services/ddp_buckets": set(),
     "services/hf_weights": {"experts", "files", "materialise", "model", "services/hf_config"},
-    "services/run_folder": {"files"}, "services/signals": set(),
+    "services/new_files": set(), "services/run_folder": {"files", "services/new_files"},
+    "services/signals": set(),
     "services/validation": {"data"}, "tokens": {"data", "files"}, "torch_versions": set(),
 }
 

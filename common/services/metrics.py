@@ -4,7 +4,8 @@ import contextlib
 import json
 
 from common.errors import SettingError
-from common.files import append, new_file, open_regular, reading
+from common.files import open_regular, reading
+from common.services.new_files import append, new_file
 from common.services.run_folder import (
     move_to_previous, new_id, own_output, read_run_id, refuse_foreign, write_run_id
 )
