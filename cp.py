@@ -63,7 +63,7 @@ from common.torch_versions import (
     all_gather_single, not_compiled, reduce_scatter_single
 )
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -138,6 +138,8 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model, loss_of_shard))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

@@ -30,7 +30,7 @@ from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
@@ -88,6 +88,8 @@ def main(argv=None):
     # Loop
     arrange_buckets(replica, sampler, *dataset[0])  # DDP: a resumed run has the same bits
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

@@ -51,7 +51,7 @@ from common.tokens import open_dataset
 from common.torch_versions import reshard
 from fsdp import add_gradients_up, shard
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -139,6 +139,9 @@ def main(argv=None):
         [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
         device, mesh, replicas=replicas, every=args.inner_steps,
     )
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model))
+        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

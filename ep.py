@@ -61,7 +61,7 @@ from common.tokens import open_dataset
 from common.torch_versions import not_compiled, reshard
 from fsdp import add_gradients_up, shard
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings
@@ -142,6 +142,9 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, expert_mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model))
+        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # EP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

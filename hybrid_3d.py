@@ -70,12 +70,11 @@ from cp import allgather_attention, set_attention, shard_positions
 from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
 from fsdp import add_gradients_up, shard
 from pp import (
-    check_stages, clip_over_stages, cost_of_head, forward_only, keep_stage, make_schedule,
-    split_layers,
+    check_stages, clip_over_stages, cost_of_head, keep_stage, make_schedule, split_layers
 )
 from tp import llama_plan, parallelize, wait_for_output
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings
@@ -177,10 +176,11 @@ def main(argv=None):
     if tp > 1:
         plan = llama_plan(args.sequence_parallel)
         parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
+        # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP: attention reads the keys and values of all ranks of a sequence
-    model.forward = functools.partial(model.forward, positions=positions)
     if cp > 1:
+        model.forward = functools.partial(model.forward, positions=positions)
         modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
         set_attention(modules, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing)
@@ -207,8 +207,9 @@ def main(argv=None):
     # PP: what travels between stages: tokens, hidden states, the loss. CP: of T/cp positions
     with torch.device("meta"):
         size = args.batch_size // (dp * args.grad_accum * M)  # DP: this rank's sequences
-        tokens = torch.empty(size, len(positions), dtype=torch.int64)
-        length = len(positions) // (tp if args.sequence_parallel else 1)  # TP: of residual stream
+        length = args.seq_len // cp
+        tokens = torch.empty(size, length, dtype=torch.int64)
+        length //= tp if args.sequence_parallel else 1  # TP: of residual stream
         hidden = torch.empty(size, length, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
     # PP: connect the stages
@@ -217,16 +218,20 @@ def main(argv=None):
             "1f1b", [model], [stage], pp, M, tokens, hidden, output, loss_fn, mesh.get_group("pp"),
             device,
         )
-        forward_backward = functools.partial(in_stages, schedule)
+        forward_backward = functools.partial(in_stages, schedule.step)
     else:
         forward_backward = functools.partial(in_one_stage, model, M, loss_fn)
 
-    # CP, PP: the loss of this rank's positions and stage, for validation
+    # PP: the loss of this stage, for validation
     def loss_of_part(micro_batch):
-        inputs, targets = (x[:, positions] for x in micro_batch)
-        return forward_only(
-            {stage: model}, range(pp), range(M), inputs, targets, hidden, mesh.get_group("pp")
-        )
+        inputs, targets = micro_batch
+        inputs, targets = inputs[:, positions], targets[:, positions]  # CP
+        count.fill_(1)  # the loss is a sum here
+        if pp > 1:
+            losses = in_stages(schedule.eval, inputs, targets)
+        else:
+            losses = [model(x, targets=y) for x, y in zip(inputs.chunk(M), targets.chunk(M))]
+        return sum(losses), (targets != -100).sum() if losses else 0
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -257,6 +262,10 @@ def main(argv=None):
         [sampler, dataset, *describe_grid(mesh, stage_layers)],  # PP
         device, mesh, size=sum(p.numel() for p in whole.parameters()),
     )
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        with loss_parallel():
+            report.log_validation(sampler.start - 1, validation.loss(model, loss_of_part))
+        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
@@ -301,13 +310,14 @@ def plan_with_experts(plan):
     }
 
 
-def in_stages(schedule, inputs, targets, last):
-    """Forward and backward passes of a batch through the stages of a pipeline. The first stage uses
-    the inputs, the last the targets. Returns the losses of the micro-batches, on the last stage.
+def in_stages(step, inputs, targets, last=True):
+    """Forward and backward passes of a batch through the stages of a pipeline, if ``step`` is
+    ``schedule.step``; forward passes only, if it is ``schedule.eval``. The first stage uses the
+    inputs, the last the targets. Returns the losses of the micro-batches, on the last stage.
     ``last``, whether nothing follows in this step, changes nothing: PipelineStage reduces gradients
     over replicas in each call. So use more --microbatches rather than more --grad-accum."""
     losses = []
-    schedule.step(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
+    step(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
     return losses
 
 

@@ -72,9 +72,9 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from common.torch_versions import skip_first_messages
+from common.torch_versions import pass_on_no_gradients_in_eval, skip_first_messages
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -144,12 +144,13 @@ def main(argv=None):
         args.schedule, parts, own, len(stage_layers), M, tokens, hidden, output,
         lambda micro_loss, targets: micro_loss / count, group, device,
     )
-    rank_of = [r for stage in range(n * v) for r in range(n)
-               if stage in stages_of(r, n, v, args.schedule)]
-    starts = forward_starts(args.schedule, n, v, M)
 
-    def loss_of_stages(micro_batch):  # PP: the rank of the last stage has the loss
-        return forward_only(dict(zip(own, parts)), rank_of, starts, *micro_batch, hidden, group)
+    def loss_of_stages(micro_batch):  # PP: for validation; the rank of the last stage has the loss
+        inputs, targets = micro_batch
+        losses = []
+        count.fill_(1)  # PP: the loss is a sum here
+        schedule.eval(inputs, targets=targets, target=targets, losses=losses, return_outputs=False)
+        return sum(losses), (targets != -100).sum() if losses else 0
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -181,6 +182,9 @@ def main(argv=None):
         args, parts, optimizer, [sampler, dataset, *diagram], device, mesh,
         size=sum(p.numel() for p in whole.parameters()),
     )
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        held_out_loss = validation.loss(nn.ModuleList(parts), loss_of_stages)
+        report.log_validation(sampler.start - 1, held_out_loss)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
@@ -334,60 +338,10 @@ def make_schedule(
     ]
     if name in V_SHAPED:
         skip_first_messages(stages)
+        pass_on_no_gradients_in_eval(stages)
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
     )
-
-
-def forward_starts(schedule, n, v, M):
-    """When ``forward_only`` starts each of M micro-batches, with v stages on each of n ranks: in a
-    V at every second time, so that a rank's two stages take turns; otherwise in rounds of n."""
-    if schedule in V_SHAPED:
-        return [2 * m for m in range(M)]
-    return [m // n * n * v + m % n for m in range(M)]
-
-
-def forward_only(parts, rank_of, starts, inputs, targets, hidden, group):
-    """The forward pass of a batch through all stages, for validation. Each rank sends what it has
-    computed, and receives what it computes next, at the same time.
-
-    PyTorch's ``schedule.eval`` would do it too, but not with stages in a V (torch 2.11 to 2.15).
-
-    Args:
-        parts: {stage: module} of this rank.
-        rank_of: the rank of each stage.
-        starts: for each micro-batch, the time at which the first stage computes it; stage s follows
-            s units of time later. No rank may have two stages to compute at the same time.
-        inputs, targets: (B, T), the same on all ranks.
-        hidden: a meta tensor like the hidden states of a micro-batch.
-        group: the process group of the pipeline.
-
-    Returns the summed loss and the number of targets, on the rank of the last stage; 0 and 0 on
-    others.
-    """
-    M, last = len(starts), len(rank_of) - 1
-    x, loss = None, torch.zeros((), dtype=torch.float64, device=inputs.device)
-    inputs_of, targets_of = inputs.chunk(M), targets.chunk(M)
-    # What this rank computes, by the time
-    todo = {start + stage: (stage, m) for stage in parts for m, start in enumerate(starts)}
-    for time in range(max(todo) + 1):
-        ops = []
-        # Compute, and send the result to the rank of the next stage
-        if time in todo:
-            stage, m = todo[time]
-            x = parts[stage](x if stage else inputs_of[m], targets_of[m])
-            if stage == last:
-                loss += x
-            elif stage + 1 not in parts:
-                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank_of[stage + 1]))
-        # Receive what this rank computes next; the first stage takes tokens, and a neighbour on the
-        # same rank has left its result in x
-        if time + 1 in todo and (stage := todo[time + 1][0]) and stage - 1 not in parts:
-            x = torch.empty_like(hidden, device=inputs.device)
-            ops.append(dist.P2POp(dist.irecv, x, group=group, group_peer=rank_of[stage - 1]))
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
-    return loss, (targets != -100).sum() if last in parts else 0
 
 
 def clip_over_stages(parameters, max_norm, group):

@@ -31,6 +31,14 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() { echo "run.sh: error: $*" >&2; exit 1; }
 
+# Refuse a variable that is set, and is no whole number of at least so much. NNODES=1:2: 1 or 2.
+check_number() {
+  local value=${!1:-}
+  [ "$1" != NNODES ] || value=${value/#[1-9]:/}
+  [[ -z $value || $value = "$2" || $value =~ ^[1-9][0-9]{0,8}$ ]] ||
+    fail "$1 is '${!1}': it must be a whole number, at least $2"
+}
+
 [ -f "$here/requirements.txt" ] ||
   fail "$here is not the folder of run.sh: start sbatch in that folder"
 
@@ -81,8 +89,6 @@ show_and_run() {
 run_here() {
   local processes threads address interface nodes=() variables=()
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
-  [[ $processes =~ ^[1-9][0-9]*$ ]] ||
-    fail "NPROC is '$processes': it must be a whole number, at least 1"
   # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
   variables+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
@@ -94,7 +100,7 @@ run_here() {
   # A script without a common/ of its own, such as those in examples/, imports this folder's.
   [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
   if [ "${NNODES:-1}" != 1 ]; then
-    [[ ${NODE_RANK:-} =~ ^[0-9]{1,9}$ && -n ${MASTER_ADDR:-} ]] ||
+    [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
       fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
         "the address of machine 0"
     address=$("$python" -P -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' \
@@ -136,12 +142,17 @@ read_slurm_step() {
       "start it once on each, with --ntasks-per-node=1"
   NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
   local names
+  command -v scontrol >/dev/null ||
+    fail "SLURM_STEP_NODELIST is $SLURM_STEP_NODELIST, but this machine has no scontrol to read it:" \
+      "set NNODES, NODE_RANK and MASTER_ADDR"
   names=$(scontrol show hostnames "$SLURM_STEP_NODELIST")  # one per line
   MASTER_ADDR=${MASTER_ADDR:-${names%%$'\n'*}}
   # Jobs that share a machine do not share a port.
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 }
 
+for name in NPROC NNODES MASTER_PORT; do check_number "$name" 1; done
+for name in NODE_RANK MAX_RESTARTS; do check_number "$name" 0; done
 command=${1:-}
 [ -n "$command" ] || fail "say what to run: bash run.sh ddp.py --steps 50, or bash run.sh test"
 shift

@@ -52,7 +52,7 @@ from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -80,7 +80,7 @@ def main(argv=None):
     layers = model.model.layers.values()
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     parallelize(model, mesh["tp"], llama_plan(args.sequence_parallel))  # TP: before the optimizer
-    if args.compile:
+    if args.compile:  # TP: a compiled layer cannot take an output that is still on its way
         wait_for_output(model.model.embed_tokens)
     materialise(model, device, args.seed)  # only the rows and columns of this rank
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
@@ -113,6 +113,9 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        with loss_parallel():
+            report.log_validation(sampler.start - 1, validation.loss(model))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, tp_rank)  # TP: dropout is equal where activations are
         set_learning_rate(optimizer, step, args)
@@ -206,23 +209,18 @@ class Replicated(ParallelStyle):
 def parallelize(model, mesh, plan, whole=None):
     """Split ``model`` in place over ``mesh``, a DeviceMesh of one dimension, as ``plan`` says.
     ``whole``: the whole model, if ``model`` is a pipeline stage, which lacks modules that the plan
-    names. Every rank must hold the same weights before the call: nothing is sent.
+    names. Every rank must hold the same weights before the call: nothing is sent. Tied parameters
+    stay tied, frozen ones frozen.
 
     Raises:
-        SettingError: the plan names a module that does not exist, splits tied parameters in
-            different ways, or leaves out a parameter; later, in the forward pass: the positions
-            cannot be split, or a module gets inputs that its style would drop.
+        SettingError: the plan splits tied parameters in different ways; or see ``check_plan``.
     """
-    every = [name for name, _ in (whole or model).named_modules()]
-    for pattern in plan:
-        if not matching(every, pattern):
-            raise SettingError(f"the plan names {pattern}, but the model has no such module")
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
+    own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
     ties, trained = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
         trained[name] = parameter.requires_grad
-    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
-    own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
     parallelize_module(model, mesh, own, src_data_rank=None)
     for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
@@ -235,13 +233,27 @@ def parallelize(model, mesh, plan, whole=None):
             setattr(model.get_submodule(owner), attribute, tied)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
+    check_plan(model, mesh.size(), plan, whole or model)
+
+
+def check_plan(model, n, plan, whole):
+    """Check a ``plan`` by which ``model``, a part of ``whole`` or all of it, is split over n ranks.
+
+    Raises:
+        SettingError: the plan names a module that ``whole`` does not have, or leaves out a
+            parameter; later, in the forward pass: the positions cannot be split, or a module gets
+            inputs that its style would drop.
+    """
+    every = [name for name, _ in whole.named_modules()]
+    for pattern in plan:
+        if not matching(every, pattern):
+            raise SettingError(f"the plan names {pattern}, but the model has no such module")
+    for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise SettingError(
                 f"the plan does not reach {name}: add its module, with Replicated() if its weights "
                 f"are not to be split"
             )
-
-    n = mesh.size()
 
     def check_inputs(module, inputs):
         if len(inputs) > 1:
@@ -258,7 +270,8 @@ def parallelize(model, mesh, plan, whole=None):
                 f"{n}, or no sequence parallelism"
             )
 
-    for pattern, style in own.items():
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
+    for pattern, style in plan.items():
         for module in map(model.get_submodule, matching(names, pattern)):
             if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
                 module.register_forward_pre_hook(check_inputs, prepend=True)
@@ -274,16 +287,17 @@ def matching(names, pattern):
 
 def wait_for_output(*modules):
     """Let the output of each module arrive before it is used: ``+ 0`` waits for the collective.
-    torch.compile cannot take an AsyncCollectiveTensor as input: its gradient would be lost. And
-    FSDP warns if a module returns a view, such as the local part of a DTensor."""
+    Otherwise it may be an AsyncCollectiveTensor, which a compiled layer cannot take as input, or a
+    view, such as the local part of a DTensor, about which FSDP warns."""
     for module in modules:
         module.register_forward_hook(lambda module, inputs, output: output + 0)
 
 
 def redistribute_gradients(model, group):
     """Redistribute each gradient to the placements of its parameter: once here; otherwise clipping
-    and the optimizer would each do so. The embedding's gradient only has to be cut. Under sequence
-    parallelism the norms' gradients are partial sums: one all-reduce over ``group`` adds up all."""
+    and the optimizer would each do so. Every rank has computed all rows of the embedding's
+    gradient, since it looks up all tokens: it only keeps its own rows. Under sequence parallelism
+    the norms' gradients are partial sums: one all-reduce over ``group`` adds up all."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     partial = [p for p in parameters if p.grad.placements[0].is_partial()]
     if partial:

@@ -38,7 +38,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import open_dataset
 from common.torch_versions import all_gather_single, reduce_scatter_single
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -102,6 +102,9 @@ def main(argv=None):
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     start_gathering(buckets)  # ZeRO: a checkpoint restores only the rows that this rank owns
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model))
+        start_gathering(buckets)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # ZeRO: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

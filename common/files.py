@@ -1,15 +1,11 @@
-"""How this project opens files and writes them: nothing else does.
+"""How this project opens files to read them: nothing else does.
 
 A path may be anything: a FIFO into which nobody writes, a device without an end, a sparse file of a
-terabyte, a link to somebody's file. So what is read is a regular file, of at most so many bytes;
-and what is written is a new file, which takes its name when it is complete.
+terabyte. So what is read is a regular file, of at most so many bytes.
 """
 
 import contextlib
 import os
-import re
-import secrets
-import shutil
 import stat
 
 from common.errors import SettingError
@@ -51,66 +47,3 @@ def read_text(path, most=SMALL):
     """The text of a regular file, in UTF-8. Raises as ``open_regular`` does, and ValueError."""
     with open_regular(path, most) as file:
         return file.read().decode()
-
-
-@contextlib.contextmanager
-def new_file(path, mode="wb", run=""):
-    """Yields a new file, which takes the place of ``path`` at the end of the block, when it is on
-    disk. After an error nothing is left of it. A link at ``path`` is replaced, not followed.
-
-    ``run``: the id of the run that writes. What a killed process leaves has it in its name, so that
-    the next start of the run can remove it: see ``remove_left_over``.
-    """
-    temporary = path.with_name(f".{path.name}.{run}.{secrets.token_hex(4)}.tmp")
-    encoding = None if "b" in mode else "utf-8"
-    # x: O_EXCL, which follows no link
-    with open(temporary, mode.replace("w", "x"), encoding=encoding) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:  # Ctrl-C too
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-@contextlib.contextmanager
-def new_folder(path):
-    """Yields a new folder, which gets the name ``path`` at the end of the block. After an error
-    nothing is left of it.
-
-    Raises:
-        SettingError: ``path`` exists.
-    """
-    refuse_existing(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        refuse_existing(path)  # rename would replace an empty folder
-        temporary.rename(path)
-    except BaseException:  # Ctrl-C too
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def refuse_existing(path):
-    """Raise SettingError if ``path`` exists, be it a link to nowhere."""
-    if os.path.lexists(path):
-        raise SettingError(f"{path} exists: give another name, or remove it")
-
-
-def append(path, text):
-    """Add ``text`` to a file that ``new_file`` has made."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def remove_left_over(folder, run):
-    """Remove what killed processes of a run have left in ``folder``: see ``new_file``."""
-    for path in folder.iterdir():
-        if re.fullmatch(rf"\..+\.{run}\.[0-9a-f]{{8}}\.tmp", path.name):
-            path.unlink(missing_ok=True)

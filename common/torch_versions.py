@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# Ends with 2.13: compiled by 2.11, an autograd.Function around a collective loses its gradients
-# without an error. With this decorator the graph of a compiled layer breaks there instead.
+# Ends with 2.13: compiled by 2.11, an autograd.Function around a collective fails, or loses its
+# gradients without an error. With this decorator the graph of a compiled layer breaks there.
 not_compiled = torch.compiler.disable
 
 # Ends with 2.14, where it is public: the timeout of a process group that exists.
@@ -64,3 +64,17 @@ def skip_first_messages(stages):
     same rank, as at the tip of a V."""
     for stage in stages:
         stage._get_init_p2p_neighbors_ops = list
+
+
+def pass_on_no_gradients_in_eval(stages):
+    """Let ``schedule.eval`` run PipelineStages in a V. Where a stage and the next one are on one
+    rank, torch passes on gradients between them, also in an evaluation, which has none.
+
+    Ends with no version yet: 2.11 to 2.15 raise "can't steal_bwd_input".
+    """
+    def unless_evaluating(stage, method):
+        return lambda *args: method(*args) if stage.has_backward else None
+
+    for stage in stages:
+        stage.get_local_bwd_output = unless_evaluating(stage, stage.get_local_bwd_output)
+        stage.set_local_bwd_input = unless_evaluating(stage, stage.set_local_bwd_input)

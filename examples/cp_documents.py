@@ -54,7 +54,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import open_dataset
 from common.torch_versions import not_compiled
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
@@ -145,6 +145,8 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model, loss_of_shard))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.files import new_folder, refuse_existing
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
@@ -41,11 +40,12 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import open_dataset
 from common.torch_versions import reshard
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.checkpoint_files import hash_of
 from common.services.hf_weights import load_weights
+from common.services.new_files import new_folder, refuse_existing
 from common.services.report import Report
 from common.services.settings import run_settings
 from common.services.validation import Validation
@@ -139,6 +139,9 @@ def main(argv=None):
     # Loop
     export = args.export
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
+    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
+        report.log_validation(sampler.start - 1, validation.loss(model))
+        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

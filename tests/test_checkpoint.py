@@ -285,8 +285,8 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
 
 @pytest.mark.parametrize("value, norm, message", [
     (torch.tensor([[1.0, float("nan")]]), 1.0,
-     "since optimizer.linear.weight.momentum_buffer is not finite: training diverged; lower --lr"),
-    (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: training diverged"),
+     "since optimizer.linear.weight.momentum_buffer is not finite: lower --lr if"),
+    (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: lower --lr if"),
     (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
 ])
 def test_what_must_not_be_saved(tmp_path, value, norm, message):

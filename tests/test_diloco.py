@@ -172,7 +172,6 @@ def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, tmp_path):
 
 def test_the_common_weights_are_exported(whole, tmp_path):
     """Also between two meetings. Another script, and another number of replicas, refuse them."""
-    pytest.importorskip("safetensors")
     for step in (4, 6):
         export(whole.out / f"step-{step:08d}", tmp_path / str(step))
 

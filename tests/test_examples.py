@@ -237,11 +237,11 @@ def below_main(path):
 
 
 @pytest.mark.parametrize("script, example, lifted", [
-    ("fsdp.py", "fsdp_gpt2.py", {"shard", "check"}),
-    ("fsdp.py", "fsdp_lora.py", {"shard", "move_buffers", "reshard", "check"}),
-    ("fsdp.py", "fsdp_muon.py", {"shard", "move_buffers", "reshard", "check"}),
-    ("tp.py", "tp_llama.py", {"Replicated", "parallelize", "wait_for_output", "matching",
-                              "redistribute_gradients", "check"}),
+    ("fsdp.py", "fsdp_gpt2.py", {"shard", "add_gradients_up", "check"}),
+    ("fsdp.py", "fsdp_lora.py", {"shard", "add_gradients_up", "move_buffers", "check"}),
+    ("fsdp.py", "fsdp_muon.py", {"shard", "add_gradients_up", "move_buffers", "check"}),
+    ("tp.py", "tp_llama.py", {"Replicated", "wait_for_output", "redistribute_gradients",
+                              "check"}),
     ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",
                                   "set_attention", "refuse_others", "around_the_ring", "pass_on",
                                   "in_sight", "ulysses_attention", "can_share_heads", "Resplit",

@@ -4,6 +4,7 @@ The hosts are two network namespaces with an sshd in each, and Slurm is the real
 Both need root and packages (see .ci/run); without these their tests are skipped, and say so.
 """
 
+import concurrent.futures
 import fcntl
 import json
 import os
@@ -184,6 +185,39 @@ def test_a_python_that_is_named_has_its_own_environment(tmp_path):
     ):
         output = finish(start(["env", *words, "bash", tmp_path / "run.sh", "plan"], tmp_path))
         assert output.split() == [f"{tmp_path}/{name}/bin/python"]
+
+
+class CountingStore:
+    """A store that counts what is read."""
+
+    def __init__(self):
+        self.store, self.reads = dist.HashStore(), []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, key):
+        value = self.store.get(key)
+        self.reads.append(len(value))
+        return value
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32])
+@pytest.mark.parametrize("other", [None, 0, 5])
+def test_ranks_compare_settings_before_they_connect(ranks, other):
+    """A rank reads the hash of rank 0, and whether all are equal; if not, all say the same."""
+    store = CountingStore()
+    settings = [{"--seed": 1, "text": "x" * 9999} | ({"--seed": 2} if rank == other else {})
+                for rank in range(ranks)]
+    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+        found = set(pool.map(lambda rank: launch.find_difference(
+            store, rank, ranks, settings[rank]), range(ranks)))
+    (sentence,) = found
+    if other is None:
+        assert sentence == "" and len(store.reads) == 2 * ranks - 1
+        assert sum(store.reads) == 64 * (ranks - 1) + len("found ") * ranks
+    else:
+        assert re.fullmatch(r"--seed is \d on rank 0 and \d on rank \d+: .*", sentence)
 
 
 def test_the_command_that_run_sh_shows(tmp_path):

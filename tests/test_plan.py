@@ -4,13 +4,18 @@ import dataclasses
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
 
 from common.model import PRESETS
+from tests.support.processes import ROOT
 from tests.support.sample import thorough
+from tests.test_launch import left_over, wait_until
 from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -380,3 +385,17 @@ def test_bad_input_is_one_line(server, tmp_path):
     assert len(found) == len(commands) and "it ended well" not in result.output, result.output
     for line, refusal in zip(found, words):
         assert line.startswith("plan.py: error: ") and refusal in line, line
+
+
+@thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_no_process(tmp_path, number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.plan", *"--model llama3-8b --devices 8 --seq-len 8192 "
+         "--device-memory 76".split()], cwd=tmp_path, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    wait_until(lambda: len(left_over(tmp_path)) > 4)  # itself, two helpers of Python, two workers
+    process.send_signal(number)
+    process.wait()
+    wait_until(lambda: not left_over(tmp_path))

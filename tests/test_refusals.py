@@ -232,11 +232,13 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.
 NEITHER = {"RANK": None, "WORLD_SIZE": None}
 CONNECT = "rank 0 cannot connect to the others through MASTER_ADDR {}, MASTER_PORT {} ("
 ENVIRONMENTS = [
-    *[({name: value}, f"{name} is '{value:.40}': it must be a whole number, as launchers set it")
-      for name, values in {"RANK": ["", "-1", "one", HUGE], "WORLD_SIZE": ["", "1.5"]}.items()
+    *[({name: value}, f"{name} is '{value:.40}': it must be a whole number below 2147483648")
+      for name, values in {
+        "RANK": ["", "-1", "one", HUGE, "2147483648"], "WORLD_SIZE": ["", "1.5", "9999999999"],
+        "MASTER_PORT": ["x", "-5", ""], "TORCH_FR_BUFFER_SIZE": ["x"]}.items()
       for value in values],
-    *[({"MASTER_PORT": port}, CONNECT.format("127.0.0.1", port))
-      for port in ("foo", "-5", "99999", "", None)],
+    *[({"MASTER_PORT": port}, CONNECT.format("127.0.0.1", port)) for port in ("99999", None)],
+    ({"RANK": "1", "TIMEOUT": "2"}, "rank 1 cannot connect to the others through MASTER_ADDR"),
     *[({"MASTER_ADDR": name}, CONNECT.format(name, "")[:-2])
       for name in ("", "no-such-machine.invalid", "a" * 250, None)],
     ({"WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE is 0: a launcher such as torchrun sets both"),
@@ -260,6 +262,8 @@ DIFFERENCES = [
         ("tp.py", "--seed", "1"), ("cp.py", "--out", "elsewhere"), ("pp.py", "--hidden-size", "64"),
         ("hybrid_3d.py --tp 2", "--log-every", "2"), ("ddp.py --backend gloo", "--backend", "auto"),
         ("ddp.py", "--backend", "gloo")]],
+    ("ddp.py", "os.environ.update(TORCH_GLOO_LAZY_INIT=str(rank))",
+     "TORCH_GLOO_LAZY_INIT is 0 on rank 0 and 1 on rank 1"),
     ("fsdp.py --model . --data ../file", "os.chdir(str(rank))",
      "--hidden-size is 32 on rank 0 and 64 on rank 1: start all ranks with the same"),
     ("ddp.py", "other_pythons()",
@@ -376,11 +380,12 @@ def test_a_command(refused, command, world, words):
 
 @pytest.mark.parametrize("change, words", ENVIRONMENTS)
 def test_an_environment(refused, change, words):
+    options = f"--timeout {change['TIMEOUT']}" if "TIMEOUT" in change else ""
     with socket.create_server(("127.0.0.1", 0)) as taken, free_port() as free:
         port = taken.getsockname()[1]
         env = {**TWO, "MASTER_PORT": str(free), **change}
         env = {name: value and value.replace("{taken}", str(port)) for name, value in env.items()}
-        refused("ddp.py", 0, words.replace("{taken}", str(port)), env=env)
+        refused(f"ddp.py {options}", 0, words.replace("{taken}", str(port)), env=env)
 
 
 @pytest.mark.parametrize("command, code, words", DIFFERENCES)
@@ -406,6 +411,10 @@ def test_a_model(refused, command, world, code, words):
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("ddp.py", {"PYTHON": "/bin/true"}, "PYTHON is '/bin/true': that is no Python"),
     ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere': that is no Python"),
+    *[("ddp.py", {name: value}, f"{name} is '{value}': it must be a whole number, at least {least}")
+      for name, value, least in (
+        ("MAX_RESTARTS", "-1", 0), ("NNODES", "0", 1), ("MASTER_PORT", "x", 1), ("NPROC", "2.5", 1),
+        ("NODE_RANK", "08", 0))],
 ])
 def test_run_sh(tmp_path, command, environment, words):
     result = subprocess.run(

@@ -4,6 +4,7 @@ number everywhere: test_same_run.py."""
 import argparse
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from common.services import report
 from common.data import BatchSampler
 from common.errors import SettingError
 from common.services.validation import Validation
-from tests.support.sample import thorough
+from tests.support.sample import sampled, thorough
 from tests.support.table import OPTIONS, TRAINING
 from tests.test_same_run import furthest
 
@@ -166,3 +167,38 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["tokens_per_second"] == 10
     assert summary["loss"] == 1.5 and summary["val_loss"] == 2.5
+
+
+# A step that is trained is saved
+
+
+def test_held_out_data_is_read_before_training(run, corpus, tmp_path):
+    """A token beyond the vocabulary, in the last sample: no step is trained in vain."""
+    tokens = np.ones(32 * 8 + 1, np.uint16)
+    tokens[-1] = 300
+    tokens.tofile(tmp_path / "val.bin")
+    result = run("ddp.py", 2, f"{TRAINING} --data {corpus} --seq-len 32 --batch-size 8 "
+                 f"--val-data {tmp_path}/val.bin", expect_ok=False)
+    (line,) = [line for line in result.lines if "error:" in line]
+    assert "val.bin holds token 300, beyond a vocabulary of 256" in line
+    assert not list(tmp_path.glob("out/step-*"))
+
+
+@pytest.mark.parametrize("command, world", sampled(
+    [("single.py", 0), ("fsdp.py", 2), ("pp.py", 2)], [("fsdp.py", 2)]))
+@pytest.mark.parametrize("stop", [4, 6])
+def test_an_evaluation_that_is_missing_comes_first(run, corpus, held_out, command, world, stop):
+    """The run dies after it has saved a step, and before it evaluates it; also its last step."""
+    options = (f"{TRAINING} --data {corpus} --val-data {held_out} --val-every 4 --val-batches 2 "
+               f"--dtype float64 --save-every 2")
+    whole = run(command, world, options, out="whole")
+    number = {4: 1, 6: 2}[stop]  # of the evaluation
+    die = ("before(Validation, 'loss', lambda *_, calls=[]: "
+           f"calls.append(1) or len(calls) == {number} and kill_self())")
+    dead = run(command, world, options, inject=die, expect_ok=False)
+    assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 6]
+    again = run(command, world, options)
+    assert again.curve("step", "val_loss") == whole.curve("step", "val_loss")
+    assert again.curve() == whole.curve()
+    for name in ("loss", "val_loss"):
+        assert again.summary[name] == whole.summary[name]

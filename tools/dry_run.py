@@ -24,11 +24,11 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib.util
-import json
 import multiprocessing
 import os
 import pathlib
 import sys
+import threading
 import traceback
 
 import torch
@@ -135,8 +135,17 @@ def count_apart(*job, **options):
     packages, a fork of a process that has run a backward pass cannot run one itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+    with concurrent.futures.ProcessPoolExecutor(1, context, end_with_parent) as process:
         return process.submit(count, *job, **options).result()
+
+
+def end_with_parent():
+    """End this process when the tool ends, however that is: a signal leaves nothing behind."""
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def threads():

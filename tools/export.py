@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError
-from common.files import new_file, new_folder, refuse_existing
 from common.options import at_least
 from common.services.hf_config import config_from
 from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
 from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
+from common.services.new_files import new_file, new_folder, refuse_existing
 from tools.support.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -21,12 +21,12 @@ import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from common.errors import SettingError
-from common.files import new_folder, refuse_existing
 from common.materialise import local_slices
 from common.experts import use_experts
 from common.model import Transformer
 from common.services.hf_config import read_config, read_json
 from common.services.hf_weights import Weights
+from common.services.new_files import new_folder, refuse_existing
 from common.services.run_folder import new_id, write_run_id
 from common.services.settings import config_settings
 from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason

@@ -46,10 +46,11 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError, printable
-from common.files import new_file, read_text
+from common.files import read_text
 from common.model import PRESETS, Transformer
 from common.options import at_least, flag
 from common.services.hf_config import read_config
+from common.services.new_files import new_file
 from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.support.command import check_json, make_parser, refuse, run, write_json

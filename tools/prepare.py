@@ -16,7 +16,8 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-from common.files import new_file, open_regular, read_text, reading, refuse_existing
+from common.files import open_regular, read_text, reading
+from common.services.new_files import new_file, refuse_existing
 from tools.support.command import make_parser, need, refuse, run
 
 

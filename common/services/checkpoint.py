@@ -1,14 +1,15 @@
 """Checkpoints that any script writes and any other reads, at any number of ranks.
 
-A run folder holds ``step-00000100/`` for each of the newest checkpoints; checkpoint_files.py, beside
-this file, says what is in it. A checkpoint is written under a temporary name and renamed when all of it is
-written: a folder named step-NNNNNNNN is always complete, and finite.
+A run folder holds ``step-00000100/`` for each of the newest checkpoints; checkpoint_files.py beside
+this file says what is in it. A checkpoint is written under a temporary name, and renamed when all
+of it is written: a folder named step-NNNNNNNN is always complete, and finite.
 """
 
 import argparse
 import collections
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -23,13 +24,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from common.errors import SettingError, printable, refuse
-from common.files import remove_left_over
-from common.launch import refuse_differences
+from common.launch import name_difference
 from common.options import at_least
 from common.services.checkpoint_files import (
     CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
     older_checkpoint, open_checkpoint, reason, remove_checkpoint, step_of,
 )
+from common.services.new_files import remove_left_over
 from common.services.run_folder import (
     CHECKPOINT, add_out, lock_folder, move_to_previous, new_id, own_output, read_run_id,
     write_run_id,
@@ -308,8 +309,8 @@ class Checkpoints:
         with raise_on_all_ranks(self.group):
             if name := self.not_finite():
                 raise SettingError(
-                    f"step {step} is not saved, since {name} is not finite: training diverged; "
-                    f"lower --lr; the checkpoints before it are intact"
+                    f"step {step} is not saved, since {name} is not finite: lower --lr if training "
+                    f"diverged, or look at the data; the checkpoints before it are intact"
                 )
         if self.in_background:
             for name, tensor in self.named().items():
@@ -434,6 +435,17 @@ def gather(value, group):
         values = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def refuse_differences(settings, group):
+    """Raise SettingError on all ranks of ``group`` unless all have the same ``settings``, a dict.
+    They gather hashes, and the settings only if these differ."""
+    settings = {name: str(value) for name, value in settings.items()}
+    if len(set(gather(hashlib.sha256(repr(settings).encode()).hexdigest(), group))) > 1:
+        first, *others = gather(settings, group)
+        for rank, other in enumerate(others, 1):
+            if difference := name_difference(first, other, rank):
+                raise SettingError(difference)
 
 
 def _share_buffers(tensors, group):

@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # each index has one
 
 from common.errors import SettingError
-from common.files import SMALL, new_file, open_regular, read_text, reading
+from common.files import SMALL, open_regular, read_text, reading
+from common.services.new_files import new_file
 from common.services.run_folder import CHECKPOINT
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process

@@ -4,7 +4,8 @@ import contextlib
 import json
 
 from common.errors import SettingError
-from common.files import append, new_file, open_regular, reading
+from common.files import open_regular, reading
+from common.services.new_files import append, new_file
 from common.services.run_folder import (
     move_to_previous, new_id, own_output, read_run_id, refuse_foreign, write_run_id
 )
@@ -41,6 +42,19 @@ def start_metrics(out, start):
             append(path, json.dumps(record) + "\n")
 
     return log
+
+
+def last_values(out, last):
+    """{name: (step, value)} of the last record of each name in metrics.jsonl, up to step ``last``."""
+    path, found = out / "metrics.jsonl", {}
+    if path.exists():
+        with reading(path), open_regular(path, MOST) as file:
+            for line in file:
+                with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+                    record = json.loads(line)
+                    if record["step"] <= last:
+                        found |= {name: (record["step"], value) for name, value in record.items()}
+    return found
 
 
 def stays(line, last):

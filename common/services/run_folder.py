@@ -19,8 +19,9 @@ import sys
 import time
 
 from common.errors import SettingError
-from common.files import new_file, read_text, reading
+from common.files import read_text, reading
 from common.options import flag, not_empty
+from common.services.new_files import new_file
 
 CHECKPOINT = r"step-[0-9]{8,}"
 OUTPUT = r"metrics\.jsonl|summary\.json|trace-rank.*|flight-record-rank.*|tensorboard|wandb.*"

@@ -8,7 +8,8 @@ import pathlib
 import sys
 
 from common.errors import SettingError, printable
-from common.files import new_file, read_text
+from common.files import read_text
+from common.services.new_files import new_file
 
 
 def make_parser(name, doc):
