@@ -176,10 +176,11 @@ def main(argv=None):
     if tp > 1:
         plan = llama_plan(args.sequence_parallel)
         parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
-        # A compiled layer cannot take an output that is still on its way; FSDP warns of a view.
+        # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
         wait_for_output(model.model.embed_tokens, model.lm_head)
-    # CP: attention reads the keys and values of all ranks of a sequence
+    # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions
     model.forward = functools.partial(model.forward, positions=positions)
+    # CP: attention reads the keys and values of all ranks of a sequence
     if cp > 1:
         modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
         set_attention(modules, allgather_attention, group, replaces=plain_attention)
@@ -207,8 +208,9 @@ def main(argv=None):
     # PP: what travels between stages: tokens, hidden states, the loss. CP: of T/cp positions
     with torch.device("meta"):
         size = args.batch_size // (dp * args.grad_accum * M)  # DP: this rank's sequences
-        tokens = torch.empty(size, len(positions), dtype=torch.int64)
-        length = len(positions) // (tp if args.sequence_parallel else 1)  # TP: of residual stream
+        length = args.seq_len // cp
+        tokens = torch.empty(size, length, dtype=torch.int64)
+        length //= tp if args.sequence_parallel else 1  # TP: of residual stream
         hidden = torch.empty(size, length, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
     # PP: connect the stages
@@ -221,9 +223,10 @@ def main(argv=None):
     else:
         forward_backward = functools.partial(in_one_stage, model, M, loss_fn)
 
-    # CP, PP: the loss of this rank's positions and stage, for validation
+    # PP: the loss of this stage, for validation
     def loss_of_part(micro_batch):
-        inputs, targets = (x[:, positions] for x in micro_batch)
+        inputs, targets = micro_batch
+        inputs, targets = inputs[:, positions], targets[:, positions]  # CP
         count.fill_(1)  # the loss is a sum here
         if pp > 1:
             losses = in_stages(schedule.eval, inputs, targets)

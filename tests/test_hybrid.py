@@ -8,6 +8,7 @@ import pytest
 
 from common.data import BatchSampler
 from common.tokens import TokenDataset
+from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
 from tests.support.table import OPTIONS, Row
@@ -55,6 +56,19 @@ def test_all_four_on_16_ranks(once, corpus):
     expected = once("single.py", 0, options, inject="ignored()")
     assert furthest(result.curve(), expected.curve()) < 1e-10
     assert furthest(result.curve("val_loss"), expected.curve("val_loss")) < 1e-10
+
+
+def test_without_the_lines_that_docs_hybrid_deletes(once, shared):
+    """Those of context parallelism: what is left trains what single.py trains."""
+    page = (ROOT / "docs" / "hybrid.md").read_text()
+    (block,) = re.findall(r"(?s)```diff\n(.*?)```", page)
+    edits = [["".join(re.findall(rf"(?m)^\{sign}(.*\n)", part)) for sign in "-+"]
+             for part in re.split(r"(?m)^\n", block)]
+    script = edited(shared / "without-cp", "hybrid_3d.py", *edits)
+    found = once(script, 4, f"--tp 2 --pp 2 {OPTIONS} --dtype float64", inject="ignored()")
+    expected = Row("single.py", 0).run(once)
+    for names in ("loss", "grad_norm"), ("step", "val_loss"):
+        assert furthest(found.curve(*names), expected.curve(*names)) < 1e-10
 
 
 AXES = {  # what names an axis in the code of main
