@@ -63,7 +63,7 @@ from common.torch_versions import (
     all_gather_single, not_compiled, reduce_scatter_single
 )
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

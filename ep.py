@@ -61,7 +61,7 @@ from common.tokens import open_dataset
 from common.torch_versions import not_compiled, reshard
 from fsdp import add_gradients_up, shard
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings

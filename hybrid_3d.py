@@ -74,7 +74,7 @@ from pp import (
 )
 from tp import llama_plan, parallelize, wait_for_output
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings

@@ -19,7 +19,7 @@ from common.launch import launch, start_process_group
 from common.options import option_parser, parse_options
 from common.step import count_targets, seed_step
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.settings import run_settings

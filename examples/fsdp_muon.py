@@ -39,7 +39,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import open_dataset
 from common.torch_versions import reshard
 
-# Services: each comes off with the lines that name it
+# Services, optional: delete an import and every line that uses it
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

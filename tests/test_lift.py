@@ -1,6 +1,6 @@
-"""Promise 7: it lifts. A script copied with what it imports runs anywhere; its services come off,
-all of them or one; what stands below ``main`` are functions of plain values; most of common/ can be
-taken alone."""
+"""Promise 7: it lifts. A script copied with what it imports runs anywhere, with or without its
+services; what stands below ``main`` are functions of plain values; most of common/ can be taken
+alone."""
 
 import ast
 import difflib
@@ -61,7 +61,7 @@ def names_in(node):
 
 # The two rooms
 
-HEADING = "\n\n# Services: each comes off with the lines that name it\n"
+HEADING = "\n\n# Services, optional: delete an import and every line that uses it\n"
 ESSENTIALS = sorted(path.name for path in (ROOT / "common").glob("*.py"))
 
 
@@ -78,7 +78,7 @@ def test_services_import_no_script():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_imports_are_two_paragraphs(name):
-    """What the script needs in order to train; then what comes off."""
+    """What the script needs in order to train; then what is optional."""
     essentials, services = SOURCES[name].split(HEADING)
     services, rest = services.split("\n\n", 1)
     assert all(line.startswith("from common.services") for line in services.splitlines())
