@@ -60,7 +60,8 @@ def main(argv=None):
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     model.forward = autocast(model.forward)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP: call this
+    # DDP: train by calling replica, not model: otherwise nothing averages the gradients
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

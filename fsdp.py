@@ -9,21 +9,28 @@ FSDP, arXiv:2304.11277)
     torchrun --nproc_per_node=8 fsdp.py --model small --dtype bfloat16 --compile --lr 1e-3
     torchrun --nproc_per_node=8 fsdp.py --replicate 2    # hybrid: 2 replicas, each on 4 ranks
 
-Sent for a micro-batch: for each unit an all-gather of the parameters before the forward pass,
-another one before the backward pass, and a reduce-scatter of the gradients after it. The last unit
-(norm and head) stays gathered in between. P: bytes of the parameters. G: bytes that are gathered, P
-or with bfloat16 P/2; F: those of the last unit. Each of n ranks sends (2G - F + P)(n-1)/n. With
---no-reshard-after-forward everything is gathered once in a step: (G + aP)(n-1)/n for a
-micro-batches, for G bytes of memory. With --replicate R (hybrid sharding, HSDP), s = n/R ranks
-share a replica: s takes the place of n, and in each step a rank all-reduces its shard of the
-gradients over the R replicas, (2P/s)(R-1)/R. Use the number of machines as R: then only this
-all-reduce crosses machines. One number more is all-reduced in a step: how many targets the global
-batch has (8 bytes, 16(n-1)/n sent).
+Each of n ranks sends for a micro-batch:
 
-Overlap, on GPUs: while a unit computes, the next one is gathered, and backward the gradients of
-the one before are reduced. Exposed: the gather of the first unit, the reduce-scatter of the last
-one in the backward pass (both the embedding's), the norm, and what a unit's computing does not
-hide: long sequences hide most, since they compute more with the same parameters.
+    all-gather of each unit's parameters before its forward pass      G(n-1)/n
+    all-gather of all units but the last before the backward pass     (G-F)(n-1)/n
+    reduce-scatter of each unit's gradients after its backward pass   P(n-1)/n
+
+P: bytes of the parameters. G: bytes that are gathered: P, or with --dtype bfloat16 P/2. F: the part
+of G in the last unit, norm and head, which stays gathered in between. Further:
+
+- In each step the ranks also all-reduce one number, how many targets the global batch has: 8 bytes,
+  of which each rank sends 16(n-1)/n.
+- --no-reshard-after-forward gathers everything once in a step, and keeps G bytes gathered
+  meanwhile. With a micro-batches a rank then sends (G + aP)(n-1)/n.
+- --replicate R (hybrid sharding, HSDP) makes R replicas. s = n/R ranks share each of them, and s
+  takes the place of n above. In each step a rank also all-reduces its shard of the gradients over
+  the replicas, and sends (2P/s)(R-1)/R. Use the number of machines as R: then only this all-reduce
+  crosses machines.
+
+Overlap, on GPUs: while a unit computes, the next one is gathered. In the backward pass the
+gradients of the previous unit are reduced at the same time. Long sequences hide most of it, since
+they compute more with the same parameters. Exposed: the gather of the first unit and the last
+reduce-scatter (both are the embedding's), the norm, and what no computation hides.
 """
 
 import argparse

@@ -178,9 +178,10 @@ def main(argv=None):
         parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
         # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
         wait_for_output(model.model.embed_tokens, model.lm_head)
+    # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions
+    model.forward = functools.partial(model.forward, positions=positions)
     # CP: attention reads the keys and values of all ranks of a sequence
     if cp > 1:
-        model.forward = functools.partial(model.forward, positions=positions)
         modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
         set_attention(modules, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing)
