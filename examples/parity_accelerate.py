@@ -1,4 +1,4 @@
-"""A trainer with accelerate, a Llama of transformers and the two lines of tools/parity.py: with DDP
+"""A trainer with accelerate, a Llama of transformers and the two lines of tools/parity: with DDP
 and with FSDP2, on two processes, it is the run of one.
 
     python -m examples.parity_accelerate one.parity

@@ -1,4 +1,4 @@
-"""Trains scripts in each rank, one after the other, with the two lines of tools/parity.py put into
+"""Trains scripts in each rank, one after the other, with the two lines of tools/parity put into
 their text, and with edits of their text: faults.
 
     parity_runs.py JOBS.json --data TEXT --out FOLDER

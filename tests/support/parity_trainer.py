@@ -1,5 +1,5 @@
 """A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
-of the heads, of q, k and v in one fused matrix. It records itself by tools/parity.py."""
+of the heads, of q, k and v in one fused matrix. It records itself by tools/parity."""
 
 import argparse
 import os

@@ -338,8 +338,8 @@ def compare(one, two, float32_inside=False, full_precision=False):
                 f"and nothing differs in the first {len(steps)}")
     if not finite:
         last = max([-1, *(i for i, runs in enumerate(steps) if all(run.finite for run in runs))])
-        return (f"NOTHING TO COMPARE from step {one[last + 1]['step']} on: weights or gradients are "
-                f"not finite in both runs")
+        return (f"NOTHING TO COMPARE from step {one[last + 1]['step']} on: weights or gradients "
+                f"are not finite in both runs")
     return verdict(last, history, one + two, infinite, parted)
 
 

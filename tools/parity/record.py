@@ -87,9 +87,7 @@ class Parity:
     def after_forward(self, module, inputs, output):
         """Note the type of a module's output, the square of its length and how many numbers it has:
         their mean over all ranks is the same for any cut of the batch."""
-        outputs = [*output.values()] if hasattr(output, "items") else output
-        tensors = [x for x in (outputs if isinstance(outputs, (list, tuple)) else [outputs])
-                   if torch.is_tensor(x) and x.is_floating_point()]
+        tensors = [x for x in tensors_of(output) if x.is_floating_point()]
         self.types.update(x.dtype for x in tensors)
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return  # the second: activations that are computed again in the backward pass
@@ -100,8 +98,7 @@ class Parity:
             if any(place.is_partial() for place in x.placements):
                 return
             x = x.to_local()
-        total, numbers = self.outputs.get(name, (0.0, 0))
-        self.outputs[name] = total + square(x), numbers + x.numel()
+        self.outputs.setdefault(name, []).append((square(x), x.numel()))
 
     @torch.no_grad()
     def record(self, step, loss=None, batch=None):
@@ -133,6 +130,10 @@ class Parity:
                 gradients[name], self.squares[name] = self.summed(name, p.grad, noise=True)
         tensors = {id(p): self.squares[name] for name, p in self.parameters.items()
                    if name in self.squares}  # tied ones once
+        outputs = {}
+        for name, calls in self.outputs.items():  # without a warm-up before the batch
+            more = len(calls) % len(batch) if len(calls) > len(batch) else 0
+            outputs[name] = [sum(column) for column in zip(*calls[more:])]
         states = [x for each in self.optimizers for state in each.state.values()
                   for x in state.values() if torch.is_tensor(x) and x.numel() > 1]
         own_by_optimizers = {id(p) for each in self.optimizers for group in each.param_groups
@@ -147,7 +148,7 @@ class Parity:
                           p.dtype for p in self.parameters.values()),
                       "optimizer states are kept": names_of_types(x.dtype for x in states)},
             "samples": samples, "numbers": numbers, "targets": targets, "shifted": shifted,
-            "outputs": self.outputs, "by_hand": self.where is not None, "left_out": {
+            "outputs": outputs, "by_hand": self.where is not None, "left_out": {
                 "buffers": self.buffers, "parameters of whole numbers": self.whole_numbers,
                 "tensors of the optimizer that are not recorded": len(
                     own_by_optimizers - {id(p) for p in self.parameters.values()})},
@@ -202,6 +203,15 @@ class Parity:
                 self.factors = [min([factor, *self.factors]), max([factor, *self.factors])]
 
 
+def tensors_of(output):
+    """All tensors in the output of a module, in their order."""
+    if torch.is_tensor(output):
+        return [output]
+    parts = [*output.values()] if hasattr(output, "items") else output
+    parts = parts if isinstance(parts, (list, tuple)) else []
+    return [x for part in parts for x in tensors_of(part)]
+
+
 def rank():
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -213,7 +223,7 @@ def names_of_types(types):
 
 
 def open_regular(path, most=2**30):
-    """Open a file to read it. Raises ValueError if it is a FIFO, a device, a folder or too large."""
+    """Open a file to read it. Raises ValueError for a FIFO, a device, a folder, a huge file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size > most:
