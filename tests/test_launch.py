@@ -503,8 +503,8 @@ def machines(tmp_path_factory):
                                              folder / "sshd_config", "-E", folder / "log"]))
         key = (folder / "key.pub").read_text()
         (folder / "known").write_text("".join(f"{host} {key}" for host in hosts))
-        (folder / "ssh").write_text(f"#!/bin/sh\nexec {ssh} -F none -o BatchMode=yes -i {folder}/key "
-                                    f'-o UserKnownHostsFile={folder}/known "$@"\n')
+        (folder / "ssh").write_text(f"#!/bin/sh\nexec {ssh} -F none -o BatchMode=yes "
+                                    f'-i {folder}/key -o UserKnownHostsFile={folder}/known "$@"\n')
         (folder / "ssh").chmod(0o755)
         prefix = ["ip", "netns", "exec", names[0]]
         for host in hosts:

@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def record(once, shared, world, jobs):
-    """Run jobs of tests/support/parity_runs.py, once for all tests. Returns the folder of recordings."""
+    """Run jobs of parity_runs.py, once for all tests. Returns the folder of recordings."""
     text = json.dumps(jobs)
     path = shared / f"parity-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     path.write_text(text)

@@ -25,6 +25,7 @@ INSTALLED = Version(torch.__version__).release[:2]
 PRIVATE = {
     "_apply": (ParallelStyle, "a ParallelStyle of one's own overrides it"),
     "_cdata": (torch.UntypedStorage, "identifies a storage while it changes its size"),
+    "_MEM_FORMAT_ENCODING": (metadata, "a class of DCP's index, of which pickles name members"),
     "_PipelineSchedule": (schedules, "see _warmup_p2p"),
     "_are_we_tracing": (_functional_collectives, "a dry run has fake tensors and does not trace"),
     "_compute_bucket_assignment_by_size": (torch.distributed, "DDP's buckets, in a dry run"),

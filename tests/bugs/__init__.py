@@ -58,7 +58,7 @@ def read():
 
 
 def jobs(bugs, more):
-    """Three lists of jobs for tests/support/parity_runs.py: what to compare with, in one process; on all
+    """Three lists of jobs for parity_runs.py: what to compare with, in one process; on all
     ranks, each of ``bugs`` without its patch; and with it. Sound ones are named ``file_name``.
     ``more``: options of all."""
     def job(name, command, edits=()):
