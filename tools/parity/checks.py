@@ -582,7 +582,7 @@ def not_compared(it, lines, infinite, parted):
     ranks = it.reference.ranks + it.run.ranks
     for kind in ranks[0]["left_out"]:
         if count := max(rank["left_out"][kind] for rank in ranks):
-            left.append(f"{count} {kind}")
+            left.append(f"{kind} ({count})")
     return left
 
 
