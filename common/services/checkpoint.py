@@ -440,8 +440,9 @@ def gather(value, group):
 def refuse_differences(settings, group):
     """Raise SettingError on all ranks of ``group`` unless all have the same ``settings``, a dict.
     They gather hashes, and the settings only if these differ."""
-    settings = {name: str(value) for name, value in settings.items()}
-    if len(set(gather(hashlib.sha256(repr(settings).encode()).hexdigest(), group))) > 1:
+    settings = {name: str(value) for name, value in sorted(settings.items())}
+    own = hashlib.sha256(repr(settings).encode()).hexdigest()
+    if len(set(gather(own, group))) > 1:
         first, *others = gather(settings, group)
         for rank, other in enumerate(others, 1):
             if difference := name_difference(first, other, rank):
