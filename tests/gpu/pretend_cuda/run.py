@@ -156,12 +156,11 @@ def count(command, world_size, rank, device):
         return equal_counts(*args)
 
     # What the real ones do in a step that is neither logged nor saved.
-    quiet = types.SimpleNamespace(
-        norms=0.0, vote=None, stopping=0, saving=None, every=0, group=None
-    )
-
     def after_step(self, *args):
-        return checkpoint.Checkpoints.after_step(quiet, *args)
+        quiet = types.SimpleNamespace(
+            norms=0.0, vote=None, asked=0, saving=None, every=0, stop=None, group=None
+        )
+        checkpoint.Checkpoints.after_step(quiet, *args)
 
     def log(self, *args, **more):
         self.start, self.args.log_every, self.step_began = -1, 10**9, 0.0
