@@ -63,7 +63,8 @@ find_python() {
   local torch=${1:-} version environment=$here/.venv
   python=${PYTHON:-python3}
   if [[ -v PYTHON ]]; then
-    version=$("$PYTHON" -c 'import platform; print("yes", platform.python_version())' 2>/dev/null) || true
+    version=$("$PYTHON" -c 'import sys; print("yes", "%d.%d.%d" % sys.version_info[:3])' \
+      2>/dev/null) || true
     [[ $version = yes\ * ]] || fail "PYTHON is '$PYTHON': that is no Python"
     environment+=-python-${version#yes }
   fi
