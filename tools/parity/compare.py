@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import __doc__ as manual
 from . import checks, record
 
 # Limits, relative. What is said to be measured are many sound runs and many faults.
@@ -395,8 +396,7 @@ def read(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser("python -m tools.parity",
-                                     description=record.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m tools.parity", description=manual.splitlines()[0])
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")
     parser.add_argument("--table", action="store_true",
