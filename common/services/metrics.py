@@ -45,7 +45,7 @@ def start_metrics(out, start):
 
 
 def last_values(out, last):
-    """{name: (step, value)} of the last record of each name in metrics.jsonl up to step ``last``."""
+    """{name: (step, value)}: the last record of each name in metrics.jsonl, up to step ``last``."""
     path, found = out / "metrics.jsonl", {}
     if path.exists():
         with reading(path), open_regular(path, MOST) as file:
