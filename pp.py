@@ -72,7 +72,9 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from common.torch_versions import pass_on_no_gradients_in_eval, skip_first_messages
+from common.torch_versions import (
+    pass_on_no_gradients_in_eval, prepare_to_train, skip_first_messages
+)
 
 # Services, optional: delete an import and every line that uses it
 from common.services import theory
@@ -336,6 +338,7 @@ def make_schedule(
         )
         for stage, part in zip(own, parts)
     ]
+    prepare_to_train(stages)
     if name in V_SHAPED:
         skip_first_messages(stages)
         pass_on_no_gradients_in_eval(stages)

@@ -42,6 +42,9 @@ PRIVATE = {
         pipelining.PipelineStage, "from torch 2.15: it takes a dry run's tensors for no tensors"
     ),
     "_overloadpacket": (torch.ops.aten.add.Tensor, "torch's formulas of operations have its name"),
+    "_prepare_forward_infra": (
+        pipelining.PipelineStage, "torch 2.11 prepares a stage for its first pass only"
+    ),
     "_python_dispatch": (torch.utils, "TorchDispatchMode, to see every operation"),
     "_pytree": (torch.utils, "the tensors among the arguments of an operation"),
     "_resolve_process_group": (distributed_c10d, "DTensor's collectives name their group"),
@@ -82,7 +85,8 @@ UNDOCUMENTED = {
     "compute_local_shape_and_global_offset": (_utils, "which rows of a tensor a rank holds"),
 }
 # From when to when torch has a name, and something asks for it.
-SPANS = {"_get_init_p2p_neighbors_ops": ((0,), (2, 15)), "_warmup_p2p": ((2, 12), (2, 15)),
+SPANS = {"_prepare_forward_infra": ((0,), (2, 12)), "_warmup_p2p": ((2, 12), (2, 15)),
+         "_get_init_p2p_neighbors_ops": ((0,), (2, 15)),
          "_inference_mode": ((2, 12), (99,)), "_output_slot_is_releasable": ((2, 15), (99,))}
 # Public names that end an entry of common/torch_versions.py, and the first version that has them.
 ENDS = [(torch.distributed, "all_gather_single", (2, 13)),
