@@ -378,11 +378,9 @@ def test_an_error_is_one_line(tmp_path, launcher, script, inject, message):
     ({"NODE_RANK": "1"}, "NODE_RANK is 1 but NNODES is not set"),
     *[({"NNODES": "2", **more}, "NNODES is 2: set NODE_RANK, the number of this machine ")
       for more in ({}, {"NODE_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"})],
-    ({"NNODES": "2", "NODE_RANK": "x", "MASTER_ADDR": "127.0.0.1"}, "NNODES is 2: set NODE_RANK"),
+    ({"NNODES": "2", "NODE_RANK": "x", "MASTER_ADDR": "127.0.0.1"}, "NODE_RANK is 'x': it must be"),
     ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no..host"},
      "MASTER_ADDR is no..host: this machine cannot resolve that name"),
-    ({"NPROC": "0"}, "NPROC is '0': it must be a whole number, at least 1"),
-    ({"MAX_RESTARTS": "-1"}, "max_restarts must be >= 0"),  # torchrun's own words
 ])
 def test_settings_that_cannot_be(tmp_path, environment, message):
     process = start([*RUN, "ddp.py"], tmp_path, **environment)
