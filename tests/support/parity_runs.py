@@ -12,7 +12,7 @@ import sys
 
 from common.launch import launch
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 WHAT = {
     "zero.py": "shards, optimizer, loss='sum', dtype=args.compute_dtype",
     "tp.py": "model, optimizer",
