@@ -138,9 +138,10 @@ def test_a_linked_folder_is_read_like_any_other(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "data" / "a" / "text").write_text("hello ")
     (tmp_path / "elsewhere" / "text").write_text("world!")
-    for name in "bc":  # two links to the same folder are no loop
+    for name in "bc":  # by the first of two links: a chain of such pairs would never end
         (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
-    assert bytes(TokenDataset(tmp_path / "data", 17)[0][0].tolist()) == b"hello world!world"
+    dataset = TokenDataset(tmp_path / "data", 11)
+    assert bytes(dataset[0][0].tolist()) == b"hello world" and dataset.tokens == 12
 
 
 @pytest.mark.parametrize("again", [
