@@ -34,7 +34,8 @@ class TokenDataset(Dataset):
         option: the name of ``data`` in error messages.
 
     A sample is two int64 tensors (T,), read from the files when it is asked for. Links are
-    followed; a folder that several lead to is read once. Files and folders whose names start with a dot are skipped.
+    followed; a folder that several lead to is read once. Files and folders whose names start with
+    a dot are skipped.
 
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
