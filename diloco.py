@@ -132,6 +132,8 @@ def main(argv=None):
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
     sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    if sampler.start == 0:  # DiLoCo: imported weights are the common ones
+        start_from(common)
 
     # Loop
     report = Report(
@@ -202,6 +204,12 @@ def meet(common, outer, replicas):
         reduction.wait()
     outer.step()
     outer.zero_grad()
+    start_from(common)
+
+
+@torch.no_grad()
+def start_from(common):
+    """Let this replica go on from the common values: see ``make_outer``."""
     for own, value in common.items():
         own.copy_(value)
 

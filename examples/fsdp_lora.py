@@ -163,10 +163,11 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.after_step(step, grad_norm):
+        if checkpoints.stopping:
             export = None  # LoRA: a signal has stopped the run before its end
             break
     checkpoints.finish()

@@ -25,7 +25,7 @@ def with_model(new, *names):
     """The edits that put the model ``new``, of tests/support/ported.py, in place of ours."""
     imports = f"from tests.support.ported import {', '.join(names)}"
     return [("\nimport torch\n", f"\nimport torch\n{imports}\n"),
-            (MODEL, f"{new}.to(args.param_dtype)")]
+            ("Transformer(args.config)", new)]
 
 
 # Frozen parameters
@@ -224,7 +224,8 @@ IN_STAGES = [
      "        classes = torch.empty(len(tokens), dtype=torch.int64)\n"
      "        hidden = torch.empty(len(tokens), 1 + args.seq_len, args"),
     ("len(stage_layers), M, tokens, hidden", "len(stage_layers), M, (tokens, classes), hidden"),
-    ("inputs, targets=targets, target", f"inputs, {CONDITION}, targets=targets, target"),
+    ("schedule.eval(inputs, ", f"schedule.eval(inputs, {CONDITION}, "),
+    ("                inputs, targets=", f"                inputs, {CONDITION}, targets="),
 ]
 
 

@@ -21,7 +21,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts"}
-TEXTS = {"--data", "--val-data", "--out", "--model", "--stage"}  # of rows below
+TEXTS = {"--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # of rows below
 
 
 def parser_of(script, monkeypatch):

@@ -222,7 +222,8 @@ class Checkpoints:
             self.compare(checkpoint, stored, saved[FIXED], unknown)
         self.make_states(stored)
         with raise_on_all_ranks(*unreadable):
-            dcp.load(self.named(), storage_reader=reader, process_group=self.group)
+            wanted = {name: tensor for name, tensor in self.named().items() if name in stored}
+            dcp.load(wanted, storage_reader=reader, process_group=self.group)
         changed = [
             f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
             for name, value in self.changeable.items() if saved[CHANGEABLE].get(name) != value
@@ -253,6 +254,8 @@ class Checkpoints:
                 )
         for name, tensor in self.tensors.items():
             entry = stored.get(f"model.{name}")
+            if step_of(checkpoint) == IMPORTED and not entry and name.startswith("replica"):
+                continue  # of diloco.py, which copies the common weights
             there = tuple(entry.size) if entry else "none"
             if there != tuple(tensor.shape):
                 raise SettingError(
@@ -332,7 +335,7 @@ class Checkpoints:
         try:
             with raise_on_all_ranks(self.background_group, *failed):
                 if _rank() == 0:
-                    temporary.mkdir()  # nobody else's: it would fail
+                    temporary.mkdir(parents=True)  # nobody else's: it would fail
             with raise_on_all_ranks(self.background_group, *failed):
                 writer = HashingWriter(temporary)
                 dcp.save(
