@@ -140,7 +140,7 @@ class Checkpoints:
         restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
         if not {None, "", "0"}.issuperset(restarts):
             newest, step = True, None
-        unwritable, chosen = (f"--out {self.folder} cannot be written", "choose another"), None
+        unwritable, chosen = (f"--out {self.folder} cannot be written", "choose another folder"), None
         with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
@@ -443,8 +443,8 @@ def gather(value, group):
 def refuse_differences(settings, group):
     """Raise SettingError on all ranks of ``group`` unless all have the same ``settings``, a dict.
     They gather hashes, and the settings only if these differ."""
-    settings = {name: str(value) for name, value in sorted(settings.items())}
-    own = hashlib.sha256(repr(settings).encode()).hexdigest()
+    settings = {name: str(value) for name, value in settings.items()}
+    own = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
     if len(set(gather(own, group))) > 1:
         first, *others = gather(settings, group)
         for rank, other in enumerate(others, 1):
