@@ -204,7 +204,8 @@ RUNS = [
 def test_every_script_starts_from_the_weights(start, expected, llama, command, world):
     """On the curve of single.py. load_weights gives each rank the same."""
     # When zero.py has resumed, its parameters are not yet gathered.
-    inject = "" if "zero.py" in command else f"load_again({str(llama[0])!r})"
+    # zero.py has rows of its own; a replica of diloco.py copies the common weights after that.
+    inject = "" if command[:4] in ("zero", "dilo") else f"load_again({str(llama[0])!r})"
     found = start(llama[0], command, world, inject=inject)
     for row, other in zip(found.curve(), expected.curve(), strict=True):
         assert row == pytest.approx(other, abs=1e-10)

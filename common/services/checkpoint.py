@@ -140,7 +140,8 @@ class Checkpoints:
         restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
         if not {None, "", "0"}.issuperset(restarts):
             newest, step = True, None
-        unwritable, chosen = (f"--out {self.folder} cannot be written", "choose another folder"), None
+        unwritable = f"--out {self.folder} cannot be written", "choose another folder"
+        chosen = None
         with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
