@@ -121,8 +121,8 @@ MIXED = [  # single.py with experts: what ep.py trains, without its strategy
      "    parser.add_argument('--balance-rate', type=at_least(0, float))"),
     ("Transformer(args.config)", "use_experts(Transformer(args.config))"),
     ("optimizer.step()", "optimizer.step(); balance_experts(model, args.balance_rate)"),
-    ("grad_norm)\n        if validation", "grad_norm, busiest_expert=lambda: busiest_share("
-     "[model], device))\n        if validation"),
+    ("log(step, loss, grad_norm)", "log(step, loss, grad_norm, busiest_expert=lambda: "
+     "busiest_share([model], device))"),
 ]
 
 
