@@ -1,9 +1,11 @@
 """Runs all bugs, and writes what parity says into the patches, their loss curves into
-docs/data/bugs.json, and both into docs/bugs.md and its picture: python -m tests.bugs"""
+docs/data/bugs.json, and both into docs/bugs.md and its pictures: python -m tests.bugs. With --page
+it writes the page and the pictures again, and runs nothing."""
 
 import json
 import pathlib
 import re
+import sys
 import tempfile
 
 from docs import draw
@@ -31,8 +33,7 @@ def loss_of(line):
     return sum(losses) / (len(losses) if line["loss"] == "mean" else 1)
 
 
-def main():
-    found = bugs.read()
+def run_all(found):
     with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
         recorded = []
         for options in bugs.FEW, CURVE:
@@ -50,6 +51,11 @@ def main():
         {"name": bug.name, "sound": sound[bugs.file_name(bug.against)], "loss": with_bugs[bug.name]}
         for bug in found
     ]) + "\n")
+
+
+def main():
+    if sys.argv[1:] != ["--page"]:
+        run_all(bugs.read())
     bugs.PAGE.write_text(bugs.page(bugs.read()))
     draw.draw()
 
