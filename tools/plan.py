@@ -475,8 +475,8 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     minutes = math.ceil(len(tried) * SECONDS / 60 / (os.cpu_count() or 1))
-    print(f"strategies to count: {len(tried)}, in about {minutes} min; those of an earlier plan are "
-          "kept", file=sys.stderr)
+    print(f"strategies to count: {len(tried)}, in about {minutes} min; those of an earlier plan "
+          "are kept", file=sys.stderr)
     rows = []
     with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}
