@@ -22,7 +22,7 @@ from docs import draw
 from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import thorough
-from tests.test_lift import SCRIPTS, needed
+from tests.test_lift import ALL, SCRIPTS, SOURCES, needed, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
@@ -232,6 +232,13 @@ def test_the_diffs_of_a_page(page, script, tmp_path):
                    for blanks in ("", " " * 4, " " * 8)), block
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_loop_without_services(script):
+    """Its header is the one that README.md says."""
+    (line,) = re.findall("`(for step, batch in .*:)`", README)
+    assert f"\n    {line}\n" in without(ALL, SOURCES[script])
+
+
 def test_the_code_of_the_pages():
     """The loop of single.py in the lesson, indented by 8 blanks less; and what to lift are lines of
     the trainers in tests/support/lifted.py, which a test runs."""
@@ -288,7 +295,8 @@ def test_the_bugs_of_the_readme():
     known = {address: bug for bug in bugs.read() for _, address in bugs.found_in(bug)}
     assert len(rows) == 5 and len({known[address].name for address, *_ in rows}) == 5
     for address, change, says in rows:
-        assert change == bugs.change(known[address]) and says in known[address].says
+        bug = known[address]
+        assert change == bugs.change(bug) and says in bug.says + bugs.short(bug.says)
 
 
 def cells(row):
