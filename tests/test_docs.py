@@ -33,7 +33,8 @@ TOOLS = ["bench", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
 PRODUCT = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/"]
 FOLDERS = [*PRODUCT, "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, check, run.sh
-FOREIGN = set("""--all --torch --against --help --node_rank --master_addr --cap-add --ipc --pid --shm-size --ulimit --ctstate --dport
+FOREIGN = set("""--all --torch --against --help --node_rank --master_addr --cap-add --ipc --pid
+    --shm-size --ulimit --ctstate --dport
     --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
     --signal --separator --tied
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
@@ -143,7 +144,8 @@ def clone(tmp_path_factory):
     known = [path for path in sys.path if path.endswith("-packages")]
     (packages / "known.pth").write_text("\n".join(known))
     torchrun = folder / ".venv" / "bin" / "torchrun"
-    torchrun.write_text(f"#!{torchrun.parent}/python\nfrom torch.distributed import run\nrun.main()")
+    start = "from torch.distributed import run\nrun.main()\n"
+    torchrun.write_text(f"#!{torchrun.parent}/python\n{start}")
     torchrun.chmod(0o755)
     subprocess.run([sys.executable, "-c", RECORD], cwd=folder, check=True)
     return folder
