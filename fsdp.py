@@ -53,7 +53,7 @@ from common.model import Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
-from common.torch_versions import reshard
+from common.torch_versions import reduce_unused_parameters, reshard
 
 # Services, optional: delete an import and every line that uses it
 from common.services import theory
@@ -164,7 +164,10 @@ def main(argv=None):
     return report.close(theory.fsdp(args, n))
 
 
-def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
+def shard(
+    model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False,
+    reduce_unused=False,
+):
     """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
     dimensions, with replicas along the first (hybrid sharding).
 
@@ -172,8 +175,11 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
     use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more unit.
     ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
     free gathered parameters between forward and backward; the last unit keeps them, since its
-    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
-    SettingError if two units share a parameter.
+    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. ``reduce_unused``:
+    some samples do not use all of the model, such as the heads of other tasks; put such parts into
+    one unit, of which every rank calls a module in each micro-batch. The gradient of what no rank
+    has used is then 0, and AdamW updates it. Raises SettingError if two units share a parameter,
+    or if torch cannot reduce what is unused.
     """
     parameters = [p for unit in units for p in nn.ModuleList(unit).parameters()]
     if len(parameters) > len(set(parameters)):
@@ -187,6 +193,8 @@ def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offloa
         frees = reshard_after_forward and unit is not units[-1]
         fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
     fully_shard(model, mp_policy=policy, **options)
+    if reduce_unused:
+        reduce_unused_parameters(model)
 
 
 def add_gradients_up(model):

@@ -13,10 +13,11 @@ bytes of parameters, each of n ranks sends P(n-1)/n in each of the two: together
 gradients of a bucket are reduced as soon as the backward pass has all of them, and then freed.
 Stage 1 reduces in the last micro-batch only, and adds up whole gradients before. Stage 2 reduces in
 every micro-batch: this saves memory, but each further micro-batch sends P(n-1)/n more. With one
-micro-batch both stages do the same. One number is also all-reduced: how many targets the global
-batch has (8 bytes, 16(n-1)/n sent). Overlap: reductions run during the backward pass, gathers
-during the next forward pass. Exposed: the reduction of the last bucket (the embedding's), the
-gather of the first bucket, and whatever takes longer than the computation that should hide it.
+micro-batch both stages do the same. Also all-reduced: how many targets the global batch has (8
+bytes), and for each parameter, whether any rank has used it (1 byte). Overlap: reductions run
+during the backward pass, gathers during the next forward pass. Exposed: the reduction of the last
+bucket (the embedding's), the gather of the first bucket, and whatever takes longer than the
+computation that should hide it.
 PyTorch's ZeroRedundancyOptimizer is stage 1 only, and sends more: it all-reduces the gradients and
 broadcasts the parameters, 3P(n-1)/n. So this script calls the collectives itself.
 """
@@ -185,6 +186,7 @@ def make_buckets(model, units, mesh):
             (part if called else model).register_forward_pre_hook(
                 lambda *_, count=i + 1: wait_for_parameters(buckets, count)
             )
+    model.register_forward_hook(lambda *_: start_all_gathers(buckets))
     return buckets, shards
 
 
@@ -230,7 +232,9 @@ class Bucket:
             self.shards[parameter] = as_shard(own, parameter, mesh)
             self.padded_sizes.append(rows * parameter[0].numel())
         # Phase 1
-        self.awaited = set(parameters)  # the last gradient of these starts the reduce-scatter
+        self.due = False  # True: this backward pass has to reduce it
+        self.awaited = set()  # the last gradient of these lets the reduce-scatter start
+        self.reached = set()  # those that have got a gradient on this rank in this step
         self.reduce_scatter = None  # while it runs: its work handle and its output
         # Phase 3
         self.stale = False  # True: this rank lacks rows that other ranks have updated
@@ -251,56 +255,63 @@ def reduce_in_backward(buckets, enabled):
     """Call it before each micro-batch. If ``enabled``, the next backward pass reduces each bucket
     as soon as all its gradients are there. If not, the gradients stay whole on each rank, and later
     backward passes add to them."""
+    reduce_in_order(buckets, complete=False)  # what the last backward pass did not reach
     for bucket in buckets:
-        bucket.awaited = set(bucket.parameters) if enabled else set()
+        bucket.due, bucket.awaited = enabled, set(bucket.parameters)
 
 
 def on_gradient(parameter, bucket, buckets):
-    """Post-accumulate-grad hook: the last gradient of a bucket starts its reduce-scatter."""
-    if parameter in bucket.awaited:
-        bucket.awaited.remove(parameter)
-        if not bucket.awaited:
+    """Post-accumulate-grad hook: the last gradient of a bucket lets its reduce-scatter start.
+
+    Raises:
+        SettingError: the parameter was used before its rows arrived.
+    """
+    if bucket.stale:
+        raise SettingError(
+            f"a parameter of the shape {tuple(parameter.shape)} was used without a call of a "
+            f"module of its unit: add the module that uses it"
+        )
+    bucket.reached.add(parameter)
+    bucket.awaited.discard(parameter)
+    if not bucket.awaited:
+        reduce_in_order(buckets)
+
+
+def reduce_in_order(buckets, complete=True):
+    """Start to reduce the buckets that are due, from the last one to the first. Some parameters may
+    get a gradient on other ranks only: in this fixed order all ranks still reduce the same buckets
+    together. With ``complete`` stop at the first one that awaits a gradient."""
+    for bucket in reversed(buckets):
+        if bucket.due:
+            if complete and bucket.awaited:
+                break
+            start_all_gathers(buckets)
             start_reduce_scatter(bucket, buckets)
 
 
 def start_reduce_scatter(bucket, buckets):
-    """Start to average the gradients of ``bucket`` over the ranks, and free ``parameter.grad``.
-
-    Raises:
-        SettingError: a parameter has no gradient, or was used before its rows arrived.
-    """
+    """Start to average the gradients of ``bucket`` over the ranks, and free ``parameter.grad``."""
     finish_reduce_scatter(buckets)  # only one runs, so that only one bucket's gradients exist twice
-    if bucket.stale:
-        raise SettingError(
-            f"parameters of the shapes {[tuple(p.shape) for p in bucket.parameters]} were used "
-            f"without a call of a module of their unit: add the module that uses them"
-        )
-    missing = [tuple(p.shape) for p in bucket.parameters if p.grad is None]
-    if missing:
-        raise SettingError(
-            f"parameters of the shapes {missing} got no gradient, others of their unit did: "
-            f"freeze them by requires_grad_(False), or use them on every rank in each micro-batch, "
-            f"such as by adding 0 times their output to the loss"
-        )
     whole = take_gradients(bucket)
     own = torch.empty_like(whole[0])
     # Over one rank NCCL's AVG may write zeros: https://github.com/pytorch/pytorch/issues/144045
     op = dist.ReduceOp.AVG if len(whole) > 1 else dist.ReduceOp.SUM
     work = reduce_scatter_single(own, whole.view(-1), op, bucket.mesh.get_group(), async_op=True)
-    bucket.reduce_scatter = work, own
+    bucket.reduce_scatter, bucket.due = (work, own), False
 
 
 def take_gradients(bucket):
     """Copy the gradients of ``bucket`` into one tensor, (n, numbers), and free each as soon as it
-    is copied. Row i is what rank i receives, with zeros as padding."""
-    sizes = bucket.padded_sizes
-    whole = bucket.parameters[0].grad.new_zeros(bucket.mesh.size(), sum(sizes))
+    is copied. Row i is what rank i receives, with zeros as padding, and where this rank has none."""
+    n, sizes = bucket.mesh.size(), bucket.padded_sizes
+    whole = bucket.parameters[0].detach().new_empty(n, sum(sizes))
     for parameter, part, size in zip(bucket.parameters, whole.split(sizes, dim=1), sizes):
-        gradient = parameter.grad.flatten()
+        if parameter.grad is None:
+            part.zero_()
+            continue
+        gradient, padding = parameter.grad.flatten(), n * size - parameter.numel()
+        part.copy_((F.pad(gradient, (0, padding)) if padding else gradient).view(n, size))
         parameter.grad = None
-        full = len(gradient) // size  # so many ranks receive no padding
-        part[:full] = gradient[: full * size].view(full, size)
-        part[full : full + 1, : len(gradient) - full * size] = gradient[full * size :]
     return whole
 
 
@@ -325,11 +336,33 @@ def finish_reduce_scatter(buckets):
 
 def reduce_gradients(buckets):
     """Call it after the last backward pass of a step. Reduce the buckets that are still whole,
-    because that backward pass did not reach all their parameters. Wait for the last one."""
-    for bucket in reversed(buckets):
-        if any(parameter.grad is not None for parameter in bucket.parameters):
-            start_reduce_scatter(bucket, buckets)
+    because that backward pass did not reach all their parameters, and wait for the last one.
+    A parameter that no rank has used gets no gradient, as in one process.
+
+    Raises:
+        SettingError: a gradient arrived after its bucket was reduced.
+    """
+    reduce_in_order(buckets, complete=False)
+    # On the host: a sum of 0 does not say that a parameter was not used.
+    used = torch.tensor([p in bucket.reached for bucket in buckets for p in bucket.parameters])
+    used = used.byte()
+    agreed = dist.all_reduce(
+        used, dist.ReduceOp.MAX, group=buckets[0].mesh.get_group(), async_op=True
+    )
     finish_reduce_scatter(buckets)
+    wait_for_parameters(buckets)  # a gather that ends after the update would overwrite it
+    agreed.wait()
+    used = iter(used.tolist())
+    for bucket in buckets:
+        bucket.reached.clear()
+        for parameter, shard in bucket.shards.items():
+            if not next(used):
+                shard.grad = None
+            if parameter.grad is not None:
+                raise SettingError(
+                    f"a gradient of the shape {tuple(parameter.shape)} arrived after its bucket "
+                    f"was reduced: call reduce_in_backward before each backward pass"
+                )
 
 
 # Phase 2, update: gradients of the shards -> optimizer.step() in main -> updated shards
@@ -342,11 +375,18 @@ def start_gathering(buckets):
     pass gathers all parameters: while it uses one bucket, the next two are on their way. Hooks make
     the modules of the units wait for their rows. All other code that reads parameters must call
     ``wait_for_parameters`` first."""
-    wait_for_parameters(buckets)  # of modules that the last forward pass did not use
+    wait_for_parameters(buckets)  # of modules that a validation did not use
     for bucket in buckets:
         bucket.stale = True
-    for bucket in buckets[:2]:
-        start_all_gather(bucket)
+    start_all_gathers(buckets[:2])
+
+
+def start_all_gathers(buckets):
+    """Start to gather those of ``buckets`` that are stale and not yet on their way. All are started
+    before a backward pass begins, so that ranks that use other modules start the same ones."""
+    for bucket in buckets:
+        if bucket.stale and not bucket.all_gather:
+            start_all_gather(bucket)
 
 
 @torch.no_grad()
@@ -378,8 +418,7 @@ def wait_for_parameters(buckets, count=None):
     for i, bucket in enumerate(buckets[:count]):
         if bucket.stale:
             finish_all_gather(bucket)
-            if i + 2 < len(buckets):  # bucket i + 1 is already on its way
-                start_all_gather(buckets[i + 2])
+            start_all_gathers(buckets[i + 2 : i + 3])  # bucket i + 1 is already on its way
 
 
 def check(args):

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
+from common.errors import SettingError
+
 # Ends with 2.13: before, only the old names of these functions exist.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -55,6 +57,19 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def reduce_unused_parameters(model):
+    """Let FSDP also reduce the parameters that got no gradient on this rank, as zeros.
+
+    Ends with 2.13: ``model.set_reduce_scatter_unused_params(True)``. Before, SettingError.
+    """
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise SettingError(
+            f"reduce_unused needs torch 2.13, this is {torch.__version__}: let every rank call all "
+            f"parts, and add 0 times the output of those that its samples do not use"
+        )
+    model.set_reduce_scatter_unused_params(True)
 
 
 def skip_first_messages(stages):

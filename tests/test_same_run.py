@@ -129,7 +129,7 @@ def expected_collectives(row):
         return {"all-reduce": 2}
     if row.script == "zero.py":
         reductions = 1 if "--stage 1" in row.command else a
-        return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 2}
+        return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 3}
     if row.script in ("fsdp.py", "diloco.py"):
         gathered = GROUPS if "--no-reshard" in row.command else a * (2 * GROUPS - 1)
         reduced = 2 if row.option("--replicate") == 1 else GROUPS + 2

@@ -65,7 +65,7 @@ def test_a_module_of_the_unit_must_be_called(mesh):
     buckets, _ = zero.make_buckets(model, [[layers], [c]], mesh)
     zero.start_gathering(buckets)
     x = torch.ones(1, 6)
-    with pytest.raises(SettingError, match="were used without a call"):
+    with pytest.raises(SettingError, match="was used without a call"):
         (b(a(x)) + x @ c.weight + c.bias).sum().backward()
 
 

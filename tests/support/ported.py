@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from common.model import Layer, Transformer, rotary_table
+from common.model import Head, Layer, Transformer, rotary_table
 
 # LoRA
 
@@ -109,4 +109,28 @@ def own_attention(q, k, v, is_causal, first_head=0, heads=4):
 def with_own_attention(model):
     for layer in model.model.layers.values():
         layer.self_attn.attention = own_attention
+    return model
+
+
+# Parts that some samples do not use
+
+
+class Heads(nn.Module):
+    """Heads of several tasks. The first target of a sample tells its task; no sample has the
+    last."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.parts = nn.ModuleDict({
+            str(i): Head(config.hidden_size, config.vocab_size, bias=False) for i in range(4)
+        })
+
+    def forward(self, x, targets):
+        tasks = targets[:, 0] % 3
+        return sum(head(x[tasks == i], targets=targets[tasks == i])
+                   for i, head in enumerate(self.parts.values()) if (tasks == i).any())
+
+
+def with_heads(model):
+    model.lm_head = Heads(model.config)
     return model
