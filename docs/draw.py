@@ -151,9 +151,12 @@ def bug(run, width=420, height=120):
     yield from legend(12, height - 10, [("ca", "without the bug"), ("c5", "with it")])
     yield text(width - 8, height - 10, f"{change:+.1%}", "soft s e")
     yield line([(12, height - 32), (width - 48, height - 32)], "grid")
-    for losses, colour, stroke in ((sound, "ca", 5), (losses, "c5", 1.6)):
-        yield line(curve(losses), colour, stroke, 'stroke-linejoin="round"')
-        yield text(width - 40, curve(losses)[-1][1] + 4, f"{losses[-1]:.2f}", "soft s")
+    for values, colour, stroke in ((sound, "ca", 5), (losses, "c5", 1.6)):
+        yield line(curve(values), colour, stroke, 'stroke-linejoin="round"')
+    # One number beside curves that end together, since two would cover each other.
+    apart = up * abs(sound[-1] - losses[-1]) > 14
+    for values in [losses, sound][:1 + apart]:
+        yield text(width - 40, curve(values)[-1][1] + 4, f"{values[-1]:.2f}", "soft s")
 
 
 def memory():
