@@ -3,6 +3,7 @@ stand what happened in the field, what to run, the sound run to compare with, an
 docs/bugs.md is made of them.
 
     python -m tests.bugs           # after a change: runs them all, and writes what follows
+    python -m tests.bugs NAME      # runs one
     python -m tests.bugs --page    # writes the page alone, from what an earlier run has found
 """
 
@@ -13,7 +14,8 @@ import textwrap
 
 from docs import draw
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parent.parent
 PAGE = ROOT / "docs" / "bugs.md"
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
@@ -47,7 +49,7 @@ class Bug:
 
 
 def paths():
-    return sorted(pathlib.Path(__file__).parent.glob("*.diff"))
+    return sorted(FOLDER.glob("*.diff"))
 
 
 def read():
