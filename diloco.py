@@ -55,6 +55,7 @@ from fsdp import add_gradients_up, shard
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
+from common.services.same_calls import compare_calls
 from common.services.settings import run_settings
 from common.services.validation import Validation
 
@@ -104,6 +105,7 @@ def main(argv=None):
     )
     add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
+    compare_calls(model, mesh.get_group("dp_shard"), passes=2 * args.grad_accum)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

@@ -64,6 +64,7 @@ from fsdp import add_gradients_up, shard
 # Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
+from common.services.same_calls import compare_calls
 from common.services.settings import run_settings
 from common.services.validation import Validation
 
@@ -116,6 +117,7 @@ def main(argv=None):
     # EP: an average would have no one divisor: experts are reduced over n/ep ranks, the rest over n
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank
+    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

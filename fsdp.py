@@ -59,6 +59,7 @@ from common.torch_versions import reduce_unused_parameters, reshard
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
+from common.services.same_calls import compare_calls
 from common.services.settings import run_settings
 from common.services.validation import Validation
 
@@ -104,6 +105,7 @@ def main(argv=None):
     add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
     move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
+    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

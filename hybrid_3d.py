@@ -77,6 +77,7 @@ from tp import llama_plan, parallelize, wait_for_output
 # Services, optional: delete an import and every line that uses it
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
+from common.services.same_calls import compare_calls
 from common.services.settings import run_settings
 from common.services.validation import Validation
 
@@ -182,8 +183,8 @@ def main(argv=None):
     model.forward = functools.partial(model.forward, positions=positions)
     # CP: attention reads the keys and values of all ranks of a sequence
     if cp > 1:
-        modules, group = [layer.self_attn for layer in layers], mesh.get_group("cp")
-        set_attention(modules, allgather_attention, group, replaces=plain_attention)
+        group = mesh.get_group("cp")
+        set_attention(model, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing)
     # FSDP: what is gathered together
     units = [
@@ -198,6 +199,7 @@ def main(argv=None):
         prefetch(units, backward=args.activation_checkpointing)
     add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
     materialise(model, device, args.seed)
+    compare_calls(model, dp_mesh.get_group(), passes=2 * args.grad_accum)  # DP
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.
     count = torch.ones((), dtype=torch.int64, device=device)

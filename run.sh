@@ -179,7 +179,7 @@ if [ "$command" = test ]; then
   exec "$python" -m pytest "$@"
 fi
 # -P: a json.py in the working folder is not Python's.
-if [[ " bench plan dry_run export import_hf parity prepare " = *" $command "* ]]; then
+if [[ " bench check plan dry_run export import_hf parity prepare " = *" $command "* ]]; then
   find_python
   PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "tools.$command" "$@"
 fi

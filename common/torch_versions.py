@@ -70,6 +70,7 @@ def reduce_unused_parameters(model):
             f"parts, and add 0 times the output of those that its samples do not use"
         )
     model.set_reduce_scatter_unused_params(True)
+    model.reduces_unused = True  # for compare_calls
 
 
 def skip_first_messages(stages):

@@ -41,6 +41,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.attention import aten, merge, rows, wide
@@ -97,8 +98,7 @@ def main(argv=None):
         return attention(q, k, v, documents=documents, **keywords)
 
     # CP: also with one rank: plain attention would see other documents
-    modules = [layer.self_attn for layer in layers]
-    set_attention(modules, within_documents, group, replaces=plain_attention)
+    set_attention(model, within_documents, group, replaces=plain_attention)
     # CP: the positions in each sequence that this rank computes, (T/cp,)
     positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
     shards = shard_positions(args.seq_len, ring.size(), zigzag).to(device)  # of all in the ring
@@ -261,30 +261,51 @@ def all_reduce_in_backward(parameters, group):
     return begin, finish
 
 
-def set_attention(modules, attention, group, replaces):
-    """Let each of ``modules`` compute its attention by ``attention``, one of those below, over
-    ``group``, a ProcessGroup: its attribute ``attention`` is replaced, which it must call as
-    ``self.attention(q, k, v, is_causal=...)``. ``replaces``: the function that it must be now.
+# Modules of torch.nn that look at other positions than their own: none of them asks other ranks.
+MIXING = (
+    nn.Conv1d, nn.ConvTranspose1d, nn.RNNBase, nn.MultiheadAttention, nn.AvgPool1d, nn.MaxPool1d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d,
+)
+
+
+def set_attention(model, attention, group, replaces, without=()):
+    """Let every module of ``model`` whose attribute ``attention`` is the function ``replaces``
+    compute its attention by ``attention``, one of those below, over ``group``, a ProcessGroup. It
+    must call it as ``self.attention(q, k, v, is_causal=...)``. ``without``: names of modules that
+    stay as they are, with all in them, since you have taken care of them.
 
     Raises:
-        SettingError: a module has no such attribute: it computes attention elsewhere, and each rank
-            would attend to its own positions only. Or the attribute is another function, whose
-            window or soft cap would be lost.
+        SettingError: no module has that attribute: attention is computed elsewhere, and each rank
+            would attend to its own positions only. Or a module has another function there, whose
+            window or soft cap would be lost. Or a module of torch.nn looks at other positions.
     """
-    for module in modules:
-        kind, found = type(module).__name__, getattr(module, "attention", None)
-        if not callable(found):
+    found = []
+    for name, module in model.named_modules():
+        if any(f"{name}.".startswith(f"{handled}.") for handled in without):
+            continue
+        kind, own = type(module).__name__, getattr(module, "attention", None)
+        if isinstance(module, MIXING) and getattr(module, "kernel_size", None) not in (1, (1,)):
             raise SettingError(
-                f"{kind} has no attribute attention that could be replaced: let it call "
-                f"self.attention(q, k, v, is_causal=...)"
+                f"{name} ({kind}) looks at other positions, and this rank has a part of them: "
+                f"exchange what it needs, and say so by without=['{name}']"
             )
-        if found is not replaces:
-            name = getattr(found, "__name__", type(found).__name__)
+        if own is replaces:
+            found.append(module)
+        elif callable(own) and not isinstance(own, nn.Module):
+            other = getattr(own, "__name__", type(own).__name__)
             raise SettingError(
-                f"{kind} computes attention by {name}, which would be lost: use ulysses_attention "
-                f"with attention={name}, and tell set_attention that it replaces {name}; if that "
-                f"computes causal or full attention and no more, only tell it so"
+                f"{name} ({kind}) computes attention by {other}, which would be lost: use "
+                f"ulysses_attention with attention={other}, and tell set_attention that it "
+                f"replaces {other}; if that computes causal or full attention and no more, only "
+                f"tell it so; if it needs no other positions, name it in without"
             )
+    if not found:
+        raise SettingError(
+            f"no module of {type(model).__name__} has {replaces.__name__} as its attribute "
+            f"attention: let those that compute attention call self.attention(q, k, v, "
+            f"is_causal=...), and set it to {replaces.__name__}"
+        )
+    for module in found:
         module.attention = functools.partial(attention, group=group)
 
 

@@ -29,11 +29,11 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text()
 DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
               for name in SCRIPTS}
 README = PAGES["README.md"]
-TOOLS = ["bench", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
+TOOLS = ["bench", "check", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
 PRODUCT = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/"]
 FOLDERS = [*PRODUCT, "docs/", "tests/", "tests/support/", "tests/gpu/"]
-# Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, check, run.sh
-FOREIGN = set("""--all --torch --against --help --node_rank --master_addr --cap-add --ipc --pid
+# Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
+FOREIGN = set("""--all --torch --help --node_rank --master_addr --cap-add --ipc --pid
     --shm-size --ulimit --ctstate --dport
     --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
     --signal --separator --tied
@@ -96,7 +96,7 @@ def test_commands_and_options_exist(page):
             elif before in ("run.sh", "-m") and name in TOOLS:
                 owner = name
             elif before == "run.sh":
-                assert (word in ("test", "check", "--help") or (ROOT / word).exists()
+                assert (word in ("test", "--help") or (ROOT / word).exists()
                         or word.startswith("my_")), words
             elif owner and word.startswith("--"):
                 assert word in options(owner), words
@@ -160,8 +160,6 @@ def test_every_command_works_as_typed(page, clone):
     """In one shell, in their order, in a fresh clone without an environment; some with a smaller
     model."""
     lines = indented(PAGES[page])
-    if not (ROOT / "tools" / "check.py").exists():
-        lines = [line for line in lines if "run.sh check" not in line]
     assert len(lines) >= 2
     typed = [next((line, *TYPED[begin]) for begin in TYPED if line.startswith(begin))
              for line in lines]

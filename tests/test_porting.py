@@ -84,17 +84,34 @@ def test_whether_attention_is_causal_must_be_said(attention):
         attention(*torch.zeros(3, 1, 2, 4, 8), group=None)
 
 
-def test_attention_is_set_only_where_it_is_read():
-    class Own(nn.Module):
-        def forward(self, q, k, v):
-            return nn.functional.scaled_dot_product_attention(q, k, v)
+class Own(nn.Module):
+    def __init__(self, attention=plain_attention, inner=None):
+        super().__init__()
+        self.attention, self.inner = attention, inner
 
-    with pytest.raises(SettingError, match="Own has no attribute attention that could be replac"):
-        cp.set_attention([Own()], cp.ring_attention, None, replaces=plain_attention)
-    module = Own()
-    module.attention = plain_attention
-    cp.set_attention([module], cp.ring_attention, "group", replaces=plain_attention)
-    assert module.attention.func is cp.ring_attention
+
+@pytest.mark.parametrize("model, words", [
+    (Own(torch.sum), r"no module of Own|Own\) computes attention by sum"),
+    (nn.Sequential(nn.Linear(2, 2)), "no module of Sequential has plain_attention as its attribute"),
+    (nn.Sequential(Own(), Own(torch.sum)), r"1 \(Own\) computes attention by sum"),
+    (nn.Sequential(Own(), nn.Conv1d(2, 2, 3)), r"1 \(Conv1d\) looks at other positions"),
+    (nn.Sequential(Own(inner=nn.LSTM(2, 2))), r"0.inner \(LSTM\) looks at other positions"),
+    (nn.Sequential(Own(), nn.AdaptiveAvgPool1d(1)), r"1 \(AdaptiveAvgPool1d\) looks at other"),
+])
+def test_what_needs_other_positions_is_refused(model, words):
+    """In the whole model: nothing is forgotten."""
+    with pytest.raises(SettingError, match=words):
+        cp.set_attention(model, cp.ring_attention, None, replaces=plain_attention)
+
+
+def test_attention_is_set_wherever_it_is_read():
+    model = nn.Sequential(Own(inner=Own()), nn.Conv1d(2, 2, 1), nn.ModuleDict({"a": nn.GRU(2, 2)}),
+                          Own(inner=Own(torch.sum)))
+    cp.set_attention(model, cp.ring_attention, "group", replaces=plain_attention,
+                     without=["2.a", "3.inner"])
+    for module in (model[0], model[0].inner, model[3]):
+        assert module.attention.func is cp.ring_attention
+    assert model[3].inner.attention is torch.sum
 
 
 @pytest.mark.parametrize("command", sampled(
@@ -105,7 +122,7 @@ def test_an_attention_of_ones_own_is_not_lost(run, corpus, tmp_path, command):
     script, *more = command.split(" ", 1)
     copy = edited(tmp_path / "copy", script, *WINDOWS)
     result = run(copy, 2, f"{OPTIONS} --data {corpus} {' '.join(more)}", expect_ok=False)
-    assert "error: Attention computes attention by own_attention, which would" in result.output
+    assert "(Attention) computes attention by own_attention, which would" in result.output
 
 
 @thorough
@@ -149,6 +166,20 @@ def test_ranks_use_different_parts(run, corpus, tmp_path, command, world, accum)
     copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script])
     found = run(copy, world, f"{options} --grad-accum {accum} {' '.join(more)}")
     assert furthest(found.curve(), expected) < 1e-10
+
+
+@pytest.mark.parametrize("script, edits", [
+    ("ddp.py", []), ("fsdp.py", []), ("fsdp.py", [APART]),
+    ("fsdp.py", [APART, *DATA_PARALLEL["fsdp.py"]]),
+])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path, script, edits, world):
+    copy = edited(tmp_path / "copy", script, *HEADS, *edits)
+    result = run(copy, world, f"{OPTIONS} --data {corpus} --batch-size 6 --grad-accum {6 // world}",
+                 expect_ok=False)
+    assert set(result.statuses) <= {1, -15}
+    words = "error: lm_head.parts" if script == "ddp.py" else "calls lm_head.parts"
+    assert any(words in line for line in result.lines), result.output
 
 
 # Weights that are used without their module

@@ -23,7 +23,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import functools
-import importlib.util
 import multiprocessing
 import os
 import pathlib
@@ -43,7 +42,7 @@ from common.options import at_least
 from common.services import counting
 from common.services.counting import bytes_table
 from tools.support import pretend, stand_ins
-from tools.support.command import check_json, make_parser, refuse, run, write_json
+from tools.support.command import check_json, load, make_parser, refuse, run, write_json
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
     "tools.support.stand_ins", "torch._dynamo", "torch.distributed.fsdp",
@@ -67,7 +66,7 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     torch.set_num_threads(1)
     sys.argv = [script, *options]
     common_options.default_dtype = lambda device: "bfloat16"  # as on GPUs
-    module = load(script)
+    module = load(script, NEEDED)
     counted = {"world_size": world_size, "rank": rank}
     # States are allocated before the first step. But in it DDP rebuilds its buckets.
     steps = 2 if hasattr(module, "DistributedDataParallel") else 1
@@ -98,35 +97,6 @@ def run_main(module, options, counted):
                 f"{own.filename}:{own.lineno} reads the value of a tensor, and in a dry run no "
                 f"tensor has values: {own.line}"
             ) from None
-
-
-def load(script):
-    """Import a script by its path.
-
-    Raises:
-        SettingError: it cannot be imported, or lacks a name of ``NEEDED``.
-    """
-    path = pathlib.Path(script)
-    if not path.exists():
-        path = pathlib.Path(__file__).parent.parent / script  # from another folder
-    if path.suffix != ".py" or not path.is_file():
-        raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
-    sys.path[:0] = [str(path.parent.resolve()), str(pathlib.Path(__file__).parent.parent)]
-    spec = importlib.util.spec_from_file_location("dry_" + path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise SettingError(
-            f"{script} cannot be imported: {type(error).__name__}: {error}"
-        ) from None
-    missing = [name for name in NEEDED if not hasattr(module, name)]
-    if missing:
-        raise SettingError(
-            f"{script} has no {', '.join(missing)}: a dry run needs a script like fsdp.py, whose "
-            f"main(argv) takes these from common/ and common/services/"
-        )
-    return module
 
 
 def count_apart(*job, **options):

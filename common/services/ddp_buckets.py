@@ -2,6 +2,8 @@
 
 import torch
 
+from common.errors import SettingError
+
 
 def arrange_buckets(replica, sampler, *sample):
     """Run one forward and backward pass of ``replica`` on zeros, and drop the gradients. Buffers
@@ -16,6 +18,9 @@ def arrange_buckets(replica, sampler, *sample):
         replica: the model in DistributedDataParallel. Its output is one tensor.
         sampler: the BatchSampler, which knows how many samples a micro-batch of a rank has.
         sample: of one sample, the tensors that the model takes.
+
+    Raises:
+        SettingError: a parameter got no gradient. DDP would wait for it.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
     device = next(replica.parameters()).device
@@ -23,6 +28,14 @@ def arrange_buckets(replica, sampler, *sample):
     zeros = [x.new_zeros(number, *x.shape, device=device) for x in sample]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         replica(*zeros).sum().backward()
+    unused = [name for name, p in replica.module.named_parameters()
+              if p.requires_grad and p.grad is None]
+    if unused and not replica.find_unused_parameters:
+        raise SettingError(
+            f"{unused[0]} got no gradient, as {len(unused)} parameters in all: DDP would wait for "
+            f"it; if some samples do not use all parameters, give DistributedDataParallel "
+            f"find_unused_parameters=True; otherwise freeze those by requires_grad_(False)"
+        )
     replica.zero_grad()
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):

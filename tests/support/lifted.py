@@ -192,8 +192,7 @@ def use_tp(model, batches, mesh):
 def use_cp(model, batches, mesh):
     group, n = mesh.get_group(), mesh.size()
     cp.set_attention(
-        [model.first, model.second], cp.ring_attention, group,
-        replaces=F.scaled_dot_product_attention,
+        model, cp.ring_attention, group, replaces=F.scaled_dot_product_attention
     )
     positions = cp.shard_positions(8, n)[mesh.get_rank()]
     begin_reducing, finish_reducing = cp.all_reduce_in_backward(model.parameters(), group)

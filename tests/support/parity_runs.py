@@ -1,5 +1,5 @@
-"""Trains scripts in each rank, one after the other, with the two lines of tools/parity put into
-their text, and with edits of their text: faults.
+"""Trains scripts in each rank, one after the other, with edits of their text: faults. tools/parity
+records their steps.
 
     parity_runs.py JOBS.json --data TEXT --out FOLDER
 
@@ -9,29 +9,13 @@ A job is [name, script, options, [[old, new], ...]]; it writes FOLDER/NAME.parit
 import json
 import pathlib
 import sys
+import types
 
 from common.launch import launch
+from tools.support.recorded import record
 
 ROOT = pathlib.Path(__file__).parents[2]
-WHAT = {
-    "zero.py": "shards, optimizer, loss='sum', dtype=args.compute_dtype",
-    "tp.py": "model, optimizer",
-    "pp.py": "{name: p for part in parts for name, p in part.named_parameters()}, optimizer, "
-             "loss='sum', dtype=args.compute_dtype",
-}
-OWN = {"tests/support/parity_trainer.py"}  # it has the two lines
-
-
-def with_parity(text, script, path):
-    """What a user does: one line after the optimizer, one before clipping."""
-    what = WHAT.get(script, "model, optimizer, loss='sum'")
-    for before, line in (
-        ("import torch\n", "from tools.parity import Parity\n"),
-        ("\n    # Data\n", f"    parity = Parity({str(path)!r}, {what})\n"),
-        ("        grad_norm = ", "        parity.record(step, loss, batch)\n"),
-    ):
-        text = text.replace(before, line + before, 1)
-    return text
+OWN = {"tests/support/parity_trainer.py"}  # it records itself
 
 
 def main():
@@ -43,11 +27,14 @@ def main():
         for old, new in edits:
             assert text.count(old) == 1, f"{name}: {script} has {text.count(old)} times {old}"
             text = text.replace(old, new)
-        if script not in OWN:
-            text = with_parity(text, script, folder / f"{name}.parity")
-        module = {"__name__": script, "__file__": str(ROOT / script)}
-        exec(compile(text, script, "exec"), module)
-        module["main"]([*options.split(), *data, "--out", str(folder / name)])
+        module = types.ModuleType(script)
+        module.__file__ = str(ROOT / script)
+        exec(compile(text, script, "exec"), vars(module))
+        options = [*options.split(), *data, "--out", str(folder / name)]
+        if script in OWN:
+            module.main(options)
+        else:
+            record(module, options, folder / f"{name}.parity")
 
 
 if __name__ == "__main__":

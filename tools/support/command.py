@@ -1,7 +1,7 @@
 """The command line of the tools. This file does not import torch, which would take seconds."""
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -10,6 +10,8 @@ import sys
 from common.errors import SettingError, printable
 from common.files import read_text
 from common.services.new_files import new_file
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def make_parser(name, doc):
@@ -34,6 +36,35 @@ def need(module):
         package = module.partition(".")[0]
         refuse(f"this tool needs the package {package}, which cannot be imported ({error}): "
                f"python -m pip install {package}")
+
+
+def load(script, needed):
+    """Import a script by its path. ``needed``: names that it must have.
+
+    Raises:
+        SettingError: it cannot be imported, or lacks a name.
+    """
+    path = pathlib.Path(script)
+    if not path.exists():
+        path = ROOT / script  # from another folder
+    if path.suffix != ".py" or not path.is_file():
+        raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
+    sys.path[:0] = [str(path.parent.resolve()), str(ROOT)]
+    spec = importlib.util.spec_from_file_location("script_" + path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SettingError(
+            f"{script} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
+        raise SettingError(
+            f"{script} has no {', '.join(missing)}: this tool needs a script like fsdp.py, whose "
+            f"main(argv) takes these from common/"
+        )
+    return module
 
 
 def check_json(path, tool):

@@ -1,0 +1,171 @@
+"""Does a script that you have edited train on several processes as it does on one?
+
+    bash run.sh check my_fsdp.py
+    bash run.sh check --against single.py my_tp.py --steps 3 --grad-accum 2
+
+It runs the script on this machine's CPUs: on one process, and then on 2, 3 and 4. It records every
+step, by tools/parity, and compares: samples, the loss, gradients before they are clipped, weights
+and what clipping does. Nothing else is needed, and no files are left. For each number of processes
+it prints EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the
+script's own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1
+otherwise.
+
+Options of check stand before the script, and the script's own after it. Unless those say otherwise
+the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
+
+The script needs a function main(argv), and load_steps from common/. What it does wrong on one
+process too is EQUAL: take another script, such as a plain loop, as the reference by --against.
+Dropout differs on another number of processes, and BatchNorm depends on the size of a micro-batch:
+both are reported as differences. Buffers are not compared.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import re
+import socket
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+
+from common.errors import SettingError, printable
+from common.options import at_least
+from tools.parity.compare import compare, read
+from tools.support.command import load, make_parser, refuse, run
+from tools.support.recorded import record
+
+PATIENCE = 300  # seconds for the processes of one run
+# What 2, 3 and 4 divide; in names of options that the script may have
+DEFAULTS = {
+    "device": "cpu", "dtype": "float64", "steps": 3, "batch_size": 24, "seq_len": 48,
+    "vocab_size": 264, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "expert_size": 24,
+    "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "replicas": 1, "save_every": 0,
+    "val_every": 0, "timeout": 60,
+}
+
+
+def be_rank(script, options, folder, rank, world_size, port, known_only):
+    """Be one process of a run, and end. What goes wrong is written to the folder."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+    }
+    output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in 1, 2:
+        os.dup2(output, stream)
+    sys.argv, status = [script, *options], 1
+    recording = folder / "run.parity"
+    try:
+        module = load(script, ("main", "load_steps"))
+        defaults = DEFAULTS | {"out": str(folder / "out")}
+        record(module, options, recording, defaults, known_only)
+        status = 0
+    except BaseException as error:  # SystemExit too
+        traceback.print_exc()
+        refused = isinstance(error, SettingError) and not recording.exists()
+        (folder / f"{rank}.json").write_text(json.dumps({"refused": refused, "error": (
+            str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
+        )}))
+    finally:
+        os._exit(status)
+
+
+def train(script, options, world_size, folder, known_only=False):
+    """Run a script on ``world_size`` processes. ``known_only``: leave out options that it does not
+    have. Returns the path of the recording, or raises SettingError; its attribute ``refused`` says
+    whether the script refuses that number."""
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")  # this process has torch, and no threads
+    port = free_port()
+    ranks = [context.Process(target=be_rank,
+                             args=(script, options, folder, rank, world_size, port, known_only))
+             for rank in range(world_size)]
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + PATIENCE
+    while any(rank.is_alive() for rank in ranks) and time.monotonic() < end:
+        if any(rank.exitcode for rank in ranks):
+            end = min(end, time.monotonic() + 5)  # the others may have more to say
+        time.sleep(0.02)
+    hung = [i for i, rank in enumerate(ranks) if rank.is_alive()]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    if all(rank.exitcode == 0 for rank in ranks):
+        return folder / "run.parity"
+    said = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    # First what the script says of itself: other ranks have lost a peer by that.
+    said.sort(key=lambda each: (not each["refused"], "rror: " in each["error"]))
+    failed = SettingError(said[0]["error"].strip().splitlines()[0] if said else f"ranks {hung} "
+                          f"hang" if hung else "a process was ended by a signal")
+    failed.refused = bool(said) and said[0]["refused"]
+    raise failed
+
+
+def free_port():
+    """A port below those that the kernel gives to connections."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def compare_with(reference, path):
+    """(verdict, what to say) of a recording beside the lines of the reference."""
+    said = compare(reference, read(path))
+    verdict, _, rest = said.partition(": ")
+    if verdict == "EQUAL":
+        return verdict, f"up to {re.search('of gradients is (.*)', said)[1]}", rest
+    return verdict, rest, ""
+
+
+def main(argv=None):
+    parser = make_parser("check", __doc__)
+    parser.usage = "%(prog)s [options] SCRIPT [options of the script]"
+    parser.add_argument("script", metavar="SCRIPT", help="path of a script, such as my_fsdp.py")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 3, 4], metavar="N",
+                        help="numbers of processes (default: 2 3 4); end the list with --")
+    parser.add_argument("--against", metavar="SCRIPT", help="the script whose run on one process "
+                        "is the reference (default: SCRIPT itself)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    against = args.against or args.script
+    with tempfile.TemporaryDirectory(prefix="check-") as folder:
+        folder = pathlib.Path(folder)
+        try:
+            path = train(against, args.options, 1, folder / "reference", bool(args.against))
+        except SettingError as error:
+            refuse(f"{against} on one process: {error}; --against takes another reference")
+        reference = read(path)
+        print(f"{args.script} beside {against} on one process, {len(reference)} steps: gradients "
+              f"before clipping, weights after each update", flush=True)
+        verdicts, notes = [], ""
+        for n in args.ranks:
+            try:
+                verdict, said, more = compare_with(
+                    reference, train(args.script, args.options, n, folder / str(n)))
+                notes = more or notes
+            except (SettingError, ValueError) as error:
+                verdict = "REFUSED" if getattr(error, "refused", False) else "FAILED"
+                said = str(error)
+            verdicts.append(verdict)
+            processes = f"{n} process{'es' * (n > 1)}"
+            print(printable(f"{processes:12} {verdict:10} {said}"), flush=True)
+    for line in notes.splitlines()[2:]:
+        print(line)
+    if "EQUAL" not in verdicts or set(verdicts) - {"EQUAL", "REFUSED"}:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)
