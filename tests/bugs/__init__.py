@@ -142,7 +142,7 @@ def page(bugs):
 
 `{bug.run}` on {RANKS} ranks{against}:
 
-![Loss with and without bug {number}](pictures/bugs/{number:02}.svg)
+![Loss](pictures/bugs/{number:02}.svg)
 
 ```python
 {puzzle(bug)}
