@@ -42,7 +42,9 @@ def test_scripts_are_equal(tmp_path, command):
 
 SHIFTED = with_model("with_shift(Transformer(args.config))", "with_shift")
 DIRECT = with_model("with_direct_attention(Transformer(args.config))", "with_direct_attention")
-ACROSS = ("model(inputs, targets) / count", "model(inputs, targets) * inputs.double().std() / count")
+ACROSS = (
+    "model(inputs, targets) / count", "model(inputs, targets) * inputs.double().std() / count"
+)
 
 
 @pytest.mark.parametrize("script, edits, words", [
@@ -58,10 +60,10 @@ ACROSS = ("model(inputs, targets) / count", "model(inputs, targets) * inputs.dou
     ("fsdp.py", HEADS, "FAILED     rank 1 calls lm_head.parts."),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
-    ("fsdp.py", [("    for step, batch in report", "    1 / (n - 2)\n    for step, batch in report")],
+    ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      "FAILED     ZeroDivisionError: division by zero"),
-], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention", "1/n", "calls",
-        "refused", "crash"])
+], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention", "1/n",
+        "calls", "refused", "crash"])
 def test_what_is_wrong_is_found(tmp_path, script, edits, words):
     copy = edited(tmp_path / "copy", script, *edits)
     status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")

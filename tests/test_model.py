@@ -12,8 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import common.materialise
 import common.model
 from common.materialise import draw_weight, local_slices, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.services.counting import StepCounter
+from common.step import decay_groups
 from tests.support.on_ranks import on_ranks
 
 CONFIG = ModelConfig(
@@ -99,6 +100,39 @@ def test_init_does_not_depend_on_what_else_is_drawn():
     assert torch.equal(a, expected["lm_head.weight"]) and not torch.equal(a, b)
     assert 0.018 < a.std() < 0.022
     assert not torch.equal(a, draw_weight("other.weight", whole_rows, (96, 48), CONFIG, 3))
+
+
+def test_the_sizes_of_initial_weights():
+    """GPT-2's: what enters the residual stream is smaller. Blocks of 64 rows differ."""
+    std = CONFIG.initializer_range
+    for name, expected in ("layers.0.self_attn.o_proj.weight", std / 2), ("q_proj.weight", std):
+        whole = draw_weight(name, (slice(0, 256), slice(0, 256)), (256, 256), CONFIG, 0)
+        assert whole.std().item() == pytest.approx(expected, rel=0.02)
+        assert len({block.sum().item() for block in whole.split(64)}) == 4
+
+
+def test_only_matrices_decay():
+    groups = decay_groups(Transformer(CONFIG).parameters(), 0.1)
+    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [
+        (0.1, {2}), (0.0, {1})]
+
+
+def test_the_loss_of_rounded_logits_is_not_rounded():
+    logits, targets = torch.randn(2, 4, 96, dtype=torch.bfloat16), torch.arange(8).view(2, 4)
+    loss = next_token_loss(logits, targets)
+    assert loss.dtype == torch.float32 and loss == next_token_loss(logits.float(), targets)
+    assert next_token_loss(logits.double(), targets).dtype == torch.float64
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
+    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    calls, layers = [], model.model.layers.values()
+    for layer in layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    wrap_layers(layers, compiled, "full")
+    model(torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)).backward()
+    assert len(calls) == 2 * len(layers)
 
 
 def test_operations_are_palms():

@@ -92,7 +92,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("model, words", [
     (Own(torch.sum), r"no module of Own|Own\) computes attention by sum"),
-    (nn.Sequential(nn.Linear(2, 2)), "no module of Sequential has plain_attention as its attribute"),
+    (nn.Sequential(nn.Linear(2, 2)), "no module of Sequential has plain_attention as its attr"),
     (nn.Sequential(Own(), Own(torch.sum)), r"1 \(Own\) computes attention by sum"),
     (nn.Sequential(Own(), nn.Conv1d(2, 2, 3)), r"1 \(Conv1d\) looks at other positions"),
     (nn.Sequential(Own(inner=nn.LSTM(2, 2))), r"0.inner \(LSTM\) looks at other positions"),
