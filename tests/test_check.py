@@ -62,8 +62,8 @@ ACROSS = (
      "REFUSED    it needs a GPU"),
     ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      "FAILED     ZeroDivisionError: division by zero"),
-], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention", "1/n",
-        "calls", "refused", "crash"])
+], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention",
+        "1/n", "calls", "refused", "crash"])
 def test_what_is_wrong_is_found(tmp_path, script, edits, words):
     copy = edited(tmp_path / "copy", script, *edits)
     status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
