@@ -69,7 +69,7 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
     try:
         module = load(script, ("main", "load_steps"))
         defaults = DEFAULTS | {"out": str(folder / "out")}
-        record(module, options, recording, defaults, known_only)
+        record(module, options, recording, defaults, known_only, ignored=True)
         status = 0
     except BaseException as error:  # SystemExit too
         traceback.print_exc()
