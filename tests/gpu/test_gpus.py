@@ -9,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import common.attention
 from common.experts import use_experts
 from common.model import Transformer
-from tests.gpu import gpus
+from tests.gpu import gpus, kernels
 from tests.gpu.gpus import EXPERTS_1B, SMALL, UNCOUNTED_1B, llama_1b
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
@@ -85,6 +87,73 @@ def test_every_script_and_schedule_is_in_the_block():
     assert {word for word in commands.split() if word.endswith(".py")} == scripts
     schedules = importlib.import_module("pp").SCHEDULES
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
+
+
+def check_arguments(q, k, v, *more):
+    """Refuse what the attention kernels of an A100 refuse, or take for granted."""
+    for x in (q, k, v, *more):
+        size = x.element_size()
+        assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "query is not correctly aligned"
+        assert not any(stride * size % 16 for stride in x.stride()[:-1]), "(strideM)"
+
+
+class A100:
+    """CUDA's kernels, computed by the CPU's."""
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.aten, name)
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, *, is_causal, scale):
+        check_arguments(q, k, v)
+        assert q.dtype == torch.bfloat16
+        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=is_causal, scale=scale
+        )
+        return out, lse, None, None
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad_out, q, k, v, out, lse, _, __, queries, keys, dropout, causal, *seed, scale
+    ):
+        check_arguments(q, k, v, grad_out, out)
+        assert (queries, keys) == (q.shape[2], k.shape[2]) and lse.is_contiguous()
+        return self._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, dropout, causal, scale=scale
+        )
+
+    def _scaled_dot_product_efficient_attention(self, q, k, v, *options, scale):
+        check_arguments(q, k, v)
+        assert q.shape[1] == k.shape[1] and options[:3] == (None, True, 0.0)
+        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=options[3], scale=scale
+        )
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse, None, None
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, grad_out, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, *, scale
+    ):
+        check_arguments(q, k, v, grad_out, out)
+        _, H, T, K = out.shape
+        assert out.stride(2) == H * K, "the kernel supposes (B, T, H, K)"
+        assert lse.is_contiguous() and lse.shape[2] % 32 == 0 and bias is None
+        grads = self._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse[..., :T], dropout, causal, scale=scale
+        )
+        return *grads, None
+
+
+@pytest.mark.parametrize("head_size", [64, 12, 10])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_kernels_of_gpus_are_given(monkeypatch, dtype, head_size):
+    """Sizes of heads that are no multiples of 16 bytes too: the kernels get padded rows."""
+    torch.manual_seed(0)
+    within = 0.015 if dtype == "bfloat16" else 1e-4
+    monkeypatch.setattr(common.attention, "aten", A100())
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    for causal in (True, False):
+        size = 8, 2, 80, head_size
+        for name, found in kernels.attention("cpu", getattr(torch, dtype), *size, causal):
+            assert found < within, (name, causal, found)
 
 
 @thorough

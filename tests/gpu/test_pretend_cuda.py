@@ -34,7 +34,7 @@ ROWS = {  # of each script: options, number of ranks, rank
     "fsdp.py": [("--grad-accum 2", 4, 3), ("--replicate 2 --activation-checkpointing", 4, 1),
                 ("--cpu-offload", 2, 0)],
     "tp.py": [("", 2, 1), ("--no-sequence-parallel --activation-checkpointing", 4, 2)],
-    "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing", 4, 0),
+    "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing --head-dim 12", 4, 0),
               ("--attention ulysses", 2, 1)],
     "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 1)],
     "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3),
@@ -123,7 +123,7 @@ def test_examples_stay_on_the_gpu(pretended):
     gpt2, ring, ulysses, muon, trainer = pretended([
         ("examples/fsdp_gpt2.py --seq-len 64 --dtype bfloat16", 2, 1, "cuda:0"),
         (f"examples/cp_documents.py {more}", 4, 3, "cuda:0"),
-        (f"examples/cp_documents.py --attention ulysses {more}", 2, 0, "cuda:0"),
+        (f"examples/cp_documents.py --attention ulysses --head-dim 12 {more}", 2, 0, "cuda:0"),
         (f"examples/fsdp_muon.py {more}", 2, 1, "cuda:0"),
         ("examples/trainer_fsdp.py", 2, 0),
     ])
