@@ -124,20 +124,60 @@ def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tokens, most, sizes", [
-    (111, 2**28, [6] * 18 + [3]), (111, 96 * 5, [5] * 22 + [1]), (1600, 96 * 100, [100] * 16),
-    (3, 2**28, [1, 1, 1]), (2, 95, [1, 1]),
+@pytest.mark.parametrize("tokens, least, most, sizes", [
+    (111, 1, 2**28, [6] * 18 + [3]), (111, 1, 96 * 5, [5] * 22 + [1]),
+    (1600, 1, 96 * 100, [100] * 16), (1600, 96 * 400, 2**28, [400] * 4),
+    (3, 1, 2**28, [1, 1, 1]), (2, 1, 95, [1, 1]),
 ])
-def test_the_sizes_of_chunks(monkeypatch, tokens, most, sizes):
-    """At least 16 chunks, and more if one would have too many logits; at least one token each."""
+def test_the_sizes_of_chunks(monkeypatch, tokens, least, most, sizes):
+    """16 chunks, and more or fewer if one had too many or too few logits; at least one token each.
+    """
     head = common.model.Head(8, 96, bias=False)
-    monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
+    monkeypatch.setattr(common.model, "MAX_LOGITS", least)
     monkeypatch.setattr(common.model, "MAX_CHUNK", most)
-    seen, loss = [], head.loss
-    head.loss = lambda x, targets: seen.append(len(targets)) or loss(x, targets)
+    seen = []
+    monkeypatch.setattr(common.model, "next_token_loss", lambda logits, targets: (
+        seen.append(len(targets)) or next_token_loss(logits, targets)
+    ))
     with torch.no_grad():
         head(torch.ones(1, tokens, 8), targets=torch.zeros(1, tokens, dtype=torch.int64))
     assert seen == sizes
+
+
+def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
+    """As near to float64 with 100 chunks as in one piece, where one product adds all up: of a
+    weight in bfloat16, as FSDP gives it, and of one that autocast converts."""
+    head = common.model.Head(8, 96, bias=False)
+    x = torch.randn(1, 1600, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    targets = torch.zeros(1, 1600, dtype=torch.int64)
+
+    def gradient(most, dtype, converts=False):
+        monkeypatch.setattr(common.model, "MAX_LOGITS", most)
+        monkeypatch.setattr(common.model, "MAX_CHUNK", 16 * 96)
+        head.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, converts, cache_enabled=False):
+            loss = head(x.to(torch.float64) if dtype == torch.float64 else x, targets=targets)
+        (gradient,) = torch.autograd.grad(loss, head.weight)
+        assert gradient.dtype == dtype
+        return gradient.double()
+
+    with torch.no_grad():
+        head.weight.copy_(head.weight.bfloat16())
+    exact = gradient(2**24, torch.float64)
+    for dtype, converts in ((torch.float32, True), (torch.bfloat16, False)):
+        whole, chunked = (
+            (gradient(most, dtype, converts) - exact).norm() / exact.norm() for most in (2**24, 1)
+        )
+        assert chunked < 1.2 * whole < 0.01, (dtype, chunked, whole)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_loss_in_chunks_leaves_out_what_is_frozen(monkeypatch, frozen):
+    monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
+    head, x = common.model.Head(8, 96, bias=False), torch.ones(1, 32, 8, requires_grad=True)
+    (x if frozen == "x" else head.weight).requires_grad_(False)
+    head(x, targets=torch.zeros(1, 32, dtype=torch.int64)).backward()
+    assert (x.grad is None, head.weight.grad is None) == (frozen == "x", frozen == "weight")
 
 
 def test_what_autocast_makes_bfloat16():
@@ -159,7 +199,7 @@ def test_what_autocast_makes_bfloat16():
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("most_logits, least, most", [(2**21, 11, 13), (2**20, 0.5, 1.5)])
+@pytest.mark.parametrize("most_logits, least, most", [(2**21, 11, 13), (2**17, 0.5, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_logit(monkeypatch, most_logits, least, most, dtype):
     """2^21 logits, in one chunk and in 16."""
