@@ -130,7 +130,8 @@ def main(argv=None):
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     for part in parts:
-        wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
+        layers = part.model.layers.values()
+        wrap_layers(layers, args.compile, args.activation_checkpointing, part.lm_head)
         materialise(part, device, args.seed)
         part.forward = autocast(part.forward)
     parameters = [parameter for part in parts for parameter in part.parameters()]

@@ -1,10 +1,13 @@
 """The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -12,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import common.materialise
 import common.model
 from common.materialise import draw_weight, local_slices, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.services.counting import StepCounter
 from tests.support.on_ranks import on_ranks
 
@@ -135,20 +138,20 @@ def test_the_sizes_of_chunks(monkeypatch, tokens, least, most, sizes):
     head = common.model.Head(8, 96, bias=False)
     monkeypatch.setattr(common.model, "MAX_LOGITS", least)
     monkeypatch.setattr(common.model, "MAX_CHUNK", most)
-    seen = []
-    monkeypatch.setattr(common.model, "next_token_loss", lambda logits, targets: (
-        seen.append(len(targets)) or next_token_loss(logits, targets)
-    ))
+    seen, loss = [], head.loss
+    head.loss = lambda logits, targets: seen.append(len(targets)) or loss(logits, targets)
     with torch.no_grad():
         head(torch.ones(1, tokens, 8), targets=torch.zeros(1, tokens, dtype=torch.int64))
     assert seen == sizes
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
-    """As near to float64 with 100 chunks as in one piece, where one product adds all up: of a
-    weight in bfloat16, as FSDP gives it, and of one that autocast converts."""
+    """About as near to float64 with 100 chunks as in one piece, where one product adds all up: of a
+    weight in bfloat16, as FSDP gives it, and of one that autocast converts. Gradients that are
+    added up in bfloat16 are 0.01 off."""
+    torch.manual_seed(0)
     head = common.model.Head(8, 96, bias=False)
-    x = torch.randn(1, 1600, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(1, 1600, 8).bfloat16()
     targets = torch.zeros(1, 1600, dtype=torch.int64)
 
     def gradient(most, dtype, converts=False):
@@ -168,7 +171,7 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
         whole, chunked = (
             (gradient(most, dtype, converts) - exact).norm() / exact.norm() for most in (2**24, 1)
         )
-        assert chunked < 1.2 * whole < 0.01, (dtype, chunked, whole)
+        assert max(chunked, whole) < 0.004, (dtype, chunked, whole)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -211,6 +214,25 @@ def test_bytes_per_logit(monkeypatch, most_logits, least, most, dtype):
     with counter, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         head(x, targets=targets).backward()
     assert least < counter.peak["activations"] / 2**21 < most
+
+
+@pytest.mark.parametrize("checkpointed, norms", [(None, 0), ("selective", 2)])
+def test_what_a_compiled_layer_computes_again(monkeypatch, checkpointed, norms):
+    """In the backward pass of a layer: 2 gradients for each of 7 products, and the norms if
+    checkpointing is selective, but no product."""
+    graphs = []
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph),
+        bw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model, tokens = Transformer(CONFIG), torch.arange(64).view(2, 32)
+    materialise(model, "cpu", 0)
+    wrap_layers(model.model.layers.values(), True, checkpointed)
+    model(tokens, tokens).backward()
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert names.count("aten.mm.default") == 14 and names.count("aten.rsqrt.default") == norms
 
 
 @pytest.mark.parametrize("preset, billions", [
