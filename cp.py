@@ -510,7 +510,7 @@ def check(args, n):
          f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
          f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
          f"and is a multiple of the second, or --attention ring"),
-        (n > 1 and args.compile and args.activation_checkpointing == "selective",
+        (args.compile and args.activation_checkpointing == "selective",
          "--activation-checkpointing selective with --compile: the collectives of attention break "
          "the graph of a layer, so torch would compile none of it; leave out one, or use "
          "--activation-checkpointing full"),
