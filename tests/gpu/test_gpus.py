@@ -5,15 +5,18 @@ import importlib
 import os
 import re
 import sys
+import types
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import common.attention
 from common.experts import use_experts
 from common.model import Transformer
+from common.services.report import Report
 from tests.gpu import gpus, kernels
 from tests.gpu.gpus import EXPERTS_1B, SMALL, UNCOUNTED_1B, llama_1b
 from tests.support.processes import ROOT
@@ -87,6 +90,20 @@ def test_every_script_and_schedule_is_in_the_block():
     assert {word for word in commands.split() if word.endswith(".py")} == scripts
     schedules = importlib.import_module("pp").SCHEDULES
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
+
+
+@pytest.mark.parametrize("device, backends, line", [
+    ("cuda", "cpu:gloo,cuda:nccl", "ddp.py: 8 processes on NVIDIA H100 (nccl), rank grid dp 8"),
+    ("cuda", "gloo", "ddp.py: 8 processes on NVIDIA H100 (gloo), rank grid dp 8"),
+    ("cpu", "gloo", "ddp.py: 8 processes on cpu (gloo), rank grid dp 8"),
+])
+def test_the_line_that_says_what_runs_where(monkeypatch, device, backends, line):
+    monkeypatch.setattr(sys, "argv", ["ddp.py"])
+    monkeypatch.setattr(dist, "get_backend", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    mesh = types.SimpleNamespace(mesh_dim_names=("dp",), shape=(8,))
+    report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
+    assert Report.place(report) == line
 
 
 def check_arguments(q, k, v, *more):
