@@ -73,7 +73,7 @@ from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
 from common.torch_versions import (
-    pass_on_no_gradients_in_eval, prepare_to_train, skip_first_messages
+    pass_on_no_gradients_in_eval, prepare_to_train, separate_directions, skip_first_messages
 )
 
 # Services, optional: delete an import and every line that uses it
@@ -331,6 +331,7 @@ def make_schedule(
         part: part.register_forward_hook(check_output)
         for stage, part in zip(own, parts) if stage < num_stages - 1
     }
+    separate_directions(group)
     stages = [
         pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,

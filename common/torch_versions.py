@@ -3,7 +3,7 @@ the version that ends it: from there on, torch's own name can take its place."""
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import config, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 # Ends with 2.13: before, only the old names of these functions exist.
@@ -55,6 +55,19 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def separate_directions(group):
+    """Let PipelineStages that are made later send forward and backward over communicators of their
+    own, if ``group`` has NCCL. On one communicator a rank cannot send while it waits to receive,
+    and looped and V-shaped schedules can deadlock, as torch's comment on this option says.
+
+    Ends with the version that does so by default. The option came with 2.14, and has its second
+    name from 2.15 on. It fails on gloo.
+    """
+    for name in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):
+        if "nccl" in dist.get_backend(group) and hasattr(config, name):
+            setattr(config, name, True)
 
 
 def skip_first_messages(stages):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import common.attention
+import pp
+from common import torch_versions
 from common.experts import use_experts
 from common.model import Transformer
 from common.services.report import Report
@@ -104,6 +106,21 @@ def test_the_line_that_says_what_runs_where(monkeypatch, device, backends, line)
     mesh = types.SimpleNamespace(mesh_dim_names=("dp",), shape=(8,))
     report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
     assert Report.place(report) == line
+
+
+@pytest.mark.parametrize("name", ["pipeline_per_direction_p2p", "pipeline_per_edge_p2p", "other"])
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "nccl", "gloo", "fake"])
+def test_directions_of_a_pipeline(monkeypatch, name, backends):
+    """Only NCCL has a communicator for each; older versions of torch have no such option."""
+    config = types.SimpleNamespace(**{name: False})
+    monkeypatch.setattr(torch_versions, "config", config)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backends)
+    monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
+    monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
+    monkeypatch.setattr(pp, "prepare_to_train", lambda _: None)
+    stage, hidden = torch.nn.Identity(), torch.empty(1)
+    pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
+    assert vars(config) == {name: "nccl" in backends and name != "other"}
 
 
 def check_arguments(q, k, v, *more):
