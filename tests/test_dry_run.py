@@ -202,7 +202,7 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
 
 REFUSED = {
     "--rank 0 6 hybrid_3d.py --tp 4": "World size (6) must equal dp (1) x tp (4)",
-    "--rank 0 1 single.py --compile --activation-checkpointing selective": "selective with --comp",
+    "--rank 0 2 cp.py --compile --activation-checkpointing selective": "selective with --comp",
     "--rank 0 2 single.py": "single.py is one process",
     "--rank 0 4 fsdp.py --replicate 3": "--replicate 3 does not divide the world size 4: use 1 or",
     "--rank 0 4 nothing.py": "nothing.py is no script: give the path of a .py file",

@@ -79,8 +79,6 @@ OPTIONS = [("single.py " + options, 0, words) for options, words in [
     ("--model deep", "deep/config.json: num_hidden_layers is 1000000000: ... at most 10000"),
     ("--dtype wrong", "--dtype: invalid choice: 'wrong' (choose from "),
     ("--activation-checkpointing some", "--activation-checkpointing: invalid choice: 'some'"),
-    ("--activation-checkpointing selective --compile",
-     "selective with --compile: ... leave out one, or use --activation-checkpointing full"),
     ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "expected one argument"),
     ("--device cuda", "--device cuda: torch finds no GPU here"),
     ("--profile --steps 3", "--steps 3: it traces from the fourth step, use at least 4"),
@@ -125,6 +123,9 @@ STRATEGIES = [
         "--num-key-value-heads 2", "--intermediate-size 90", "--vocab-size 257", "--seq-len 30")],
     ("tp.py --hidden-size 48 --num-attention-heads 6 --num-key-value-heads 2", 4,
      "--num-attention-heads 6 cannot be split over 4"),
+    *[(f"{command} --activation-checkpointing selective --compile", 2,
+       "selective with --compile: ... leave out one, or use --activation-checkpointing full")
+      for command in ("cp.py", "hybrid_3d.py --cp 2")],
     ("cp.py --seq-len 36", 4, "--seq-len 36 cannot be cut into 8 equal chunks, 2 for each of 4 "
      "ranks: use a multiple of 8, such as 32 or 40"),
     ("cp.py --seq-len 6", 4, "such as 8"),
