@@ -353,7 +353,7 @@ OTHER = "os.chdir(str(rank))"  # there the same names are other files
 DIFFERENCES = [
     *[(command, f"rank_1_has('{option}', '{value}')", BOTH.format(option, value))
       for command, option, value in [
-        ("ddp.py", "--lr", "0.5"), ("pp.py", "--hidden-size", "64"), ("cp.py", "--out", "elsewhere"),
+        ("ddp.py", "--lr", "0.5"), ("pp.py", "--hidden-size", "64"), ("cp.py", "--out", "other"),
         ("ddp.py --backend gloo", "--backend", "auto")]],
     ("ddp.py", "os.environ.update(TORCH_GLOO_LAZY_INIT=str(rank))",
      BOTH.format("TORCH_GLOO_LAZY_INIT", 1)),

@@ -245,7 +245,7 @@ def test_the_next_command_is_printed(server, llama, corpus, tmp_path, capsys, mo
 
 
 CONFIGS = [
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"), ({"model_type": None}, "model_type None"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"), ({"model_type": None}, "type None"),
     ({"model_type": "mistral"}, "model_type 'mistral'"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
