@@ -228,6 +228,7 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
     assert checkpoints_of(tmp_path, model, must=settings).resume(newest=False) == 0
     assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
     assert steps_of(tmp_path) == [0] and steps_of(tmp_path / "previous-1") == [2]
+    assert checkpoints_of(tmp_path, Small(), must=settings).resume(step=0) == 0
     with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 in this run"):
         checkpoints_of(tmp_path, Small(), must={"size": 5}).resume()
 

@@ -3,7 +3,6 @@ status that is not 0; the checkpoints before it are whole; and the same command 
 the end of a run that nothing has disturbed, bit for bit (single.py and ddp.py: that each script
 resumes bit for bit is in test_same_run.py)."""
 
-import os
 import re
 import signal
 

@@ -234,15 +234,14 @@ def test_the_command_that_run_sh_shows(tmp_path):
     assert output.startswith("usage: python -m tools.prepare "), output
 
 
-@pytest.mark.parametrize("command", sampled([(sys.executable,), TORCHRUN, RUN], [RUN]))
-def test_a_copied_script_uses_the_common_beside_it(tmp_path, command):
+def test_a_copied_script_uses_the_common_beside_it(tmp_path):
     """Started from another folder, and also where this repository's is on the path."""
     (tmp_path / "copy" / "common").mkdir(parents=True)
     (tmp_path / "copy" / "common" / "__init__.py").touch()
     (tmp_path / "copy" / "common" / "own.py").write_text("print('its own')\n")
     (tmp_path / "copy" / "script.py").write_text("import common.own\n")
     (tmp_path / "work").mkdir()
-    process = start([*command, tmp_path / "copy" / "script.py"], tmp_path / "work",
+    process = start([*RUN, tmp_path / "copy" / "script.py"], tmp_path / "work",
                     PYTHONPATH=str(ROOT))
     assert "its own\n" in finish(process) and process.returncode == 0
 
@@ -338,43 +337,15 @@ def test_an_error_is_one_line(tmp_path, launcher):
 # Processes that somebody starts without a launcher
 
 
-@pytest.fixture
-def two_ranks(tmp_path, corpus):
-    """Start the two ranks of ddp.py with their options, one ``late`` seconds later. Returns the
-    statuses and the outputs."""
-    def two_ranks(*options, first=0, late=0):
-        with free_port() as port:
-            processes = {}
-            for rank in (first, 1 - first):
-                processes[rank] = start(
-                    [sys.executable, ROOT / "ddp.py", *OPTIONS.split(), "--data", corpus,
-                     *options[rank].split()], tmp_path, RANK=str(rank), LOCAL_RANK=str(rank),
-                    WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                time.sleep(late)
-            outputs = [finish(processes[rank]) for rank in (0, 1)]
-        return [processes[rank].returncode for rank in (0, 1)], outputs
-
-    return two_ranks
-
-
-@pytest.mark.parametrize("first", sampled([0, 1], [0]))
-def test_a_rank_that_starts_late(two_ranks, tmp_path, expected, first):
-    statuses, outputs = two_ranks("", "", first=first, late=4)
-    assert statuses == [0, 0], outputs
-    assert is_near(tmp_path / "runs" / "ddp", expected)
-
-
-@pytest.mark.parametrize("wrong", sampled([0, 1], [1]))
-def test_a_rank_that_fails_before_it_connects(two_ranks, wrong):
-    """It says why; the other one waits for it, and then says so too."""
-    options = ["--timeout 3", "--timeout 3"]
-    options[wrong] += " --lr fast"
-    statuses, outputs = two_ranks(*options)
-    assert statuses == [1, 1] and "Traceback" not in "".join(outputs), outputs
-    (line,) = outputs[wrong].splitlines()[wrong:]  # of a rank that is not 0 an empty line is first
-    assert "--lr" in line and "'fast'" in line
-    line = outputs[1 - wrong].splitlines()[-1]
-    assert f"rank {1 - wrong} cannot connect" in line and "--timeout" in line
+@pytest.mark.parametrize("inject, env", sampled(STARTS := [
+    ("slow(0, 4)", {}), ("slow(1, 4)", {}),  # one starts late
+    # accelerate sets the variables of torchrun; ACCELERATE_* beside them change nothing
+    ("", {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true"}),
+], STARTS[1:]))
+def test_processes_meet(run, corpus, expected, inject, env):
+    """If one does not come: test_refusals.py."""
+    result = run("ddp.py", 2, f"{OPTIONS} --data {corpus}", inject=inject, env=env)
+    assert result.curve() == expected
 
 
 # Several machines, by hand: here one machine plays both
@@ -571,9 +542,3 @@ def test_deterministic_sets_what_gpus_need(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def test_the_variables_of_accelerate(run, corpus, expected):
-    """It sets those of torchrun; ACCELERATE_* beside them change nothing."""
-    env = {"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true"}
-    assert run("ddp.py", 2, f"{OPTIONS} --data {corpus}", env=env).curve() == expected

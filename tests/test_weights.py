@@ -200,29 +200,6 @@ def test_every_script_starts_from_the_weights(start, expected, llama, command, w
         assert row == pytest.approx(other, abs=1e-10)
 
 
-def test_a_run_goes_back_to_its_weights(start, server, expected, copied, corpus):
-    """Without the folder of Hugging Face. --keep does not remove them; and only the settings of the
-    model must be those of the import."""
-    out = start(copied, "single.py", 0, "--save-every 1 --keep 1").out
-    shutil.rmtree(copied)
-
-    def again(options):
-        """Returns the first loss, and the last step that is saved beside the imported weights."""
-        options = f"{TRAIN} --data {corpus} --keep 1 {options}"
-        loss = server.run("single.py", 0, options, folder=out.parent).history[0]["loss"]
-        imported, last = sorted(path.name for path in out.glob("step-*"))
-        assert imported == "step-00000000"
-        return loss, int(last[-1])
-
-    first = expected.history[0]["loss"]
-    assert again("--steps 3") == (first, 3)
-    assert again("--steps 1 --resume-from 0") == (first, 1)
-    assert again("--steps 4") == (first, 4)
-    assert again("--steps 1 --no-resume") == (first, 1)
-    assert again("--no-resume --seed 5 --batch-size 6 --lr 0.1") == (
-        pytest.approx(first, rel=0.1), 2)  # other samples; random weights would have 5.5, not 7
-
-
 def test_the_next_command_is_printed(server, llama, corpus, tmp_path, capsys, monkeypatch):
     """It runs as it stands; with another model it would be refused."""
     monkeypatch.chdir(tmp_path)
