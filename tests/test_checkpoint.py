@@ -2,9 +2,8 @@
 
 import errno
 import itertools
+import os
 import shutil
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -191,13 +190,6 @@ def saved(folder, model=None, **options):
     return folder
 
 
-def test_read_gives_the_models_state_dict(tmp_path):
-    model, other = Small(), Small()
-    model.norm(torch.randn(8, 4) + 3)
-    other.load_state_dict(checkpoint_files.read(saved(tmp_path, model) / "step-00000001"))
-    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-
-
 def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
     """A Hugging Face config has tuples, and keys that are numbers. What may change is printed."""
     settings = {"sizes": (1, 2), "labels": {0: "a"}, "dtype": torch.float32}
@@ -298,16 +290,14 @@ def test_what_must_not_be_saved(tmp_path, value, message):
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "lock", "run-id"}
 
 
-def test_the_lock_is_held_while_the_run_lasts(tmp_path):
-    checkpoints = checkpoints_of(tmp_path, Small())
+def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
+    checkpoints = checkpoints_of(tmp_path / "out", Small())
     checkpoints.resume()
-    take = "import fcntl; fcntl.lockf(open('lock', 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    def another_process():
-        return subprocess.run([sys.executable, "-c", take], cwd=tmp_path, capture_output=True)
-
-    assert b"BlockingIOError" in another_process().stderr
+    options = f"{SMALL} --steps 1 --save-every 0 --data {corpus}"
+    result = run("single.py", 0, options, expect_ok=False)
+    assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
     checkpoints.lock.close()
-    assert another_process().returncode == 0
+    run("single.py", 0, options)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
@@ -321,17 +311,17 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
 
 
-def test_a_loop_that_breaks_loses_no_save(tmp_path):
-    """The user's own break: what the thread still writes is complete after finish."""
-    checkpoints = checkpoints_of(tmp_path, Small(), every=2, in_background=True)
+@pytest.mark.parametrize("steps, saved", [(4, [2, 4]), (5, [2, 4, 5])])
+def test_a_loop_that_breaks_loses_no_save(tmp_path, steps, saved):
+    """The user's own break: what the thread still writes is complete after finish. The last step of
+    a run is saved too."""
+    checkpoints = checkpoints_of(tmp_path, Small(), every=2, keep=9, in_background=True, stop=5)
     checkpoints.resume()
-    for step in range(9):
+    for step in range(steps):
         checkpoints.after_step(step, 1.0)
-        if step == 3:
-            break
     checkpoints.finish()
     checkpoints.finish()
-    assert steps_of(tmp_path) == [2, 4]
+    assert steps_of(tmp_path) == saved
 
 
 class Copies(TorchDispatchMode):

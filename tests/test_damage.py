@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from common.errors import SettingError, printable
+from common.errors import SettingError
 from common.services import checkpoint_files
 from common.services.checkpoint import Checkpoints
-from tests.support.sample import thorough
+from tests.support.sample import sampled, thorough
 from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
 
 STEPS = f"{SMALL} --steps 8 --save-every 2 --keep 9"
@@ -180,26 +180,29 @@ def take_files_of_step_2(step):
 
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (DATA, flip_a_bit, f"{DATA} is damaged"), (".metadata", flip_a_bit, ".metadata is damaged"),
-    ("run.json", flip_a_bit, "run.json is damaged"), (SUMS, flip_a_bit, ""), (SUMS, truncate, ""),
-    ("__1_0.distcp", truncate, "__1_0.distcp is damaged"), (DATA, grow, "1,099,511,627,776 bytes"),
-    (DATA, remove, f"{DATA} cannot be read"), (".metadata", remove, ".metadata cannot be read"),
-    ("run.json", remove, "run.json cannot be read"), (SUMS, remove, f"{SUMS} cannot be read"),
+    ("run.json", flip_a_bit, "run.json is damaged"), (SUMS, flip_a_bit, ""),
+    ("__1_0.distcp", truncate, "__1_0.distcp is damaged"), (SUMS, clear, "SHA256SUMS lacks it"),
+    (DATA, remove, f"{DATA} cannot be read"), (SUMS, remove, f"{SUMS} cannot be read"),
     (DATA, become_a_fifo, f"{DATA} is no regular file"), (SUMS, grow, "1,099,511,627,776 bytes"),
-    (SUMS, become_a_folder, f"{SUMS} is no regular file"), (SUMS, clear, "SHA256SUMS lacks it"),
-    (".metadata", become_endless, ".metadata is no regular file"),
     ("", take_files_of_step_2, "was saved after step 2"),
     # What a stranger could write, with hashes that fit
     ("", write(".metadata", pickle.dumps(Run(os.system, "touch ran"))), "posix.system"),
-    ("", write(".metadata", pickle.dumps(Run(bytes, 10**18))), "builtins.bytes"),
     ("", write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))), "'torch.Size'"),
     ("", save_an_object, "BytesStorageMetadata"),
-    ("", write(".metadata", b"junk"), "cannot be read"),
     ("", write("run.json", b"[" * 9999), "RecursionError"),
+]
+MORE = [
+    (".metadata", remove, ".metadata cannot be read"), (SUMS, truncate, ""),
+    ("run.json", remove, "run.json cannot be read"), (DATA, grow, "1,099,511,627,776 bytes"),
+    (".metadata", become_endless, ".metadata is no regular file"),
+    (SUMS, become_a_folder, f"{SUMS} is no regular file"),
+    ("", write(".metadata", pickle.dumps(Run(bytes, 10**18))), "builtins.bytes"),
+    ("", write(".metadata", b"junk"), "cannot be read"),
     ("", write("run.json", b"{}"), "cannot be read"),
 ]
 
 
-@pytest.mark.parametrize("name, change, words", DAMAGE)
+@pytest.mark.parametrize("name, change, words", sampled(DAMAGE + MORE, DAMAGE))
 def test_damage(out, tmp_path, monkeypatch, name, change, words):
     """It is refused by a run that resumes and by what only reads; the first names an older one."""
     monkeypatch.chdir(tmp_path)
@@ -235,11 +238,6 @@ def test_control_characters_do_not_reach_the_terminal(out, capsys):
     assert resume(out) == 6
     printed = capsys.readouterr().out
     assert r"--lr was \x1b[2J, is 0.002" in printed and "\x1b" not in printed
-    write("run.json", text.replace('"--seed": 0', r'"--seed": "\u001b[2Jevil\nline"').encode())(
-        out / "step-00000006")
-    with pytest.raises(SettingError) as error:
-        resume(out)
-    assert r"--seed is \x1b[2Jevil\nline in" in printable(str(error.value))  # as launch prints it
 
 
 def test_links_to_old_checkpoints(run, corpus, out, tmp_path):

@@ -30,12 +30,11 @@ from common import launch
 from common.errors import SettingError
 from common.services.checkpoint_files import list_checkpoints
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import PATIENCE, ROOT, Result, free_port
+from tests.support.processes import PATIENCE, ROOT, SMALL, Result, free_port
 from tests.support.sample import sampled, thorough
 from tests.test_same_run import furthest
 
-OPTIONS = ("--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8 --steps 20 "
-           "--log-every 1 --dtype float64 --save-every 0")
+OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
 ENDLESS = f"{OPTIONS} --steps 100000 --save-every 50000"
 RUN = ["bash", str(ROOT / "run.sh")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -103,8 +102,8 @@ def left_over(folder):
 
 def children(pid):
     """The processes that ``pid`` has started, oldest first."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
-    return sorted(map(int, found.stdout.split()))
+    return [int(word) for word in
+            pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def listeners(pids):
@@ -349,6 +348,22 @@ def test_processes_meet(run, corpus, expected, inject, env):
 
 
 # Several machines, by hand: here one machine plays both
+
+
+def test_the_interface_that_leads_to_machine_0(tmp_path):
+    """Of this machine's own name gloo would take the address 127.0.1.1 on many systems."""
+    for name, text in {
+        "python": 'case "$1 $2" in "-P -") echo yes;; "-P -c") echo 10.1.2.3;; '
+                  '-c*) echo yes 3.11.9;; *) echo "$@";; esac',
+        "ip": '[ "$*" = "route show match 10.1.2.3" ] && '
+              'printf "default via 10.9.9.9 dev far\\n10.0.0.0/8 dev wire proto kernel\\n"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python", NNODES="2",
+                          NODE_RANK="1", MASTER_ADDR="host0",
+                          PATH=f"{tmp_path}:{os.environ['PATH']}"))
+    assert " GLOO_SOCKET_IFNAME=wire " in output and " --rdzv-endpoint=host0:29500 " in output
 
 
 @thorough

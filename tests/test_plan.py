@@ -279,30 +279,6 @@ def test_strategies_for_experts():
         "ep.py"]
 
 
-@thorough
-def test_a_plan_for_experts(monkeypatch, capsys, tmp_path):
-    """Of a config.json, which the command at the end names."""
-    config = vars(PRESETS["tiny"]) | {
-        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = f"--model {path} --seq-len 128 --dtype float32 --devices 2 --device-memory"
-    plan.main(f"{options} 1".split())
-    *table, left_out, short, command = capsys.readouterr().out.splitlines()
-    commands = [line.split(" " * 2)[-1] for line in table[1:]]
-    assert sorted(commands) == [
-        "ep.py --ep 1", "ep.py --ep 2", "hybrid_3d.py --pp 2 --microbatches 2",
-        "hybrid_3d.py --tp 2 --ep 2",
-    ]
-    assert left_out == f"left out: {NO_EXPERTS}" and short.startswith("left out: --cp that leaves")
-    assert f"run.sh {commands[0]} --model {path} --seq-len 128" in command
-    with pytest.raises(SystemExit, match="with --devices 4 --batch-size 4 fits ep.py --ep 1"):
-        plan.main(f"{options} 0.02".split())
-
-
 def test_a_plan(monkeypatch, capsys, tmp_path):
     """The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and
     a command that can be pasted. Why nothing can run."""
@@ -333,6 +309,13 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         "--seq-len 128 --dtype float32 --batch-size 16")
     with pytest.raises(SystemExit, match="--devices 32 --batch-size 32 fits fsdp.py"):
         rows("--device-memory 0.0111")
+    (tmp_path / "config.json").write_text(json.dumps(vars(PRESETS["tiny"]) | {
+        "model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False}))
+    mixtral = f"--model {tmp_path} --only ep.py --device-memory"
+    assert [row["command"] for row in rows(f"{mixtral} 1")] == ["ep.py --ep 1", "ep.py --ep 2"]
+    assert f"left out: {NO_EXPERTS}\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--devices 32 --batch-size 32 fits ep.py --ep 1"):
+        rows(f"{mixtral} 0.0111")
     with pytest.raises(SettingError, match="nothing can run on 3 devices: .*ddp.py: 3 ranks"):
         rows("--device-memory 1 --devices 3")
 
