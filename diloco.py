@@ -12,7 +12,7 @@ such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, 
     torchrun --nproc_per_node=8 diloco.py --replicas 4 --model small --dtype bfloat16 --lr 1e-3
     torchrun --nproc_per_node=8 diloco.py --inner-steps 500 --save-every 500 --steps 20000
 
-This is another algorithm than that of the other scripts. Its losses are close to those of ddp.py,
+This algorithm is not the one of the other scripts. Its losses are close to those of ddp.py,
 but not equal, and they depend on the number of replicas. Even if the replicas meet in each step it
 is not DDP, because AdamW is not linear: it divides by the size of the gradient, so the mean of the
 replicas' updates is not the update by the mean gradient. With SGD in place of AdamW, --outer-lr 1

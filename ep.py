@@ -14,7 +14,7 @@ then stay where they are, and tokens, which are less, travel. Keep --ep within a
 A router in each layer chooses k of E experts for each token. In each layer the ranks first tell
 each other how many tokens they will send (an all-to-all of counts). A second all-to-all takes each
 token to the ranks of its experts (dispatch); these compute, and a third one brings the results back
-(combine). No token is dropped, so the result is that of one process, however the tokens are spread.
+(combine). No token is dropped, so the result equals the result of one process.
 
 Sent in a step by each rank, beside what fsdp.py sends for the parameters outside the experts. X:
 bytes of the hidden states (B, T, D), in the type of the matrix products. W: bytes of the weights of

@@ -9,14 +9,15 @@ FSDP, arXiv:2304.11277)
     torchrun --nproc_per_node=8 fsdp.py --model small --dtype bfloat16 --compile --lr 1e-3
     torchrun --nproc_per_node=8 fsdp.py --replicate 2    # hybrid: 2 replicas, each on 4 ranks
 
-Each of n ranks sends for a micro-batch:
+Each of n ranks sends for a micro-batch some 3P(n-1)/n in float32, and 2P(n-1)/n in bfloat16, where
+P is the bytes of the parameters:
 
     all-gather of each unit's parameters before its forward pass      G(n-1)/n
     all-gather of all units but the last before the backward pass     (G-F)(n-1)/n
     reduce-scatter of each unit's gradients after its backward pass   P(n-1)/n
 
-P: bytes of the parameters. G: bytes that are gathered: P, or with --dtype bfloat16 P/2. F: the part
-of G in the last unit, norm and head, which stays gathered in between. Further:
+G: the bytes that are gathered: P, or with --dtype bfloat16 P/2. F: the part of G in the last unit,
+norm and head, which stays gathered between its forward and its backward pass. Further:
 
 - In each step the ranks also all-reduce one number, how many targets the global batch has: 8 bytes,
   of which each rank sends 16(n-1)/n.

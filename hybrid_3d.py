@@ -24,7 +24,7 @@ parallelism each tp rank has tokens of its own in the residual stream, as each c
 So to an expert all three axes are data parallelism: of the dp / R x cp x tp ranks of a replica, ep
 adjacent ones hold different experts, and send tokens to each other. FSDP shards the same experts
 over the expert_dp = (dp/R x cp x tp) / ep ranks that hold them. No expert is cut by tp.
-(docs/hybrid.md has both meshes of 8 ranks)
+(docs/strategies.md has both meshes of 8 ranks)
 
 Sent in a step: in each layer what tp.py and cp.py (--attention allgather) send for this rank's
 share of the batch; what fsdp.py sends for the parameters of this rank's stage, divided by tp; and

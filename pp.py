@@ -215,7 +215,7 @@ def main(argv=None):
 
 
 def cost_of_head(model):
-    """As how many layers the head computes. A module computes as much as it has parameters."""
+    """The cost of the head, in layers: a module costs as much as it has parameters."""
     head, layer = (
         sum(p.numel() for p in module.parameters())
         for module in (model.lm_head, model.model.layers["0"])

@@ -3,11 +3,13 @@
 #
 #   bash run.sh ddp.py --steps 50     one process per GPU; on a machine without GPUs, 2 processes
 #   NPROC=4 bash run.sh ddp.py        4 processes on each machine
+#   bash run.sh check SCRIPT          does your changed script train as one process does?
 #   bash run.sh test                  a sample of every kind of test; arguments go to pytest
 #   bash run.sh test --all            every test
 #   bash run.sh test --torch 2.11.0   with another torch, in a virtual environment of its own
-#   bash run.sh plan --help           a tool: bench, dry_run, export, import_hf, parity, plan or
-#                                     prepare
+#   bash run.sh plan --help           a tool: bench, check, dry_run, export, import_hf, parity, plan
+#                                     or prepare
+#   bash run.sh --help                this text
 #
 # On several machines, in one of two ways; each machine needs this folder and the working folder
 # at the same path, and --out on a file system that all share:
@@ -152,6 +154,10 @@ read_slurm_step() {
   MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 }
 
+if [[ " -h --help " = *" ${1:-} "* ]]; then  # the comment above
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$here/run.sh"
+  exit
+fi
 for name in NPROC NNODES MASTER_PORT; do check_number "$name" 1; done
 for name in NODE_RANK MAX_RESTARTS; do check_number "$name" 0; done
 command=${1:-}
@@ -167,6 +173,9 @@ if [ "$command" = test ]; then
   fi
   find_python "$torch"
   cd "$here"
+  # pytest says how many.
+  [ $# != 0 ] ||
+    echo "run.sh: a sample of the tests, some 5 minutes on two idle cores; --all: all, some 30"
   exec "$python" -m pytest "$@"
 fi
 # -P: a json.py in the working folder is not Python's.

@@ -178,11 +178,12 @@ def llama_plan(sequence_parallel):
 
 class Replicated(ParallelStyle):
     """Replicated weights, but as DTensors: clip_grad_norm_ and fused AdamW refuse a mix of Tensor
-    and DTensor. For modules that compute the same on all ranks: of a part of the sequence each rank
-    would have a part of the gradient, and nothing adds them up.
+    and DTensor. Use it for modules that compute the same on all ranks. If each rank gave the module
+    its own part of the sequence, its gradient would be partial, and nothing sums the parts.
 
-    ``partial_gradients``: all ranks compute the same, but use it for a part of the sequence or of
-    the heads each, such as the scale and shift of adaLN: the gradients of the output add up.
+    ``partial_gradients``: all ranks compute the same, but each uses the output for its own part of
+    the sequence or of the heads, such as the scale and shift of adaLN. Then the gradients of the
+    output are summed over the ranks.
     """
 
     def __init__(self, partial_gradients=False):

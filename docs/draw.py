@@ -139,26 +139,24 @@ def change_of_loss(run):
     return sum(run["loss"][-10:]) / sum(run["sound"][-10:]) - 1
 
 
-def bugs(columns=5, width=176, height=112):
-    """For each bug the loss with it over the loss without it, from 0 on."""
-    found = read("bugs")
-    yield from legend(8, 50, [("ca", "without the bug"), ("c5", "with it")])
-    for i, run in enumerate(found):
-        left, top = 8 + i % columns * width, 66 + i // columns * height
-        sound, losses = run["sound"], run["loss"]
-        highest = max(sound + losses)
+def bug(run, width=420, height=120):
+    """The loss with a bug over the loss without it, from 0 on."""
+    sound, losses = run["sound"], run["loss"]
+    right, up = (width - 60) / len(sound), (height - 54) / max(sound + losses)
 
-        def curve(values):
-            return [(left + step * (width - 16) / len(values), top + 76 - 56 * value / highest)
-                    for step, value in enumerate(values)]
+    def curve(values):
+        return [(12 + right * step, height - 34 - up * value) for step, value in enumerate(values)]
 
-        change = round(change_of_loss(run), 3) + 0.0  # no -0.0
-        number, _, words = run["name"].replace("-", " ").partition(" ")
-        yield text(left, top + 10, f"{int(number)} {words}", "ink s")
-        yield line([(left, top + 76), (left + width - 16, top + 76)], "grid")
-        yield line(curve(sound), "ca", 5, 'stroke-linejoin="round"')
-        yield line(curve(losses), "c5", 1.6, 'stroke-linejoin="round"')
-        yield text(left + width - 16, top + 92, f"{change:+.1%}", "soft s e")
+    change = round(change_of_loss(run), 3) + 0.0  # no -0.0
+    yield from legend(12, height - 10, [("ca", "without the bug"), ("c5", "with it")])
+    yield text(width - 8, height - 10, f"{change:+.1%}", "soft s e")
+    yield line([(12, height - 32), (width - 48, height - 32)], "grid")
+    for values, colour, stroke in ((sound, "ca", 5), (losses, "c5", 1.6)):
+        yield line(curve(values), colour, stroke, 'stroke-linejoin="round"')
+    # One number beside curves that end together, since two would cover each other.
+    apart = up * abs(sound[-1] - losses[-1]) > 14
+    for values in [losses, sound][:1 + apart]:
+        yield text(width - 40, curve(values)[-1][1] + 4, f"{values[-1]:.2f}", "soft s")
 
 
 def memory():
@@ -326,7 +324,9 @@ def grid():
 
 def draw():
     save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
-    save("bugs", 888, 750, "The loss with and without each bug, over 50 steps", bugs())
+    for number, run in enumerate(read("bugs"), 1):
+        title = f"The loss with and without bug {number}, over 50 steps"
+        save(f"bugs/{number:02}", 420, 120, title, bug(run), heading=False)
     save("memory", 830, 454, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())

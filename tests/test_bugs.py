@@ -31,7 +31,9 @@ def test_parity_says_what_the_page_says(once, shared, script):
     for bug in own:
         one = read(alone / f"{bugs.file_name(bug.against)}.parity")
         two = read(ranks / f"{bugs.file_name(bug.run)}.parity")
-        assert re.match("EQUAL: 2 ranks against 1, .* 2 updates", compare(one, two)), bug.run
+        equal = ("NOTHING PROVEN: 2 ranks against 1" if "bfloat16" in bug.run  # it compares less
+                 else "EQUAL: 2 ranks against 1, .* 2 updates")
+        assert re.match(equal, compare(one, two)), bug.run
         two = read(ranks / f"{bug.name}.parity")
         assert without_figures(compare(one, two)) == without_figures(bug.says), bug.name
 

@@ -58,9 +58,9 @@ def test_all_four_on_16_ranks(once, corpus):
     assert furthest(result.curve("val_loss"), expected.curve("val_loss")) < 1e-10
 
 
-def test_without_the_lines_that_docs_hybrid_deletes(once, shared):
+def test_without_the_lines_that_the_docs_delete(once, shared):
     """Those of context parallelism: what is left trains what single.py trains."""
-    page = (ROOT / "docs" / "hybrid.md").read_text()
+    page = (ROOT / "docs" / "strategies.md").read_text()
     (block,) = re.findall(r"(?s)```diff\n(.*?)```", page)
     edits = [["".join(re.findall(rf"(?m)^\{sign}(.*\n)", part)) for sign in "-+"]
              for part in re.split(r"(?m)^\n", block)]

@@ -65,6 +65,7 @@ SPLIT = [  # all ranks read the same samples
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
+SECONDS = 24  # of one CPU core, to count a strategy; a guess from plans of 8B models
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
 
@@ -473,6 +474,9 @@ def main(argv=None):
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
+    minutes = math.ceil(len(tried) * SECONDS / 60 / (os.cpu_count() or 1))
+    print(f"strategies to count: {len(tried)}, in about {minutes} min; those of an earlier plan "
+          "are kept", file=sys.stderr)
     rows = []
     with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}

@@ -74,5 +74,5 @@ def name_difference(everyone):
         f"rank {rank} calls {other[i]} where rank 0 calls {first[i]}: gradients of different "
         f"parameters would be added. Let every rank call the same modules in each micro-batch, and "
         f"add 0 times the output that its samples do not need; or read of parts that some samples "
-        f"do not use in docs/your-own-model.md"
+        f"do not use in docs/copying.md"
     )

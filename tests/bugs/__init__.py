@@ -2,14 +2,20 @@
 stand what happened in the field, what to run, the sound run to compare with, and what parity says.
 docs/bugs.md is made of them.
 
-    python -m tests.bugs    # after a change: runs them all, and writes what follows
+    python -m tests.bugs           # after a change: runs them all, and writes what follows
+    python -m tests.bugs NAME      # runs one
+    python -m tests.bugs --page    # writes the page alone, from what an earlier run has found
 """
 
 import dataclasses
 import pathlib
 import re
+import textwrap
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+from docs import draw
+
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parent.parent
 PAGE = ROOT / "docs" / "bugs.md"
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
@@ -43,7 +49,7 @@ class Bug:
 
 
 def paths():
-    return sorted(pathlib.Path(__file__).parent.glob("*.diff"))
+    return sorted(FOLDER.glob("*.diff"))
 
 
 def read():
@@ -77,23 +83,83 @@ def file_name(command):
     return re.sub(r"[^\w.]+", "-", command)
 
 
-def page(bugs):
-    """The text of docs/bugs.md: its head, and a section for each bug."""
-    parts = [PAGE.read_text().partition("\n## ")[0]]
-    for number, bug in enumerate(bugs, 1):
-        parts.append(f"""
-## {number}. {bug.title}
+# The page
 
+
+def found_in(bug):
+    """[(project and number, its address), ...] of the text."""
+    return re.findall(r"\[([^]]+)\]\((https://github\.com/[^)]+)\)", bug.text.replace("\n", " "))
+
+
+def short(says):
+    """What parity says, in the width of a table: without steps, names and digits."""
+    says = re.sub(r"DIFFERENT: step \d+: ", "", says)
+    says = re.sub(r"(gradients|values|weights) of [\w.]+ to [\w.]+ \((.*?)\)", r"\1 of \2", says)
+    says = re.sub(r"those of [\w.]+ to [\w.]+ \((.*?)\)", r"\1", says)
+    says = re.sub(r"\d+\.\d{6,}", lambda number: f"{float(number[0]):.6g}", says)
+    wrong = re.search(r"wrong from \S+ on down", says)
+    if wrong:
+        return wrong[0]
+    return re.split(r";|: look at|, and the loss|: neither| \(times|: learning rate|, elsewhere",
+                    says)[0]
+
+
+def change(bug):
+    """Of the mean loss of the last 10 of 50 steps, such as +0.1%."""
+    (run,) = (run for run in draw.read("bugs") if run["name"] == bug.name)
+    return f"{round(draw.change_of_loss(run), 3) + 0.0:+.1%}"  # no -0.0
+
+
+def index(bugs):
+    yield ("| bug | found in | what went wrong | lines | loss | what parity says |\n"
+           "|---|---|---|---|---|---|\n")
+    for number, bug in enumerate(bugs, 1):
+        name, address = found_in(bug)[0]
+        lines = max(len(re.findall(rf"(?m)^{sign}(?!--|\+\+)", bug.diff)) for sign in ("-", r"\+"))
+        yield (f"| [{number}](#bug-{number}) | [{name}]({address}) | {bug.title} | {lines} | "
+               f"{change(bug)} | {short(bug.says)} |\n")
+
+
+def puzzle(bug):
+    """The lines with the bug, as in the script, without what the patch takes away."""
+    hunks = [textwrap.dedent(new).rstrip() for _, new in bug.edits]
+    return "\n...\n".join(hunks)
+
+
+def changed(bug):
+    """The lines of the patch without those around them."""
+    hunks = re.split(r"(?m)^@@ .*\n", bug.diff)[1:]
+    return "\n\n".join("\n".join(re.findall(r"(?m)^[-+].*", hunk)) for hunk in hunks)
+
+
+def page(bugs):
+    """The text of docs/bugs.md: its head, an index, and a puzzle for each bug."""
+    parts = [PAGE.read_text().partition("\n## ")[0], "\n## Index\n\n", *index(bugs)]
+    for number, bug in enumerate(bugs, 1):
+        against = "" if bug.against == "single.py" else f", compared with `{bug.against}`"
+        parts.append(f"""
+## Bug {number}
+
+`{bug.run}` on {RANKS} ranks{against}:
+
+![Loss](pictures/bugs/{number:02}.svg)
+
+```python
+{puzzle(bug)}
+```
+
+<details><summary>Which line is wrong, or missing?</summary>
+
+**{bug.title}.**
 {bug.text}
 
-`{bug.run}` on {RANKS} ranks, compared with `{bug.against}` in one process:
-
 ```diff
-{bug.diff.rstrip()}
+{changed(bug)}
 ```
 
 ```text
 {bug.says}
 ```
+</details>
 """)
     return "".join(parts)

@@ -1,9 +1,12 @@
 """Runs all bugs, and writes what parity says into the patches, their loss curves into
-docs/data/bugs.json, and both into docs/bugs.md and its picture: python -m tests.bugs"""
+docs/data/bugs.json, and both into docs/bugs.md and its pictures: python -m tests.bugs. With names,
+such as 02-own-token-count, it runs these alone. With --page it runs nothing, and writes the page
+and the pictures again."""
 
 import json
 import pathlib
 import re
+import sys
 import tempfile
 
 from docs import draw
@@ -31,8 +34,7 @@ def loss_of(line):
     return sum(losses) / (len(losses) if line["loss"] == "mean" else 1)
 
 
-def main():
-    found = bugs.read()
+def run(found):
     with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
         recorded = []
         for options in bugs.FEW, CURVE:
@@ -41,15 +43,25 @@ def main():
                 own = pathlib.Path(folder, str(len(recorded)))
                 recorded.append(record(server, own, ranks, jobs))
     sound, with_bugs, *curves = recorded
-    for path, bug in zip(bugs.paths(), found):
+    for bug in found:
+        path = bugs.FOLDER / f"{bug.name}.diff"
         says = compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
         path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
     sound, with_bugs = ({name: [round(loss_of(line), 4) for line in lines]
                          for name, lines in runs.items()} for runs in curves)
-    (draw.DATA / "bugs.json").write_text(json.dumps([
-        {"name": bug.name, "sound": sound[bugs.file_name(bug.against)], "loss": with_bugs[bug.name]}
+    curves = {run["name"]: run for run in draw.read("bugs")} | {
+        bug.name: {"name": bug.name, "sound": sound[bugs.file_name(bug.against)],
+                   "loss": with_bugs[bug.name]}
         for bug in found
-    ]) + "\n")
+    }
+    rows = [curves[bug.name] for bug in bugs.read()]
+    (draw.DATA / "bugs.json").write_text(json.dumps(rows) + "\n")
+
+
+def main():
+    named = sys.argv[1:]
+    if named != ["--page"]:
+        run([bug for bug in bugs.read() if not named or bug.name in named])
     bugs.PAGE.write_text(bugs.page(bugs.read()))
     draw.draw()
 

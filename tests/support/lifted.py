@@ -1,6 +1,6 @@
 """A trainer of somebody else, with models of its own and an ordinary mean loss. The functions below
 ``main`` of the scripts are lifted into it, one strategy after the other: on every rank the losses
-and gradient norms of a few steps are those of one process. docs/lifting.md shows these loops."""
+and gradient norms of a few steps are those of one process. docs/copying.md shows these loops."""
 
 import functools
 

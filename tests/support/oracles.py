@@ -1,6 +1,6 @@
 """What ep.py and hybrid_3d.py hold and send, in formulas. Tests compare these with what is counted;
 the scripts print the counted bytes alone, since sums of so many terms teach nothing. The symbols
-are those of docs/bytes.md."""
+are those of docs/planning.md."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Models of docs/your-own-model.md that no script trains. tests/test_porting.py brings each of them
+"""Models of docs/copying.md that no script trains. tests/test_porting.py brings each of them
 to the scripts."""
 
 import torch
