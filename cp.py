@@ -100,7 +100,7 @@ def main(argv=None):
         set_attention(model, attention, group, replaces=plain_attention)
     # CP: the positions in each sequence that this rank computes, (T/cp,)
     positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
@@ -531,6 +531,10 @@ def check(args, n):
          f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
          f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
          f"and is a multiple of the second, or --attention ring"),
+        (args.compile and args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --compile: the collectives of attention break "
+         "the graph of a layer, so torch would compile none of it; leave out one, or use "
+         "--activation-checkpointing full"),
     ])
 
 

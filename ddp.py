@@ -54,7 +54,7 @@ def main(argv=None):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
     torch._dynamo.config.optimize_ddp = False  # DDP: otherwise it cuts layers' graphs at 25 MB
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False

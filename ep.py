@@ -97,7 +97,7 @@ def main(argv=None):
     with torch.device("meta"):
         model = use_experts(Transformer(args.config)).to(args.param_dtype)  # EP: for each MLP
     layers = model.model.layers.values()
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
     # EP: first the experts of each layer, then FSDP for the rest of it
     for layer in layers:

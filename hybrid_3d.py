@@ -185,7 +185,7 @@ def main(argv=None):
     if cp > 1:
         group = mesh.get_group("cp")
         set_attention(model, allgather_attention, group, replaces=plain_attention)
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     # FSDP: what is gathered together
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
@@ -398,6 +398,10 @@ def check(args, n, dp, M):
         (experts and args.activation_checkpointing == "selective",
          "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
          "layer, and torch cannot compute a part of such a layer again; use full"),
+        (cp > 1 and args.compile and args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --compile: the collectives of attention break "
+         "the graph of a layer, so torch would compile none of it; leave out one, or use "
+         "--activation-checkpointing full"),
         *(cannot_share(config, sharers, args.ep) if experts else ()),
     ])
 

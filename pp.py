@@ -73,7 +73,7 @@ from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
 from common.torch_versions import (
-    pass_on_no_gradients_in_eval, prepare_to_train, skip_first_messages
+    pass_on_no_gradients_in_eval, prepare_to_train, separate_directions, skip_first_messages
 )
 
 # Services, optional: delete an import and every line that uses it
@@ -130,7 +130,8 @@ def main(argv=None):
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
     )
     for part in parts:
-        wrap_layers(part.model.layers.values(), args.compile, args.activation_checkpointing)
+        layers = part.model.layers.values()
+        wrap_layers(layers, args.compile, args.activation_checkpointing, part.lm_head)
         materialise(part, device, args.seed)
         part.forward = autocast(part.forward)
     parameters = [parameter for part in parts for parameter in part.parameters()]
@@ -330,6 +331,7 @@ def make_schedule(
         part: part.register_forward_hook(check_output)
         for stage, part in zip(own, parts) if stage < num_stages - 1
     }
+    separate_directions(group)
     stages = [
         pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,

@@ -78,7 +78,7 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     parallelize(model, mesh["tp"], llama_plan(args.sequence_parallel))  # TP: before the optimizer
     if args.compile:  # TP: a compiled layer cannot take an output that is still on its way
         wait_for_output(model.model.embed_tokens)

@@ -141,7 +141,7 @@ def _add_device(parser):
         "gradients and the loss in float32; float64: to compare curves exactly")
     add("--deterministic", action="store_true", help="on GPUs: add up in a fixed order, so that "
         "the same run on the same GPUs repeats bit for bit; slower")
-    add("--compile", action="store_true", help="torch.compile each layer")
+    add("--compile", action="store_true", help="torch.compile each layer, and the loss")
     add("--activation-checkpointing", nargs="?", choices=("full", "selective"), const="full",
         help="full: keep only the input of each layer, and compute the layer again in the backward "
         "pass; selective: also keep the outputs of matrix products and attention, and compute only "

@@ -8,6 +8,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from common.errors import SettingError
 
+try:
+    from torch.distributed import config
+except ImportError:
+    config = None  # 2.11 has no options of this kind
+
 # Ends with 2.13: before, only the old names of these functions exist.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -71,6 +76,19 @@ def reduce_unused_parameters(model):
         )
     model.set_reduce_scatter_unused_params(True)
     model.reduces_unused = True  # for compare_calls
+
+
+def separate_directions(group):
+    """Let PipelineStages that are made later send forward and backward over communicators of their
+    own, if ``group`` has NCCL. On one communicator a rank cannot send while it waits to receive,
+    and looped and V-shaped schedules can deadlock, as torch's comment on this option says.
+
+    Ends with the version that does so by default. The option came with 2.14, and has its second
+    name from 2.15 on. It fails on gloo.
+    """
+    for name in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):
+        if "nccl" in dist.get_backend(group) and hasattr(config, name):
+            setattr(config, name, True)
 
 
 def skip_first_messages(stages):

@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.attention import aten, merge, rows, wide
+from common.attention import aten, merge, pad_heads, rows, wide
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
@@ -102,7 +102,7 @@ def main(argv=None):
     # CP: the positions in each sequence that this rank computes, (T/cp,)
     positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
     shards = shard_positions(args.seq_len, ring.size(), zigzag).to(device)  # of all in the ring
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
@@ -469,17 +469,20 @@ def attend_where_visible(q, kv, causal, scale, visible):
     """
     q, k, v = rows(q, *kv)
     bias = as_bias(visible, q)
-    if q.device.type == "cpu":
+    if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=bias, scale=scale
         )
     if q.dtype == torch.float64:
         raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
+    K = q.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    q, k, v = pad_heads(q, k, v)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
-    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+    return out[..., :K], lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
 
 
 def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visible):
@@ -487,12 +490,15 @@ def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visi
     """
     grad_out, q, k, v = rows(grad_out, q, *kv)
     out, lse, bias = out.to(q.dtype), lse.contiguous(), as_bias(visible, q)
-    if q.device.type == "cpu":
+    if q.is_cpu:
         grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         return grad_q, torch.stack(grad_kv)
-    seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: not used
+    K = q.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    grad_out, q, k, v, out = pad_heads(grad_out, q, k, v, out)
+    seed = offset = q.new_zeros((), dtype=torch.int64)  # of dropout: not used
     shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
@@ -500,7 +506,7 @@ def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visi
         grad_out, q, k, v, bias, out, padded, seed, offset, 0.0, (True, True, True, False), causal,
         scale=scale,
     )
-    return grad_q, torch.stack(grad_kv).unflatten(2, (-1, shared)).sum(3)
+    return grad_q[..., :K], torch.stack(grad_kv)[..., :K].unflatten(2, (-1, shared)).sum(3)
 
 
 def as_bias(visible, q):
@@ -578,6 +584,10 @@ def check(args, n):
          f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
          f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
          f"and is a multiple of the second, or --attention ring"),
+        (args.compile and args.activation_checkpointing == "selective",
+         "--activation-checkpointing selective with --compile: the collectives of attention break "
+         "the graph of a layer, so torch would compile none of it; leave out one, or use "
+         "--activation-checkpointing full"),
     ])
 
 

@@ -86,7 +86,7 @@ def main(argv=None):
         model = Transformer(args.config).to(args.compute_dtype)  # LoRA: it is not trained
     layers = model.model.layers.values()
     add_adapters(model, layers, args.lora_rank, args.lora_alpha, args.param_dtype)
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),

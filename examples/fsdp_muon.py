@@ -73,7 +73,7 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    wrap_layers(layers, args.compile, args.activation_checkpointing)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),

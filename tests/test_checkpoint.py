@@ -2,9 +2,8 @@
 
 import errno
 import itertools
+import os
 import shutil
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -191,13 +190,6 @@ def saved(folder, model=None, **options):
     return folder
 
 
-def test_read_gives_the_models_state_dict(tmp_path):
-    model, other = Small(), Small()
-    model.norm(torch.randn(8, 4) + 3)
-    other.load_state_dict(checkpoint_files.read(saved(tmp_path, model) / "step-00000001"))
-    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-
-
 def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
     """A Hugging Face config has tuples, and keys that are numbers. What may change is printed."""
     settings = {"sizes": (1, 2), "labels": {0: "a"}, "dtype": torch.float32}
@@ -228,6 +220,7 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
     assert checkpoints_of(tmp_path, model, must=settings).resume(newest=False) == 0
     assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
     assert steps_of(tmp_path) == [0] and steps_of(tmp_path / "previous-1") == [2]
+    assert checkpoints_of(tmp_path, Small(), must=settings).resume(step=0) == 0
     with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 in this run"):
         checkpoints_of(tmp_path, Small(), must={"size": 5}).resume()
 
@@ -240,37 +233,28 @@ def another_model(names):
     return model
 
 
-ANOTHER_RUN = {
-    "settings": ({"must": {"sizes": (1, 3)}}, Small, "sizes is None in .* and .1, 3. in this run"),
-    "optimizer": ({"optimizer": torch.optim.AdamW}, Small,
-                  "the optimizer is SGD in .* and AdamW in this run"),
-    "fewer names": ({}, lambda: another_model(["linear.bias", "norm.running_var"]),
-                    "no rank of this run has linear.bias, norm.running_var"),
-    "more names": ({}, lambda: nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)}),
-                   "x.weight has shape .1, 1. here and none there"),
-    "shapes": ({}, lambda: nn.ModuleDict({"linear": nn.Linear(4, 5)}),
-               "linear.weight has shape .5, 4. here and .4, 4. there"),
-    "end": ({"stop": 0}, Small, "holds a run that has finished step 1, and --steps is 0: raise"),
-}
+def adam(model, **options):
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
-@pytest.mark.parametrize("case", ANOTHER_RUN)
-def test_a_checkpoint_of_another_run(tmp_path, case):
-    options, make_model, message = ANOTHER_RUN[case]
-    model = make_model()
-    if "optimizer" in options:
-        options = {"optimizer": options["optimizer"](model.parameters())}
-    saved(tmp_path)
-    with pytest.raises(SettingError, match=message):
-        checkpoints_of(tmp_path, model, **options).resume()
-
-
-def test_a_setting_that_needs_other_states_must_stay(tmp_path):
-    model = Small()
-    saved(tmp_path, model, optimizer=torch.optim.AdamW(model.parameters()))
-    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    with pytest.raises(SettingError, match="amsgrad is False in .* and True in this run: resume"):
-        checkpoints_of(tmp_path, model, other).resume()
+def test_a_checkpoint_of_another_run(tmp_path):
+    saved(tmp_path / "sgd", must={"sizes": (1, 2)})
+    saved(tmp_path / "adam", model := Small(), optimizer=adam(model))
+    fewer = another_model(["linear.bias", "norm.running_var"])
+    more = nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)})
+    larger = nn.ModuleDict({"linear": nn.Linear(4, 5)})
+    for name, model, optimizer, options, message in [
+        ("sgd", Small(), None, {"must": {"sizes": (1, 3)}}, "sizes is .1, 2. in .* and .1, 3. in"),
+        ("sgd", model := Small(), adam(model), {}, "optimizer is SGD in .* and AdamW in this run"),
+        ("sgd", fewer, None, {}, "no rank of this run has linear.bias, norm.running_var"),
+        ("sgd", more, None, {}, "x.weight has shape .1, 1. here and none there"),
+        ("sgd", larger, None, {}, "linear.weight has shape .5, 4. here and .4, 4. there"),
+        ("sgd", Small(), None, {"stop": 0}, "finished step 1, and --steps is 0: raise"),
+        ("adam", model := Small(), adam(model, amsgrad=True), {}, "amsgrad is False in .* True"),
+    ]:
+        options = {"must": {"sizes": (1, 2)} if name == "sgd" else {}} | options
+        with pytest.raises(SettingError, match=message):
+            checkpoints_of(tmp_path / name, model, optimizer, **options).resume()
 
 
 def test_tensors_and_optimizers_belong_together(tmp_path):
@@ -283,13 +267,12 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 
 
-@pytest.mark.parametrize("value, norm, message", [
-    (torch.tensor([[1.0, float("nan")]]), 1.0,
-     "since optimizer.linear.weight.momentum_buffer is not finite: lower --lr if"),
-    (torch.ones(1, 2), float("inf"), "since a gradient norm is not finite: lower --lr if"),
-    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+@pytest.mark.parametrize("value, message", [
+    (torch.tensor([[1.0, float("nan")]]),
+     "optimizer.linear.weight.momentum_buffer is not finite: lower --lr"),
+    (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
 ])
-def test_what_must_not_be_saved(tmp_path, value, norm, message):
+def test_what_must_not_be_saved(tmp_path, value, message):
     """The infinity of a mask is saved, and the step before is intact."""
     model = Small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
@@ -300,23 +283,21 @@ def test_what_must_not_be_saved(tmp_path, value, norm, message):
         checkpoints.after_step(step, 1.0)
     assert checkpoint_files.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
-    checkpoints.after_step(2, torch.tensor(norm))
+    checkpoints.after_step(2, 1.0)
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "lock", "run-id"}
 
 
-def test_the_lock_is_held_while_the_run_lasts(tmp_path):
-    checkpoints = checkpoints_of(tmp_path, Small())
+def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
+    checkpoints = checkpoints_of(tmp_path / "out", Small())
     checkpoints.resume()
-    take = "import fcntl; fcntl.lockf(open('lock', 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    def another_process():
-        return subprocess.run([sys.executable, "-c", take], cwd=tmp_path, capture_output=True)
-
-    assert b"BlockingIOError" in another_process().stderr
+    options = f"{SMALL} --steps 1 --save-every 0 --data {corpus}"
+    result = run("single.py", 0, options, expect_ok=False)
+    assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
     checkpoints.lock.close()
-    assert another_process().returncode == 0
+    run("single.py", 0, options)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
@@ -330,17 +311,17 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
 
 
-def test_a_loop_that_breaks_loses_no_save(tmp_path):
-    """The user's own break: what the thread still writes is complete after finish."""
-    checkpoints = checkpoints_of(tmp_path, Small(), every=2, in_background=True)
+@pytest.mark.parametrize("steps, saved", [(4, [2, 4]), (5, [2, 4, 5])])
+def test_a_loop_that_breaks_loses_no_save(tmp_path, steps, saved):
+    """The user's own break: what the thread still writes is complete after finish. The last step of
+    a run is saved too."""
+    checkpoints = checkpoints_of(tmp_path, Small(), every=2, keep=9, in_background=True, stop=5)
     checkpoints.resume()
-    for step in range(9):
+    for step in range(steps):
         checkpoints.after_step(step, 1.0)
-        if step == 3:
-            break
     checkpoints.finish()
     checkpoints.finish()
-    assert steps_of(tmp_path) == [2, 4]
+    assert steps_of(tmp_path) == saved
 
 
 class Copies(TorchDispatchMode):

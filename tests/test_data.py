@@ -116,6 +116,12 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     inputs, targets = dataset[3]
     assert inputs.tolist() == list(range(48, 64)) and targets.tolist() == list(range(49, 65))
     assert dataset[61][1][-1] == 992
+    with pytest.raises(SettingError, match="holds token 64, beyond a vocabulary of 64"):
+        TokenDataset(tmp_path / "tokens.bin", 16, vocab_size=64)[3]
+    TokenDataset(tmp_path / "tokens.bin", 16, vocab_size=65)[3]
+    for vocabulary, size in (2**16, 2), (2**16 + 1, 4):  # 16 bits hold ids up to 65,535
+        found = TokenDataset(tmp_path / "tokens.bin", 16, vocab_size=vocabulary)
+        assert found.dtype.itemsize == size
     tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
     assert torch.equal(TokenDataset(tmp_path / "wide.bin", 16, "uint32")[3][0], inputs)
 

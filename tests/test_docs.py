@@ -35,7 +35,7 @@ FOLDERS = [*PRODUCT, "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
 FOREIGN = set("""--all --torch --help --node_rank --master_addr --cap-add --ipc --pid
     --shm-size --ulimit --ctstate --dport
-    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks-per-node
+    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --mem --nodes --ntasks-per-node
     --signal --separator --tied
     --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
     --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())

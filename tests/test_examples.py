@@ -1,6 +1,5 @@
 """The examples: scripts brought to other models train as one process does, and resume."""
 
-import ast
 import functools
 import importlib.util
 import json
@@ -52,10 +51,13 @@ def example(tmp_path_factory, corpus):
         "ddp_convnet": "", "fsdp_gpt2": f"--data {folder}/lines --seq-len 24",
         "tp_llama": f"--from-pretrained {folder} --data {corpus} --val-data {corpus} --seq-len 32",
         "cp_documents": f"--data {folder}/lines --val-data {folder}/lines {DOCUMENTS}",
+        "fsdp_lora": f"--model {folder} --data {corpus} --seq-len 32",
+        "fsdp_muon": f"--data {corpus} --seq-len 32 --hidden-size 32 --intermediate-size 48 "
+                     "--num-attention-heads 8 --num-hidden-layers 2",
     }
     with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
         def run(name, world, options, out=None):
-            if name in ("fsdp_gpt2", "tp_llama") and not HAS_TRANSFORMERS:
+            if name in ("fsdp_gpt2", "tp_llama", "fsdp_lora") and not HAS_TRANSFORMERS:
                 pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
                             "pip install -r examples/requirements.txt")
             return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
@@ -84,13 +86,15 @@ def test_follows_one_process(example, name, world, more):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-NAMES = ["fsdp_gpt2", "ddp_convnet", "tp_llama", "cp_documents"]
+RESUMES = [  # an example, and by how much its last loss may differ on other ranks: with dropout, or
+    # statistics of what a rank sees, it goes on in the same direction
+    ("fsdp_gpt2", 0.5), ("ddp_convnet", 0.5), ("tp_llama", 1e-10), ("cp_documents", 1e-10),
+    ("fsdp_lora", 1e-10), ("fsdp_muon", 1e-10),
+]
 
 
-@thorough
-@pytest.mark.parametrize("name", NAMES)
-def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
-    """With dropout on at the same world size; at another world size in the same direction."""
+@pytest.mark.parametrize("name, within", sampled(RESUMES, RESUMES[4:]))
+def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name, within):
     whole = example(name, 2, "")
     last = "step-00000008"
     expected = checkpoint_files.read(whole.out / last, prefix="")
@@ -102,7 +106,7 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name):
         assert found.keys() == expected.keys()
         equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
         assert all(equal) if world == 2 else not all(equal)
-        assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < 0.5
+        assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < within
 
 
 def test_the_loss_in_bfloat16_has_more_than_3_digits(example):
@@ -145,10 +149,8 @@ def document_by_document(example):
     return torch.tensor(curve)
 
 
-PACKED = [(n, attention) for n in (1, 2, 4, 8) for attention in ("ring", "ulysses")]
-
-
-@pytest.mark.parametrize("world, attention", sampled(PACKED, [(4, "ring"), (4, "ulysses")]))
+@pytest.mark.parametrize("world, attention", sampled(
+    [(1, "ring"), (4, "ring"), (4, "ulysses"), (8, "ulysses")], [(4, "ring"), (4, "ulysses")]))
 def test_packed_documents_do_not_see_each_other(example, document_by_document, world, attention):
     """With more ranks than the 2 key/value heads."""
     result = example("cp_documents", world, f"--steps 3 --grad-accum 2 --attention {attention}")
@@ -157,7 +159,7 @@ def test_packed_documents_do_not_see_each_other(example, document_by_document, w
     assert result.summary["sent"] == result.summary["theory"]["sent"]["bytes"]  # as in cp.py
 
 
-@pytest.mark.parametrize("world", sampled([1, 2, 4, 8], [4]))
+@pytest.mark.parametrize("world", sampled([1, 4, 8], [4]))
 def test_attention_within_documents(run, world):
     """Outputs and gradients; documents of one token, of one chunk, across chunks and ranks, as long
     as the sequence. Blocks that no query sees are not computed."""
@@ -224,31 +226,3 @@ def test_the_trainer_and_the_same_with_fsdp():
     )
     assert one.shape == (20, 2)
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-# As a reader compares them
-
-
-def below_main(path):
-    """The functions of a script by their names, as text."""
-    source = path.read_text()
-    return {node.name: ast.unparse(node) for node in ast.parse(source).body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"}
-
-
-@pytest.mark.parametrize("script, example, lifted", [
-    ("fsdp.py", "fsdp_gpt2.py", {"shard", "add_gradients_up", "check"}),
-    ("fsdp.py", "fsdp_lora.py", {"shard", "add_gradients_up", "move_buffers", "check"}),
-    ("fsdp.py", "fsdp_muon.py", {"shard", "add_gradients_up", "move_buffers", "check"}),
-    ("tp.py", "tp_llama.py", {"Replicated", "wait_for_output", "redistribute_gradients",
-                              "check"}),
-    ("cp.py", "cp_documents.py", {"shard_positions", "all_reduce_in_backward",
-                                  "set_attention", "refuse_others", "around_the_ring", "pass_on",
-                                  "in_sight", "ulysses_attention", "can_share_heads", "Resplit",
-                                  "check"}),
-    ("examples/trainer.py", "trainer_fsdp.py", {"LanguageModel", "get_batch"}),
-    ("fsdp.py", "trainer_fsdp.py", {"shard"}),
-])
-def test_what_is_lifted_is_unchanged(script, example, lifted):
-    own, other = below_main(ROOT / script), below_main(ROOT / "examples" / example)
-    assert {name for name in own.keys() & other.keys() if own[name] == other[name]} == lifted

@@ -3,16 +3,15 @@ status that is not 0; the checkpoints before it are whole; and the same command 
 the end of a run that nothing has disturbed, bit for bit (single.py and ddp.py: that each script
 resumes bit for bit is in test_same_run.py)."""
 
-import os
 import re
 import signal
 
 import pytest
 import torch
 
-from common.services import checkpoint_files, run_folder
-from tests.support.processes import ROOT
-from tests.support.sample import sampled, thorough
+from common.services import checkpoint_files
+from tests.support.edits import edited
+from tests.support.sample import sampled
 from tests.test_refusals import in_order
 
 MODEL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -24,8 +23,8 @@ COMMANDS = [
     ("diloco.py --inner-steps 2", 2),
 ]
 
-LOST = "a collective of rank 0 failed, since another process has ended or was silent for --timeout"
-NOT_SAVED = "step 6 is not saved, since ... is not finite: lower --lr if"
+LOST = "a collective of rank 0 failed ... another process has ended ... --timeout"
+NOT_SAVED = "step 6 is not saved ... is not finite: lower --lr"
 DIVERGED = "not finite: they were finite at step ... lower --lr"
 
 # A command, the number of processes and further options; what is injected (names of inject.py);
@@ -34,39 +33,37 @@ FAULTS = [
     # A gradient that overflows in the norm, in a step that is not logged
     *[(command, world, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
       for command, world in COMMANDS],
-    ("single.py", 0, "--log-every 9", "gradients_times(torch.nan, 5)", NOT_SAVED, [3]),
-    ("ddp.py", 2, "--log-every 9 --async-save", "gradients_times(1e30, 5)", NOT_SAVED, [3]),
+    ("ddp.py", 2, "--log-every 9 --async-save", "gradients_times(torch.nan, 5)", NOT_SAVED, [3]),
     ("ddp.py", 2, "--log-every 2", "gradients_times(1e30, 4)", DIVERGED, [3]),
     ("single.py", 0, "--log-every 3 --save-every 0", "gradients_times(torch.inf, 4)", DIVERGED, []),
-    ("single.py", 0, "", "nan_weights()", "not finite: look at the weights that the run", []),
+    ("single.py", 0, "", "nan_weights()", "not finite: look at the weights", []),
     # An update that overflows after a norm that is finite
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
-       "step 1 is not saved, since ... is not finite: lower --lr if", [])
+       "step 1 is not saved ... is not finite: lower --lr", [])
       for command, world in [("single.py", 0), ("zero.py", 2), ("hybrid_3d.py --tp 2", 2)]],
     # A stage that returns something else than the next one expects
-    *[(command, 2, "", f"stages_return({change})",
-       f"a stage returns {found}, and the next one expects one tensor, ({rows}, 32, 48) torch.", [])
-      for command, rows, change, found in (
-        ("hybrid_3d.py --pp 2", 4, "twice", "a tuple"), ("pp.py", 2, "twice", "a tuple"),
+    *[(command, 2, "", f"stages_return({change})", f"a stage returns {found} ... ({rows}, 32, 48)",
+       []) for command, rows, change, found in (
+        ("hybrid_3d.py --pp 2", 4, "twice", "a tuple"),
         ("pp.py", 2, "torch.Tensor.double", "(2, 32, 48) torch.float64"),
         ("pp.py", 2, "first_columns", "(2, 32, 5) torch.float32"))],
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, kill_self, on=1)", LOST, [3]),
-    *[(command, 2, "--timeout 5", "stop(5, 1)", LOST, [3])
-      for command in ("ddp.py", "hybrid_3d.py --tp 2", "hybrid_3d.py --pp 2")],
     ("ddp.py", 2, "--timeout 5", "stop(5, 0)", LOST.replace("rank 0", "rank 1"), [3]),
+    ("hybrid_3d.py --pp 2", 2, "--timeout 5", "stop(5, 1)", LOST, [3]),
     ("ddp.py", 2, "", "at(5, fail, 'pair.cc: Application timeout caused pair closure')",
-     "failed, since another process has ended or was silent for --timeout", [3]),
+     "another process has ended ... --timeout", [3]),
     ("fsdp.py", 2, "--timeout 5", "at(5, time.sleep, 10, on=1)",
-     "failed, since another process has ended or was silent for --timeout", [3]),
+     "another process has ended ... --timeout", [3]),
     # A disk that is full, a file that cannot be written
-    *[("ddp.py", 2, options, f"at(5, limit_files, 20_000, on={rank})",
-       "the checkpoint of step 6 could not be written to ... File too large ... make room", left)
-      for rank in (0, 1) for options, left in (("", [3]), ("--async-save --save-every 6", []))],
+    ("ddp.py", 2, "", "at(5, limit_files, 20_000, on=0)",
+     "step 6 could not be written to ... File too large ... make room", [3]),
+    ("ddp.py", 2, "--async-save --save-every 6", "at(5, limit_files, 20_000, on=1)",
+     "step 6 could not be written to ... File too large ... make room", []),
     ("single.py", 0, "", "at(5, fill_disk_under, 'metrics.jsonl')",
      "metrics.jsonl cannot be written ... No space left on device", [3]),
-    # A reader of the output that ends, as in `| head -1`; data workers that cannot start, or die
     ("single.py", 0, "", "at(5, sys.exit, 'no data')", "single.py: error: no data", [3]),
+    # Data workers that cannot start, or die
     ("single.py", 0, "--workers 1", "long_tmpdir()", "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2", "at(5, kill_a_worker)", "DataLoader worker (pid", [3]),
     # Data that is replaced or cut while it is read, by this process or by a worker
@@ -76,7 +73,7 @@ FAULTS = [
      "before(common.data, 'load_batches', lambda *_: os.truncate('copy', 100))",
      "copy has changed since the run began", []),
     ("single.py", 0, "--data copy", "at(5, os.remove, 'copy')",
-     "copy cannot be read (No such file or directory): put it back", [3]),
+     "copy cannot be read (No such file or directory)", [3]),
     # Memory that an option asks for
     ("single.py", 0, "--vocab-size 2000000000 --hidden-size 20000", "", "can't allocate memory",
      []),
@@ -139,70 +136,43 @@ def test_an_error_that_is_no_setting(run, corpus, command, world, inject, words)
     assert all(result.statuses)
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_an_output_that_is_closed(run, corpus, stream):
-    """`>&-`: the run goes on without it."""
-    result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=f"sys.{stream} = None")
-    assert steps(result.out) == [3, 6, 8] and "Traceback" not in result.output
-
-
 # A script that somebody has edited
 
 
-def edited(folder, script, *changes):
-    """A copy of a script, beside common/, in which regular expressions have been replaced."""
-    source = (ROOT / script).read_text()
-    for pattern, new in changes:
-        source, count = re.subn(pattern, new, source, flags=re.MULTILINE)
-        assert count, pattern
-    (folder / "common").symlink_to(ROOT / "common")
-    (folder / script).write_text(source)
-    return str(folder / script)
+LOG = "        report.log(step, loss, grad_norm)\n"
+UNREPORTED = [
+    ("report.steps(load_steps(dataset, sampler, device, args.workers))",
+     "load_steps(dataset, sampler, device, args.workers)"),
+    *((line, "") for line in (
+        LOG, "    Report.add_options(parser)\n", "    return report.close(theory.ddp(args, n))\n",
+        "    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)\n",
+        "    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):\n"
+        "        report.log_validation(sampler.start - 1, validation.loss(model))\n",
+        "        if validation.due(step):\n"
+        "            report.log_validation(step, validation.loss(model))\n")),
+]
 
 
-UNREPORTED = [(r"report\.steps\((.*)\):", r"\1:"), (r"^.*(\b[Rr]eport\b|validation\.due).*\n", "")]
-
-
-@pytest.mark.parametrize("script, world", sampled([("single.py", 0), ("ddp.py", 2)],
-                                                  [("ddp.py", 2)]))
-def test_without_the_report_a_broken_step_is_not_saved(run, corpus, tmp_path, script, world):
-    copy = edited(tmp_path, script, *UNREPORTED)
+def test_without_the_report_a_broken_step_is_not_saved(run, corpus, tmp_path):
+    copy = edited(tmp_path, "ddp.py", *UNREPORTED)
     options = OPTIONS.replace("--log-every 1", "")
-    result = run(copy, world, f"{options} --data {corpus}", inject="gradients_times(1e30, 5)",
+    result = run(copy, 2, f"{options} --data {corpus}", inject="gradients_times(1e30, 5)",
                  expect_ok=False)
     (line,) = result.lines
     assert in_order(NOT_SAVED, line) and all(result.statuses) and steps(result.out) == [3]
 
 
-UNLOGGED = "error: report.log was not called in step {}: call it once in each step"
-
-
 @pytest.mark.parametrize("new, words, left", [
-    ("", UNLOGGED.format(1), []),
-    (r"\1if step != 4:\n\1    \g<0>", UNLOGGED.format(5), [3]),
-    (r"\1if step == 4:\n\1    break\n\g<0>", "stopped after step 4 of 8, and not saved", [3]),
+    ("", "report.log was not called in step 1: ", []),
+    (f"        if step != 4:\n    {LOG}", "report.log was not called in step 5: ", [3]),
+    (f"        if step == 4:\n            break\n{LOG}", "stopped after step 4 of 8, and not saved",
+     [3]),
 ])
 def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, new, words, left):
     """Without its log, or with a break of its own."""
-    copy = edited(tmp_path, "ddp.py", (r"^( *)report\.log\(.*\n", new))
+    copy = edited(tmp_path, "ddp.py", (LOG, new))
     result = run(copy, 2, f"{OPTIONS} --data {corpus}", expect_ok=False)
-    assert any(line.endswith(words) for line in result.lines) and steps(result.out) == left
-
-
-# One run, one folder
-
-
-@thorough
-@pytest.mark.parametrize("command, world", [("single.py", 0), ("ddp.py", 2)])
-def test_a_folder_that_another_run_uses(run, corpus, tmp_path, command, world):
-    (tmp_path / "out").mkdir()
-    file, _ = run_folder.lock_folder(tmp_path / "out")
-    run_folder.write_run_id(tmp_path / "out", run_folder.new_id())
-    with file:
-        line = one_error(run(command, world, f"{OPTIONS} --data {corpus}", expect_ok=False))
-        assert f"out is in use by process {os.getpid()} on " in line
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "run-id"]
-    run(command, world, f"{OPTIONS} --data {corpus}")
+    assert any(words in line for line in result.lines) and steps(result.out) == left
 
 
 def test_old_checkpoints_that_cannot_be_removed(run, corpus):
@@ -210,15 +180,16 @@ def test_old_checkpoints_that_cannot_be_removed(run, corpus):
     assert len(list(result.out.glob("step-*.old"))) == 2
 
 
-@pytest.mark.parametrize("inject", [
-    "end_reader()", *(f"os.dup2(os.open('/dev/full', os.O_WRONLY), {number})" for number in (1, 2))
+@pytest.mark.parametrize("inject, said", [
+    ("end_reader()", 0), ("sys.stdout = None", 0), ("sys.stderr = None", 0),
+    *((f"os.dup2(os.open('/dev/full', os.O_WRONLY), {number})", 1) for number in (1, 2)),
 ])
-def test_output_never_ends_a_run(run, once, corpus, inject):
-    """A reader that ends, as in `| head -1`, and a full disk under stdout or stderr."""
+def test_output_never_ends_a_run(run, once, corpus, inject, said):
+    """A reader that ends, as in `| head -1`; a stream that is closed, `>&-`; a full disk under
+    stdout or stderr."""
     result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=inject)
     assert result.curve() == once("single.py", 0, OPTIONS).curve()
-    if inject != "end_reader()":
-        assert result.output.count("single.py: output is lost ") == 1
+    assert inject == "end_reader()" or result.output.count("output is lost ") == said
 
 
 # Signals
@@ -226,10 +197,9 @@ def test_output_never_ends_a_run(run, once, corpus, inject):
 
 @pytest.mark.parametrize("command, world, name, options", sampled(
     [(*command, "SIGTERM", "") for command in COMMANDS]
-    + [("ddp.py", 2, name, "") for name in ("SIGUSR1", "SIGINT")]
-    + [("ddp.py", 2, "SIGTERM", "--async-save"), ("single.py", 0, "SIGTERM", "--save-every 0")],
-    [("single.py", 0, "SIGTERM", ""), ("ddp.py", 2, "SIGTERM", "--async-save"),
-     ("single.py", 0, "SIGTERM", "--save-every 0")],
+    + [("ddp.py", 2, "SIGINT", "--async-save"), ("single.py", 0, "SIGUSR1", "--save-every 0")],
+    [("single.py", 0, "SIGTERM", ""), ("ddp.py", 2, "SIGINT", "--async-save"),
+     ("single.py", 0, "SIGUSR1", "--save-every 0")],
 ))
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
     """They end with status 0; the same command goes on to the same end."""

@@ -62,28 +62,22 @@ def names_in(node):
 # The two rooms
 
 HEADING = "\n\n# Services, optional: delete an import and every line that uses it\n"
-ESSENTIALS = sorted(path.name for path in (ROOT / "common").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ESSENTIALS)
-def test_no_essential_imports_a_service(name):
-    """Nor anything else outside of its room."""
-    assert {path.rpartition("/")[0] for path in needed(f"common/{name}")} == {"common"}
-
-
-def test_services_import_no_script():
-    for path in (ROOT / "common" / "services").glob("*.py"):
-        assert all(found.startswith("common/") for found in imports(path.read_text())), path
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_imports_are_two_paragraphs(name):
-    """What the script needs in order to train; then what is optional."""
-    essentials, services = SOURCES[name].split(HEADING)
-    services, rest = services.split("\n\n", 1)
-    assert all(line.startswith("from common.services") for line in services.splitlines())
-    assert not [path for path in imports(essentials) if path.startswith("common/services/")]
-    assert not list(imports(rest))
+def test_the_two_rooms():
+    """No essential imports a service, nor anything else outside of its room. A script's imports are
+    two paragraphs: what it needs in order to train; then what is optional."""
+    for path in (ROOT / "common").glob("*.py"):
+        found = needed(f"common/{path.name}")
+        assert {path.rpartition("/")[0] for path in found} == {"common"}, path
+    for path in ("common/model.py", "common/data.py"):
+        assert "torch.distributed" not in (ROOT / path).read_text()
+    for source in SOURCES.values():
+        essentials, services = source.split(HEADING)
+        services, rest = services.split("\n\n", 1)
+        assert all(line.startswith("from common.services") for line in services.splitlines())
+        assert not [path for path in imports(essentials) if path.startswith("common/services/")]
+        assert not list(imports(rest))
 
 
 # What a service is called: the names that its paragraph imports, and its variable in ``main``.
@@ -165,23 +159,7 @@ def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_
     assert {path.name for path in (tmp_path / "whole" / "out").iterdir()} == {
         "lock", "metrics.jsonl", "run-id", "step-00000004", "summary.json"
     }
-    assert {path.name for path in (tmp_path / "bare").iterdir()} == {
-        "common", *(path for path in bare if "/" not in path),
-        *(f"weights-{rank}.pt" for rank in range(len(found))),
-    }
-    assert all(records) and not any(none)
-
-    def options(folder):
-        script = f"{tmp_path / folder / name}.py"
-        output = server.run(script, 0, "--help", folder=tmp_path, pass_out=False).output
-        return set(re.findall(r"^  (--[\w-]+)", output, re.M))
-
-    assert options("whole") - options("bare") == {
-        "--out", "--save-every", "--keep", "--async-save", "--resume", "--resume-from",
-        "--val-data", "--val-every", "--val-batches", "--log-every", "--count", "--profile",
-        "--wandb", "--tensorboard",
-    }
-    assert options("bare") < options("whole") and "--batch-size" in options("bare")
+    assert not (tmp_path / "bare" / "out").exists() and all(records) and not any(none)
 
 
 @pytest.fixture(scope="module")
@@ -221,34 +199,25 @@ def test_the_functions_below_main_lift_into_another_trainer(run):
 # The shape of a script
 
 
-def definitions(name):
-    """The functions and classes of a script, in their order."""
-    return [node for node in ast.parse(SOURCES[name]).body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+PLAIN = "common.errors", "common.attention", "common.experts", "common.torch_versions"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_below_main_stands_the_strategy_in_plain_values_then_check(name):
-    main, *below = definitions(name)
-    assert main.name == "main"
-    sections = re.findall(r"^    # (Model|Optimizer|Data|Resume|Loop)\b", SOURCES[name], re.M)
-    assert sections == ["Model", "Optimizer", "Data", "Resume", "Loop"]
-    if below and below[-1].name == "check":
-        below.pop()
-    tree = ast.parse(SOURCES[name])
-    common = {
-        alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-        if node.module.startswith("common")
-        and node.module not in (
-            "common.errors", "common.attention", "common.experts", "common.torch_versions")
-    }
-    for node in below:
-        arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
-        assert not names_in(node) & (common | {"args"}) and "args" not in arguments, node.name
-    scripts = {path for path in imports(SOURCES[name]) if "/" not in path}
-    composed = {"hybrid_3d": {"cp.py", "ep.py", "fsdp.py", "pp.py", "tp.py"}, "ep": {"fsdp.py"},
-                "diloco": {"fsdp.py"}}
-    assert scripts == composed.get(name, set())
+def test_below_main_stands_the_strategy_in_plain_values_then_check():
+    """What stands there takes no options, and nothing of common/ but errors and helpers of torch.
+    """
+    for name, source in SOURCES.items():
+        tree = ast.parse(source)
+        main, *below = [node for node in tree.body
+                        if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        assert main.name == "main"
+        sections = re.findall(r"^    # (Model|Optimizer|Data|Resume|Loop)\b", source, re.M)
+        assert sections == ["Model", "Optimizer", "Data", "Resume", "Loop"]
+        common = {alias.name for node in tree.body
+                  if isinstance(node, ast.ImportFrom) and node.module.startswith("common")
+                  and node.module not in PLAIN for alias in node.names}
+        for node in below[:-1] if below and below[-1].name == "check" else below:
+            arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
+            assert not (names_in(node) | arguments) & (common | {"args"}), (name, node.name)
 
 
 MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
@@ -261,60 +230,15 @@ def loop_of(name):
     return [re.sub(f"  (?!{MARK})#.*", "", line).strip() for line in loop.splitlines()]
 
 
-@pytest.mark.parametrize("name", SCRIPTS[1:])
-def test_the_loop_says_which_lines_are_the_strategy(name):
+def test_the_loop_says_which_lines_are_the_strategy():
     """Each run of lines that single.py's loop does not have has a mark, such as ``# TP:``."""
-    own = loop_of(name)
-    matcher = difflib.SequenceMatcher(None, loop_of("single"), own, autojunk=False)
-    assert len(own) > 10
-    for kind, _, _, first, last in matcher.get_opcodes():
-        run = "\n".join(own[first:last])
-        assert kind in ("equal", "delete") or re.search(MARK, run), run
-
-
-# common/
-
-
-# They take no options of the command line, but in the function that adds their own. With the
-# files that they import, besides errors; but for that function, whose helpers are in options.
-VALUES = {
-    "attention": set(), "data": set(), "errors": set(), "experts": {"model"}, "files": set(),
-    "materialise": set(), "model": set(),
-    "services/checkpoint": {"launch", "services/checkpoint_files", "services/new_files",
-                            "services/run_folder", "services/signals"},
-    "services/checkpoint_files": {"files", "services/new_files", "services/run_folder"},
-    "services/counting": set(), "services/ddp_buckets": set(),
-    "services/hf_weights": {"experts", "files", "materialise", "model", "services/hf_config"},
-    "services/new_files": set(), "services/run_folder": {"files", "services/new_files"},
-    "services/signals": set(),
-    "services/validation": {"data"}, "tokens": {"data", "files"}, "torch_versions": set(),
-}
-
-
-def without_options(source):
-    """``source`` without the functions that add options, and without imports for them alone."""
-    tree = ast.parse(source)
-    for parent in ast.walk(tree):
-        if isinstance(parent, (ast.Module, ast.ClassDef)):
-            parent.body = [node for node in parent.body
-                           if getattr(node, "name", "") not in ("add_options", "add_out")]
-    used = names_in(tree)
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
-    tree.body = [node for node in tree.body if getattr(node, "names", True)]
-    return ast.unparse(tree)
-
-
-@pytest.mark.parametrize("module, others", VALUES.items())
-def test_it_can_be_taken_alone(module, others):
-    source = without_options((ROOT / "common" / f"{module}.py").read_text())
-    allowed = {f"common/{name}.py" for name in others | {"errors"}}
-    assert set(imports(source)) <= allowed
-    for node in ast.parse(source).body:
-        assert not re.search(r"\bargs\.", ast.unparse(node)) or node.name == "open_dataset"
-    if module in ("model", "data"):
-        assert "torch.distributed" not in source
+    for name in SCRIPTS[1:]:
+        own = loop_of(name)
+        matcher = difflib.SequenceMatcher(None, loop_of("single"), own, autojunk=False)
+        assert len(own) > 10
+        for kind, _, _, first, last in matcher.get_opcodes():
+            run = "\n".join(own[first:last])
+            assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
 
 
 def test_no_line_is_longer_than_100_columns():

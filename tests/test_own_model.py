@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import re
 import shutil
 
 import numpy as np
@@ -152,11 +153,16 @@ def test_rotary_angles_stay_in_float32(run, corpus, command, world):
     assert result.output.count("types {(torch.bfloat16, torch.float32, torch.float32)}") == world
 
 
-@pytest.mark.parametrize("command", ["pp.py", "hybrid_3d.py --pp 2"])
-def test_stages_draw_their_own_dropout(run, corpus, command):
+@pytest.mark.parametrize("command", [
+    "zero.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4", "hybrid_3d.py --pp 2",
+    "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2", "diloco.py",
+])
+def test_ranks_with_other_activations_draw_their_own_dropout(run, corpus, command):
+    """Of other samples, parts of the sequence or layers."""
     result = run(command, 2, f"{OPTIONS} --steps 1 --save-every 0 --data {corpus}",
-                 inject="before(Report, 'log', lambda *_: print('seed', torch.initial_seed()))")
-    seeds = [line for line in result.lines if line.startswith("seed ")]
+                 inject="before(Report, 'log', "
+                        "lambda *_, **__: print('seed', torch.initial_seed()))")
+    seeds = re.findall(r"seed \d+", result.output)
     assert len(seeds) == len(set(seeds)) == 2
 
 

@@ -92,7 +92,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("model, words", [
     (Own(torch.sum), r"no module of Own|Own\) computes attention by sum"),
-    (nn.Sequential(nn.Linear(2, 2)), "no module of Sequential has plain_attention as its attribute"),
+    (nn.Sequential(nn.Linear(2, 2)), "no module of Sequential has plain_attention as its attr"),
     (nn.Sequential(Own(), Own(torch.sum)), r"1 \(Own\) computes attention by sum"),
     (nn.Sequential(Own(), nn.Conv1d(2, 2, 3)), r"1 \(Conv1d\) looks at other positions"),
     (nn.Sequential(Own(inner=nn.LSTM(2, 2))), r"0.inner \(LSTM\) looks at other positions"),
@@ -141,7 +141,7 @@ UNITS = "        [model.model.norm, model.lm_head],\n"
 APART = UNITS, ("        [model.model.norm], "
                 "*([head] for head in model.lm_head.parts.values()),\n")
 # FSDP reduces zeros for what no rank has used, and AdamW steps it
-CLIP = "        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)"
+CLIP = "        grad_norm = "
 ZEROS = CLIP, ("        for p in model.parameters():\n"
                f"            p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n{CLIP}")
 UNUSED = "reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,"
@@ -149,20 +149,27 @@ DATA_PARALLEL = {
     "ddp.py": [("gradient_as_bucket_view=True", "find_unused_parameters=True")],
     "zero.py": [APART],
     "fsdp.py": [(UNUSED, f"{UNUSED} reduce_unused=True")],
+    "ep.py": [("    shard(model, units, mesh, dtype, args.reshard_after_forward)",
+               "    shard(model, units, mesh, dtype, args.reshard_after_forward, False, True)")],
+    "hybrid_3d.py": [("reshard_after_forward=pp == 1)", "pp == 1, reduce_unused=True)")],
 }
+FULLY_SHARDED = "fsdp.py", "ep.py", "hybrid_3d.py"
 
 
 @pytest.mark.parametrize("command, world, accum", sampled([
     ("ddp.py", 2, 3), ("ddp.py", 3, 2), ("zero.py", 2, 3), ("zero.py", 3, 1),
     ("zero.py --stage 1", 2, 3), ("zero.py --stage 1", 3, 2), ("fsdp.py", 2, 3), ("fsdp.py", 3, 2),
-    ("fsdp.py --replicate 2", 4, 1),
+    ("fsdp.py --replicate 2", 4, 1), ("ep.py --num-experts 6 --expert-size 16", 3, 2),
+    ("hybrid_3d.py", 2, 3), ("hybrid_3d.py", 3, 2),
 ], [("ddp.py", 3, 2), ("zero.py", 2, 3), ("zero.py --stage 1", 3, 2), ("fsdp.py", 3, 2)]))
 def test_ranks_use_different_parts(run, corpus, tmp_path, command, world, accum):
     """A micro-batch of one sample uses one of the heads."""
     script, *more = command.split(" ", 1)
     options = f"{OPTIONS} --data {corpus} --batch-size {12 if world == 4 else 6} --steps 12"
-    one = edited(tmp_path / "copy", "single.py", *HEADS, *([ZEROS] if script == "fsdp.py" else []))
-    expected = run(one, 0, options, out="one").curve()
+    reference, experts = ("ep.py", more) if script == "ep.py" else ("single.py", [])
+    zeros = [ZEROS] if script in FULLY_SHARDED else []
+    one = edited(tmp_path / "copy", reference, *HEADS, *zeros)
+    expected = run(one, 0, f"{options} {' '.join(experts)}", out="one").curve()
     copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script])
     found = run(copy, world, f"{options} --grad-accum {accum} {' '.join(more)}")
     assert furthest(found.curve(), expected) < 1e-10

@@ -1,5 +1,7 @@
 """zero.py: its units and buckets. Curves, bytes and the number of collectives: test_same_run.py."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,3 +91,13 @@ def test_gradients_exist_twice_only_while_they_are_copied(mesh):
     zero.reduce_in_backward([bucket], True)
     model(torch.ones(1, 64)).sum().backward()
     assert called == [dist.ReduceOp.AVG if n > 1 else dist.ReduceOp.SUM], called
+
+
+def test_parameters_are_whole_after_the_loop(run, corpus):
+    """On both ranks, for whoever reads them."""
+    options = f"--hidden-size 48 --steps 2 --batch-size 2 --data {corpus}"
+    result = run("zero.py", 2, options, inject=(
+        "before(Report, 'close', lambda report, *_: "
+        "print('sum', [float(p.sum()) for p in report.models[0].parameters()]))"))
+    sums = re.findall(r"sum \[.*?\]", result.output)
+    assert len(sums) == 2 and sums[0] == sums[1]

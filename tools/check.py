@@ -27,6 +27,7 @@ import os
 import pathlib
 import random
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -37,6 +38,7 @@ import torch
 
 from common.errors import SettingError, printable
 from common.options import at_least
+from common.torch_versions import is_lost_peer
 from tools.parity.compare import compare, read
 from tools.support.command import load, make_parser, refuse, run
 from tools.support.recorded import record
@@ -67,14 +69,16 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
     try:
         module = load(script, ("main", "load_steps"))
         defaults = DEFAULTS | {"out": str(folder / "out")}
-        record(module, options, recording, defaults, known_only)
+        record(module, options, recording, defaults, known_only, ignored=True)
         status = 0
     except BaseException as error:  # SystemExit too
         traceback.print_exc()
         refused = isinstance(error, SettingError) and not recording.exists()
-        (folder / f"{rank}.json").write_text(json.dumps({"refused": refused, "error": (
-            str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
-        )}))
+        own = isinstance(error, SettingError)
+        (folder / f"{rank}.json").write_text(json.dumps({
+            "refused": refused, "lost": is_lost_peer(error),
+            "error": str(error) if own else f"{type(error).__name__}: {error}",
+        }))
     finally:
         os._exit(status)
 
@@ -103,11 +107,15 @@ def train(script, options, world_size, folder, known_only=False):
     if all(rank.exitcode == 0 for rank in ranks):
         return folder / "run.parity"
     said = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    # First what the script says of itself: other ranks have lost a peer by that.
-    said.sort(key=lambda each: (not each["refused"], "rror: " in each["error"]))
-    failed = SettingError(said[0]["error"].strip().splitlines()[0] if said else f"ranks {hung} "
-                          f"hang" if hung else "a process was ended by a signal")
-    failed.refused = bool(said) and said[0]["refused"]
+    first = next((each for each in said if not each["lost"]), None)  # others have lost it
+    if first:
+        failed = SettingError(first["error"].strip().splitlines()[0])
+    else:
+        aborted = [i for i, rank in enumerate(ranks) if rank.exitcode == -signal.SIGABRT]
+        what = f"rank {aborted[0]} aborts in a collective" if aborted else f"ranks {hung} hang"
+        failed = SettingError(f"{what}: the ranks start different collectives; do all of them call "
+                              f"the same modules of the model in each micro-batch?")
+    failed.refused = bool(first) and first["refused"]
     raise failed
 
 

@@ -5,14 +5,21 @@ import importlib
 import os
 import re
 import sys
+import types
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+import common.attention
+import pp
+from common import torch_versions
 from common.experts import use_experts
 from common.model import Transformer
-from tests.gpu import gpus
+from common.services.report import Report
+from tests.gpu import gpus, kernels
 from tests.gpu.gpus import EXPERTS_1B, SMALL, UNCOUNTED_1B, llama_1b
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
@@ -85,6 +92,102 @@ def test_every_script_and_schedule_is_in_the_block():
     assert {word for word in commands.split() if word.endswith(".py")} == scripts
     schedules = importlib.import_module("pp").SCHEDULES
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
+
+
+@pytest.mark.parametrize("device, backends, line", [
+    ("cuda", "cpu:gloo,cuda:nccl", "ddp.py: 8 processes on NVIDIA H100 (nccl), rank grid dp 8"),
+    ("cuda", "gloo", "ddp.py: 8 processes on NVIDIA H100 (gloo), rank grid dp 8"),
+    ("cpu", "gloo", "ddp.py: 8 processes on cpu (gloo), rank grid dp 8"),
+])
+def test_the_line_that_says_what_runs_where(monkeypatch, device, backends, line):
+    monkeypatch.setattr(sys, "argv", ["ddp.py"])
+    monkeypatch.setattr(dist, "get_backend", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    mesh = types.SimpleNamespace(mesh_dim_names=("dp",), shape=(8,))
+    report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
+    assert Report.place(report) == line
+
+
+@pytest.mark.parametrize("name", ["pipeline_per_direction_p2p", "pipeline_per_edge_p2p", "other"])
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "nccl", "gloo", "fake"])
+def test_directions_of_a_pipeline(monkeypatch, name, backends):
+    """Only NCCL has a communicator for each; older versions of torch have no such option."""
+    config = types.SimpleNamespace(**{name: False})
+    monkeypatch.setattr(torch_versions, "config", config)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backends)
+    monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
+    monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
+    monkeypatch.setattr(pp, "prepare_to_train", lambda _: None)
+    stage, hidden = torch.nn.Identity(), torch.empty(1)
+    pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
+    assert vars(config) == {name: "nccl" in backends and name != "other"}
+
+
+def check_arguments(q, k, v, *more):
+    """Refuse what the attention kernels of an A100 refuse, or take for granted."""
+    for x in (q, k, v, *more):
+        size = x.element_size()
+        assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "query is not correctly aligned"
+        assert not any(stride * size % 16 for stride in x.stride()[:-1]), "(strideM)"
+
+
+class A100:
+    """CUDA's kernels, computed by the CPU's."""
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.aten, name)
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, *, is_causal, scale):
+        check_arguments(q, k, v)
+        assert q.dtype == torch.bfloat16
+        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=is_causal, scale=scale
+        )
+        return out, lse, None, None
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad_out, q, k, v, out, lse, _, __, queries, keys, dropout, causal, *seed, scale
+    ):
+        check_arguments(q, k, v, grad_out, out)
+        assert (queries, keys) == (q.shape[2], k.shape[2]) and lse.is_contiguous()
+        return self._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, dropout, causal, scale=scale
+        )
+
+    def _scaled_dot_product_efficient_attention(self, q, k, v, *options, scale):
+        check_arguments(q, k, v)
+        assert q.shape[1] == k.shape[1] and options[:3] == (None, True, 0.0)
+        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=options[3], scale=scale
+        )
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse, None, None
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, grad_out, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, *, scale
+    ):
+        check_arguments(q, k, v, grad_out, out)
+        _, H, T, K = out.shape
+        assert out.stride(2) == H * K, "the kernel supposes (B, T, H, K)"
+        assert lse.is_contiguous() and lse.shape[2] % 32 == 0 and bias is None
+        grads = self._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse[..., :T], dropout, causal, scale=scale
+        )
+        return *grads, None
+
+
+@pytest.mark.parametrize("head_size", [64, 12, 10])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_kernels_of_gpus_are_given(monkeypatch, dtype, head_size):
+    """Sizes of heads that are no multiples of 16 bytes too: the kernels get padded rows."""
+    torch.manual_seed(0)
+    within = 0.015 if dtype == "bfloat16" else 1e-4
+    monkeypatch.setattr(common.attention, "aten", A100())
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    for causal in (True, False):
+        size = 8, 2, 80, head_size
+        for name, found in kernels.attention("cpu", getattr(torch, dtype), *size, causal):
+            assert found < within, (name, causal, found)
 
 
 @thorough

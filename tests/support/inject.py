@@ -7,6 +7,7 @@ script, in each rank. What is no run of the process server gets it in the variab
 """
 
 import atexit
+import functools
 import json
 import multiprocessing
 import os
@@ -433,7 +434,7 @@ def count_compiled(backend):
         calls[0] = 0
 
     compile_layer = torch.compile
-    common.model.torch.compile = lambda forward: compile_layer(forward, backend=compile_and_count)
+    common.model.torch.compile = functools.partial(compile_layer, backend=compile_and_count)
     before(Report, "log", note)
     after(Report, "log_validation", lambda *_: calls.__setitem__(0, 0))
     after(Report, "close", lambda *_: rank or print(

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
@@ -128,19 +127,6 @@ def plain(model, batches):
         optimizer.step()
         optimizer.zero_grad()
         yield loss, norm
-
-
-def use_ddp(model, batches, mesh):
-    replica = DistributedDataParallel(model)
-    optimizer = AdamW(model.parameters())
-    for inputs, targets in batches:
-        inputs, targets = own_part(mesh, inputs, targets)
-        loss = mean_loss(replica(inputs), targets)
-        loss.backward()
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield mean_over_ranks(loss), norm
 
 
 def use_zero(model, batches, mesh):
@@ -285,7 +271,7 @@ def main():
         for rows in torch.randint(64, (3, 8, 9))
     ]
     for make, strategies in (
-        (make_model, (use_ddp, use_zero, use_fsdp, use_tp, use_pp)), (make_mixture, (use_ep,)),
+        (make_model, (use_zero, use_fsdp, use_tp, use_pp)), (make_mixture, (use_ep,)),
         (make_sequences, (use_cp,)),
     ):
         expected = curve(plain(make(), batches))

@@ -21,6 +21,7 @@ import time
 import weakref
 
 ROOT = pathlib.Path(__file__).parents[2]
+SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8"
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 

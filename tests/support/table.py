@@ -122,19 +122,30 @@ LOOSE = [Row(command, world, "float32") for command, world in [
     ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]]
 # torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
-# scalar type Double but found Float".
+# scalar type Double but found Float"; nor DTensors under selective activation checkpointing.
 OLD = torch.__version__.startswith(("2.11.", "2.12."))
 COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in command else "float64",
                 f"ignored(); count_compiled('{backend}')") for command, world, backend in [
     # The first one compiles kernels, which takes minutes. The others stop at the graphs.
     ("single.py", 0, "inductor"), (f"ddp.py {AGAIN}", 2, "aot_eager"),
-    (f"zero.py {AGAIN}", 2, "aot_eager"), ("fsdp.py", 2, "aot_eager"),
+    (f"zero.py {AGAIN}", 2, "aot_eager"), (f"fsdp.py {SELECTIVE}", 2, "aot_eager"),
     (f"tp.py --grad-accum 2 {AGAIN}", 2, "aot_eager"), ("cp.py", 2, "aot_eager"),
     (f"pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN}", 2, "aot_eager"),
-    ("hybrid_3d.py --tp 2", 2, "aot_eager"),
+    ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: each script on one number of ranks
+# Without --all: each script on one number of ranks, with all claims; and the curve, and what is held
+# and sent, of what else a script does
+BRIEF = [row for row in EXACT if (row.command, row.world) in [
+    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
+    ("zero.py --stage 1 --grad-accum 2", 3),
+    (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
+    ("fsdp.py --replicate 2 --grad-accum 2", 4),
+    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
+    (f"cp.py --attention ulysses {SELECTIVE}", 4),
+    ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
+    ("hybrid_3d.py --cp 2 --replicate 2", 4),
+]]
 SAMPLE = [row for row in EXACT if (row.command, row.world) in [
     ("ddp.py --grad-accum 2", 3), ("zero.py --stage 2", 2),
     ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
@@ -142,5 +153,5 @@ SAMPLE = [row for row in EXACT if (row.command, row.world) in [
     ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --dp 2 --tp 2", 4),
     (f"single.py {AGAIN}", 0), (f"{ONE_REPLICA} --inner-steps 2", 2),
 ]] + [row for row in LOOSE if (row.script, row.dtype) in [
-    ("fsdp.py", "bfloat16"), ("pp.py", "float32"),
+    ("fsdp.py", "bfloat16"), ("pp.py", "float32"), ("pp.py", "bfloat16"),
 ]]

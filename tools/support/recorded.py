@@ -8,12 +8,13 @@ from unittest import mock
 
 import torch
 
+from common.tokens import TokenDataset
 from tools.parity import Parity
 
 CLIPPING = "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"  # of torch.nn.utils
 
 
-def record(module, options, path, defaults=None, known_only=False):
+def record(module, options, path, defaults=None, known_only=False, ignored=False):
     """Run ``main(options)`` of ``module``, and write a recording to ``path``.
 
     A step is recorded when the script first calls a function of torch that clips or measures
@@ -25,6 +26,7 @@ def record(module, options, path, defaults=None, known_only=False):
         module: it has ``main`` and ``load_steps``.
         defaults: of options, by their names in the parsed options. They replace the script's own.
         known_only: leave out those of ``options`` that the script does not have.
+        ignored: let some targets in text not count, which tells apart what counts targets.
     """
     models, optimizers, parity, now = [], [], None, None  # now: the step and its batch, once
 
@@ -35,6 +37,10 @@ def record(module, options, path, defaults=None, known_only=False):
     def load_steps(original, *args, **kwargs):
         nonlocal parity, now
         for now in original(*args, **kwargs):
+            if ignored and isinstance(args[0], TokenDataset):
+                for _, targets in now[1]:
+                    targets[targets % 7 == 3] = -100
+                    targets[targets[:, 0] % 3 == 1, ::2] = -100  # ranks have other numbers
             if parity is None:
                 found = models or [variables_of(module).get("model")]
                 parity = Parity(path, parameters(found, optimizers), optimizers, loss="sum")

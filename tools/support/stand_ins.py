@@ -74,10 +74,8 @@ def allocate(module, device, seed):
         materialise.materialise(module, device, seed)
 
 
-def wrap_uncompiled(layers, compiled, checkpointed):
-    """``wrap_layers`` without compiling: what it counts stays the same. It refuses what a real run
-    refuses."""
-    model.wrap_layers([], compiled, checkpointed)
+def wrap_uncompiled(layers, compiled, checkpointed, head=None):
+    """``wrap_layers`` without compiling: what it counts stays the same."""
     model.wrap_layers(layers, False, checkpointed)
 
 

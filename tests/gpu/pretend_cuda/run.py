@@ -93,8 +93,11 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=
         return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
                                enable_gqa=enable_gqa)
     assert q.device == k.device == v.device == GPU
+    head_size = q.shape[-1]
     if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        return out[..., :head_size]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if attn_mask is not None:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])
@@ -119,6 +122,11 @@ class Watch(TorchDispatchMode):
             name = function._overloadpacket.__name__
             if "attention" in name:
                 self.seen["attention"].add(name)
+                aligned = all(
+                    stride * x.element_size() % 16 == 0
+                    for x in tensors if x.is_cuda and x.ndim == 4 for stride in x.stride()[:-1]
+                )
+                assert aligned, "query is not correctly aligned (strideM)"  # as A100s say it
             if "grouped" in name:
                 self.seen["products"].add(name)
             if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):

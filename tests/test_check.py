@@ -1,0 +1,90 @@
+"""tools/check.py: what it finds in edited scripts, and what it says of those that are right."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import bugs
+from tests.support.edits import edited
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
+from tests.test_porting import APART, DATA_PARALLEL, HEADS, with_model
+
+SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
+NO_CHECK_OF_CALLS = ("    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)\n", "")
+
+
+def check(folder, words):
+    """(status, output) of the tool, run in ``folder``, which stays as it is."""
+    before = sorted(folder.iterdir())
+    found = subprocess.run(
+        [sys.executable, "-m", "tools.check", *words.split()], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+    )
+    assert sorted(folder.iterdir()) == before
+    return found.returncode, found.stdout
+
+
+@pytest.mark.parametrize("command", sampled([
+    "ddp.py --grad-accum 3", "zero.py", "zero.py --stage 1 --grad-accum 3", "fsdp.py",
+    "fsdp.py --grad-accum 3", "tp.py --grad-accum 3", "cp.py", "cp.py --attention ulysses",
+    "pp.py --num-hidden-layers 4", "ep.py", "hybrid_3d.py", "diloco.py",
+], ["zero.py --stage 1 --grad-accum 3", "fsdp.py"]))
+def test_scripts_are_equal(tmp_path, command):
+    script, _, more = command.partition(" ")
+    status, said = check(tmp_path, f"--ranks 2 -- {script} {SMALL} {more}")
+    assert status == 0 and "2 processes  EQUAL      up to " in said, said
+
+
+SHIFTED = with_model("with_shift(Transformer(args.config))", "with_shift")
+DIRECT = with_model("with_direct_attention(Transformer(args.config))", "with_direct_attention")
+ACROSS = (
+    "model(inputs, targets) / count", "model(inputs, targets) * inputs.double().std() / count"
+)
+
+
+@pytest.mark.parametrize("script, edits, words", [
+    ("fsdp.py", [*HEADS, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: the "),
+    ("fsdp.py", [*HEADS, APART, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: "),
+    ("fsdp.py", [ACROSS], "DIFFERENT  step 0: "),
+    ("cp.py", SHIFTED, "DIFFERENT  step 0: "),
+    ("cp.py", [("model(inputs, targets, positions) / count", "model(inputs, targets) / count")],
+     "DIFFERENT  step 0: "),
+    ("cp.py", DIRECT, "DIFFERENT  step 0: "),
+    ("fsdp.py", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
+     "DIFFERENT  step 0: gradients: all: divided by 2, such as the ranks"),
+    ("fsdp.py", HEADS, "FAILED     rank 1 calls lm_head.parts."),
+    ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
+     "REFUSED    it needs a GPU"),
+    ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
+     "FAILED     ZeroDivisionError: division by zero"),
+], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention",
+        "1/n", "calls", "refused", "crash"])
+def test_what_is_wrong_is_found(tmp_path, script, edits, words):
+    copy = edited(tmp_path / "copy", script, *edits)
+    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
+    assert status == 1 and re.search(f"2 processes  {words}", said), said
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "zero.py", "fsdp.py"])
+def test_parts_that_some_ranks_skip_are_equal(tmp_path, script):
+    copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script])
+    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
+    assert status == 0, said
+
+
+OF_SCRIPTS = [bug for bug in bugs.read() if "/" not in bug.script]
+
+
+@thorough
+@pytest.mark.parametrize("bug", OF_SCRIPTS, ids=lambda bug: bug.name)
+def test_a_published_bug_is_found(tmp_path, bug):
+    copy = edited(tmp_path / "copy", bug.script, *bug.edits)
+    more = " ".join(bug.run.split()[1:])
+    against = "--against " + bug.against.split()[0]
+    status, said = check(tmp_path, f"--ranks 2 {against} -- {copy} {SMALL} --lr 0.01 --steps 3 {more}")
+    assert status == 1 and "2 processes  DIFFERENT  step " in said, said
