@@ -11,7 +11,7 @@ from common.errors import SettingError
 from common.model import plain_attention
 from common.services import checkpoint_files
 from tests.support.edits import edited
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled
 from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -125,8 +125,9 @@ def test_an_attention_of_ones_own_is_not_lost(run, corpus, tmp_path, command):
     assert "(Attention) computes attention by own_attention, which would" in result.output
 
 
-@thorough
-@pytest.mark.parametrize("heads", ["--num-key-value-heads 2", "--num-key-value-heads 1"])
+@pytest.mark.parametrize("heads", sampled(
+    ["--num-key-value-heads 2", "--num-key-value-heads 1"], ["--num-key-value-heads 2"]
+))
 def test_ulysses_with_more_ranks_than_key_value_heads(run, once, corpus, heads):
     expected = once("single.py", 0, f"{OPTIONS} {heads}").curve()
     result = run("cp.py --attention ulysses", 4, f"{OPTIONS} {heads} --data {corpus}")

@@ -141,8 +141,7 @@ BRIEF = [row for row in EXACT if (row.command, row.world) in [
     ("zero.py --stage 1 --grad-accum 2", 3),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
     ("fsdp.py --replicate 2 --grad-accum 2", 4),
-    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
-    (f"cp.py --attention ulysses {SELECTIVE}", 4),
+    (f"tp.py {AGAIN}", 2),
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --cp 2 --replicate 2", 4),
 ]]
