@@ -134,8 +134,8 @@ COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in com
     ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: each script on one number of ranks, with all claims. BRIEF: the curve alone, and what
-# is held and sent, of what else a script does
+# Without --all: each script on one number of ranks, with all claims. BRIEF: the curve, and what
+# is held and sent, of other things that a script does
 BRIEF = [row for row in EXACT if (row.command, row.world) in [
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("zero.py --stage 1 --grad-accum 2", 3),
