@@ -190,6 +190,23 @@ def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path, script
     assert any(words in line for line in result.lines), result.output
 
 
+# A loss across samples
+
+CONTRAST = with_model("Contrast(args.config)", "Contrast", "gather_samples")
+
+
+@pytest.mark.parametrize("command, world, mesh", sampled([
+    ("ddp.py", 2, "mesh"), ("zero.py", 3, "mesh"), ("fsdp.py", 3, "mesh['dp_shard']"),
+], [("fsdp.py", 3, "mesh['dp_shard']")]))
+def test_a_loss_across_samples(run, corpus, tmp_path, command, world, mesh):
+    options = f"{OPTIONS} --data {corpus}"
+    expected = run(edited(tmp_path / "copy", "single.py", *CONTRAST), 0, options, out="one").curve()
+    copy = edited(tmp_path / "copy", command, *CONTRAST, (
+        "\n    # Optimizer", f"    model.gather = lambda z: gather_samples(z, {mesh})\n\n    # Opti"
+        "mizer"))
+    assert furthest(run(copy, world, options).curve(), expected) < 1e-10
+
+
 # Weights that are used without their module
 
 
