@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import SettingError
-from common.experts import MixtureConfig, MixtureOfExperts, grouped_product, use_experts
+from common.experts import (
+    MixtureConfig, MixtureOfExperts, balance_experts, grouped_product, mixtures, use_experts
+)
 from common.materialise import materialise
 from common.model import Transformer
 from common.services import checkpoint_files
@@ -163,6 +165,26 @@ def test_a_checkpoint_moves(trained, once, saved_by, command, world):
                  inject=f"{UNEVEN}; resumed({[str(out)]}, train=False, step=2)")
     curve = Result([0], "", found.out / "again-0").curve(*NAMES)
     assert furthest(curve, trained("ep.py", 0).curve(*NAMES)[2:]) < 1e-10
+
+
+def test_experts_sum_gradients_in_float32(trained):
+    """Also with --dtype bfloat16: what is reduced has as many bytes."""
+    single, half = (
+        [each["bytes"] for each in trained("ep.py --ep 1 --grad-accum 2", 4, dtype)
+         .summary["collectives"] if each["collective"] == "reduce-scatter"]
+        for dtype in ("float32", "bfloat16"))
+    assert single == half and sum(single) > 0
+
+
+def test_busy_experts_get_fewer_tokens():
+    model = use_experts(Transformer(config())).float()
+    layer, *others = mixtures(model)
+    for each in (layer, *others):
+        each.bias.zero_()
+        each.counts = torch.tensor([5, 1, 3, 3])
+    balance_experts(model, 0.1)
+    assert layer.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
+    assert layer.busiest.item() == pytest.approx(5 / 12)
 
 
 @thorough

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from common.services import checkpoint_files
+from common.services import checkpoint_files, signals
 from tests.support.edits import edited
 from tests.support.sample import sampled
 from tests.test_refusals import in_order
@@ -226,3 +226,21 @@ def test_a_second_signal_ends_at_once(run, corpus):
     result = run("single.py", 0, f"{OPTIONS} --data {corpus}",
                  inject="at(2, signal_self_twice, 'SIGTERM')", expect_ok=False)
     assert result.statuses == [-signal.SIGTERM] and steps(result.out) == []
+
+
+def test_a_signal_that_is_delivered_twice_is_one(monkeypatch):
+    """Within a second; a launcher may send it to a process and to its group."""
+    ended, now = [], [100.0]
+    monkeypatch.setattr(signals, "_first_signal", None)
+    monkeypatch.setattr(signals.os, "kill", lambda *call: ended.append(call))
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        signals.catch_stop_signals()
+        for now[0], expected in ((100.0, 0), (100.5, 0), (101.5, 1)):
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.stop_requested() and len(ended) == expected
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "common/services/checkpoint.py": {"rename"}, "common/services/checkpoint_files.py": {"unlink"},
     "examples/fsdp_gpt2.py": {"open"}, "examples/fsdp_lora.py": {"save_file"},
     "examples/trainer.py": {"open"}, "examples/trainer_fsdp.py": {"open"},
+    "tools/check.py": {"open", "read_text", "write_text"},  # in a temporary folder of its own
     "tools/parity/record.py": {"open"},  # it needs torch alone, and has a reader of its own
     "tools/plan.py": {"read_bytes"},  # the sources of this repository
     "tools/support/timed.py": {"write_text"},  # into a folder that bench has made

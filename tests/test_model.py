@@ -129,7 +129,7 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     calls, layers = [], model.model.layers.values()
     for layer in layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))

@@ -20,6 +20,7 @@ from common.data import BatchSampler, load_steps
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.options import option_parser, parse_options
 from common.services import checkpoint_files
 from common.services.settings import fingerprint
 from common.services.validation import Validation
@@ -170,6 +171,11 @@ def test_tied_parameters_stay_tied_in_one_stage(once):
     found = once("pp.py", 1, UNSAVED, inject="tied()")
     expected = once("single.py", 0, UNSAVED, inject="tied()")
     torch.testing.assert_close(found.curve(), expected.curve(), rtol=0, atol=1e-10)
+
+
+def test_no_clipping_is_an_infinite_norm():
+    assert parse_options(option_parser(""), ["--grad-clip", "0"]).max_norm == float("inf")
+    assert parse_options(option_parser(""), ["--grad-clip", "0.5"]).max_norm == 0.5
 
 
 def test_each_parameter_group_keeps_its_own_rate():

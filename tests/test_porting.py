@@ -11,7 +11,7 @@ from common.errors import SettingError
 from common.model import plain_attention
 from common.services import checkpoint_files
 from tests.support.edits import edited
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled
 from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -125,8 +125,9 @@ def test_an_attention_of_ones_own_is_not_lost(run, corpus, tmp_path, command):
     assert "(Attention) computes attention by own_attention, which would" in result.output
 
 
-@thorough
-@pytest.mark.parametrize("heads", ["--num-key-value-heads 2", "--num-key-value-heads 1"])
+@pytest.mark.parametrize("heads", sampled(
+    ["--num-key-value-heads 2", "--num-key-value-heads 1"], ["--num-key-value-heads 2"]
+))
 def test_ulysses_with_more_ranks_than_key_value_heads(run, once, corpus, heads):
     expected = once("single.py", 0, f"{OPTIONS} {heads}").curve()
     result = run("cp.py --attention ulysses", 4, f"{OPTIONS} {heads} --data {corpus}")
@@ -187,6 +188,23 @@ def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path, script
     assert set(result.statuses) <= {1, -15}
     words = "error: lm_head.parts" if script == "ddp.py" else "calls lm_head.parts"
     assert any(words in line for line in result.lines), result.output
+
+
+# A loss across samples
+
+CONTRAST = with_model("Contrast(args.config)", "Contrast", "gather_samples")
+
+
+@pytest.mark.parametrize("command, world, mesh", sampled([
+    ("ddp.py", 2, "mesh"), ("zero.py", 3, "mesh"), ("fsdp.py", 3, "mesh['dp_shard']"),
+], [("fsdp.py", 3, "mesh['dp_shard']")]))
+def test_a_loss_across_samples(run, corpus, tmp_path, command, world, mesh):
+    options = f"{OPTIONS} --data {corpus}"
+    expected = run(edited(tmp_path / "copy", "single.py", *CONTRAST), 0, options, out="one").curve()
+    copy = edited(tmp_path / "copy", command, *CONTRAST, (
+        "\n    # Optimizer", f"    model.gather = lambda z: gather_samples(z, {mesh})\n\n    # Opti"
+        "mizer"))
+    assert furthest(run(copy, world, options).curve(), expected) < 1e-10
 
 
 # Weights that are used without their module

@@ -134,15 +134,14 @@ COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in com
     ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: each script on one number of ranks, with all claims; and the curve, and what is held
-# and sent, of what else a script does
+# Without --all: each script on one number of ranks, with all claims. BRIEF: the curve, and what
+# is held and sent, of other things that a script does
 BRIEF = [row for row in EXACT if (row.command, row.world) in [
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("zero.py --stage 1 --grad-accum 2", 3),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
     ("fsdp.py --replicate 2 --grad-accum 2", 4),
-    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
-    (f"cp.py --attention ulysses {SELECTIVE}", 4),
+    (f"tp.py {AGAIN}", 2),
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --cp 2 --replicate 2", 4),
 ]]
