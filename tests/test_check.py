@@ -86,5 +86,6 @@ def test_a_published_bug_is_found(tmp_path, bug):
     copy = edited(tmp_path / "copy", bug.script, *bug.edits)
     more = " ".join(bug.run.split()[1:])
     against = "--against " + bug.against.split()[0]
-    status, said = check(tmp_path, f"--ranks 2 {against} -- {copy} {SMALL} --lr 0.01 --steps 3 {more}")
+    options = f"{SMALL} --lr 0.01 --steps 3 {more}"
+    status, said = check(tmp_path, f"--ranks 2 {against} -- {copy} {options}")
     assert status == 1 and "2 processes  DIFFERENT  step " in said, said
