@@ -84,7 +84,8 @@ def test_the_two_rooms():
 CHECKPOINTS = {"Checkpoints", "checkpoints", "run_settings", "arrange_buckets"}
 VALIDATION = {"Validation", "validation"}
 REPORT = {"Report", "report", "theory"}
-ALL = CHECKPOINTS | VALIDATION | REPORT
+CALLS = {"compare_calls"}
+ALL = CHECKPOINTS | VALIDATION | REPORT | CALLS
 
 
 def without(services, source):
@@ -173,7 +174,7 @@ def whole_fsdp(server, corpus, tmp_path_factory):
 
 SINGLE = [  # a service, what it is called, and the files that only it needs
     ("Checkpoints", CHECKPOINTS, {"checkpoint", "checkpoint_files", "settings", "signals"}),
-    ("Validation", VALIDATION, {"validation"}),
+    ("Validation", VALIDATION, {"validation"}), ("compare_calls", CALLS, {"same_calls"}),
     ("Report", REPORT, {"counting", "loggers", "metrics", "report", "theory"}),
 ]
 
