@@ -141,7 +141,7 @@ MUTANTS = [Mutant(*row) for row in [
      "model weights", "rotary scaling changes pairs that must stay as they are"),
     ("common/model.py", "logits.to(torch.promote_types(logits.dtype, torch.float32))", "logits",
      "model same_run", "the loss of bfloat16 logits has 3 digits"),
-    ("common/model.py", "if checkpointed:", "if checkpointed and not compiled:",
+    ("common/model.py", "if checkpointed and", "if checkpointed and not compiled and",
      "model own_model", "compiled layers keep all activations"),
     ("common/options.py", "args.grad_clip or math.inf", "args.grad_clip",
      "refusals user", "--grad-clip 0 scales all gradients to 0"),
