@@ -107,7 +107,9 @@ def main(argv=None):
     )
     model.forward = autocast(model.forward)
     # CP: each rank has the gradient of its positions; they are added up during the backward pass
-    begin_reducing, finish_reducing = all_reduce_in_backward(model.parameters(), group)
+    # A group of its own: with NCCL, blocks of the ring would wait behind gradients in one queue.
+    gradients = dist.new_group()
+    begin_reducing, finish_reducing = all_reduce_in_backward(model.parameters(), gradients)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

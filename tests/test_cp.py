@@ -3,6 +3,7 @@ number of collectives: test_same_run.py."""
 
 import functools
 import itertools
+import json
 
 import pytest
 import torch
@@ -164,6 +165,15 @@ def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
     of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
     for parameter, passes in zip(layers.parameters(), (2, 2, 1)):
         assert (parameter.grad == passes * of_all).all()
+
+
+def test_gradients_and_the_ring_have_a_communicator_each(run, corpus):
+    """Otherwise, with NCCL, blocks would wait behind gradients."""
+    result = run("cp.py", 2, f"--data {corpus} --steps 2 --seq-len 16 --save-every 0",
+                 inject="note_communicators()")
+    (line,) = [line for line in result.lines if line.startswith("groups ")]
+    (gradients,), (ring,) = json.loads(line.removeprefix("groups "))
+    assert gradients != ring
 
 
 def test_each_block_of_the_ring_is_computed_once():

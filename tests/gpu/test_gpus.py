@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import common.attention
+import common.experts
 import pp
 from common import torch_versions
 from common.experts import use_experts
@@ -121,6 +122,21 @@ def test_directions_of_a_pipeline(monkeypatch, name, backends):
     stage, hidden = torch.nn.Identity(), torch.empty(1)
     pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
     assert vars(config) == {name: "nccl" in backends and name != "other"}
+
+
+def test_gradients_of_experts_without_rows_are_zero(monkeypatch):
+    """Also where the kernel leaves them undefined."""
+    grouped_mm, counts = F.grouped_mm, [162, 0, 257, 46, 0, 83]
+
+    def undefined(rows, weights, offs):
+        empty = torch.tensor(counts) == 0
+        weights.register_hook(lambda grad: grad.masked_fill(empty[:, None, None], torch.nan))
+        return grouped_mm(rows, weights, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", undefined)
+    monkeypatch.setattr(common.experts, "leaves_gradients_undefined", lambda device: True)
+    found = dict(kernels.experts("cpu", counts, 256, 128))
+    assert found["largest gradient of empty experts"] == 0 and found["grad_weights"] < 0.015
 
 
 def check_arguments(q, k, v, *more):

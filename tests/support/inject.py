@@ -442,6 +442,19 @@ def count_compiled(backend):
     ))
 
 
+def note_communicators():
+    """At the end, print the sets of the groups that all-reduce gradients, and of those that carry
+    the ring."""
+    gradients, ring = set(), set()
+    before(dist, "all_reduce", lambda tensor, *_, group=None, **__: (
+        tensor.ndim == 2 and gradients.add(group.group_name)
+    ))
+    before(dist, "batch_isend_irecv", lambda ops: ring.update(op.group.group_name for op in ops))
+    after(Report, "close", lambda *_: rank or print(
+        "groups", json.dumps([*map(sorted, (gradients, ring))]), flush=True
+    ))
+
+
 def note_place():
     """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
     tokens that its model gets, to rank-N.json in the run folder."""

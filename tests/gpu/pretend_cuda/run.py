@@ -87,14 +87,19 @@ def replace_cuda():
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
               enable_gqa=False):
-    """Chooses the kernel as CUDA does: a torch without CUDA would take the one that keeps all
-    scores, which CUDA takes in float64 only. Other cases must not come up."""
+    """Chooses the kernel as CUDA does on an H100 with cuDNN above 9.15: a torch without CUDA would
+    take the one that keeps all scores, which CUDA takes in float64 only. Other cases must not come
+    up."""
     if q.device.type == "cpu" or q.dtype == torch.float64:
         return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
                                enable_gqa=enable_gqa)
     assert q.device == k.device == v.device == GPU
     head_size = q.shape[-1]
     if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
+        if head_size % 8 == 0:
+            return aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, torch.is_grad_enabled(), dropout_p, is_causal
+            )[0]
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
         out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         return out[..., :head_size]
@@ -124,7 +129,8 @@ class Watch(TorchDispatchMode):
                 self.seen["attention"].add(name)
                 aligned = all(
                     stride * x.element_size() % 16 == 0
-                    for x in tensors if x.is_cuda and x.ndim == 4 for stride in x.stride()[:-1]
+                    for x in tensors if x.is_cuda and x.ndim == 4 and x.shape[-1] > 1
+                    for stride in x.stride()[:-1]
                 )
                 assert aligned, "query is not correctly aligned (strideM)"  # as A100s say it
             if "grouped" in name:
