@@ -214,8 +214,8 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
         assert steps(result.out) == []
         return
     first, last = steps(result.out)
-    assert first == 3 and last in (4, 5) and result.lines[-1] == (
-        f"stopped after step {last} of 8, saved: the same command continues from there")
+    assert first == 3 and last in (4, 5)
+    assert f"stopped after step {last} of 8, saved" in result.lines[-1]
     if command in ("single.py", "ddp.py"):
         again = run(command, world, options)
         assert [record["step"] for record in again.history] == list(range(1, 9))

@@ -98,7 +98,7 @@ def test_a_logger_that_raises_is_said_once_and_left_out(log, option, inject, nam
     result = log("single.py", 0, option, inject=f"from common.services import loggers\n{inject}")
     assert list(logged(result)) == [1, 2, 3, 4] and "final loss" in result.output
     (line,) = [line for line in result.lines if "ZeroDivisionError: division by zero" in line]
-    assert f"{name} failed and gets no more lines, but metrics.jsonl has them all" in line
+    assert f"{name} failed" in line and "metrics.jsonl" in line
 
 
 def test_w_and_b_without_a_login_does_not_ask_at_a_terminal(corpus, tmp_path):
@@ -111,7 +111,7 @@ def test_w_and_b_without_a_login_does_not_ask_at_a_terminal(corpus, tmp_path):
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
     )
     assert result.returncode == 0 and "final loss" in result.stdout, result.stdout
-    assert result.stdout.count("No API key configured. Use `wandb login` to log in.") == 1
+    assert result.stdout.count("wandb login") == 1
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
@@ -119,6 +119,5 @@ def test_a_missing_package_is_one_line(log, package):
     """Before the run, and also where the working folder has a folder of that name."""
     option = {"wandb": "--wandb mine", "tensorboard": "--tensorboard"}[package]
     result = log("ddp.py", 2, option, inject=f"sys.modules['{package}'] = None", expect_ok=False)
-    assert all(result.statuses) and result.lines == [
-        f"ddp.py: error: --{package} needs the package {package}: python -m pip install {package}"
-    ]
+    (line,) = result.lines
+    assert all(result.statuses) and f"--{package} needs" in line and f"install {package}" in line
