@@ -142,7 +142,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("common/model.py", "logits.to(torch.promote_types(logits.dtype, torch.float32))", "logits",
      "model same_run", "the loss of bfloat16 logits has 3 digits"),
     ("common/model.py", "if checkpointed and", "if checkpointed and not compiled and",
-     "model own_model", "compiled layers keep all activations"),
+     "model same_run", "compiled layers keep all activations"),
     ("common/options.py", "args.grad_clip or math.inf", "args.grad_clip",
      "refusals own_model", "--grad-clip 0 scales all gradients to 0"),
     ("common/attention.py", "torch.promote_types(x.dtype, torch.float32)", "x.dtype",
