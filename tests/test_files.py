@@ -149,7 +149,9 @@ def test_a_folder_takes_no_name_that_exists(tmp_path, make):
     make(tmp_path / "x")
     with pytest.raises(SettingError, match="x exists"):
         write_folder(tmp_path / "x")
-    assert os.listdir(tmp_path) == ["x"]
+    with pytest.raises(SettingError, match="y exists"), new_folder(tmp_path / "y"):
+        make(tmp_path / "y")  # meanwhile
+    assert sorted(os.listdir(tmp_path)) == ["x", "y"]
 
 
 def test_json_of_a_tool(tmp_path):

@@ -513,8 +513,8 @@ def test_the_gpu_of_a_process(monkeypatch):
     assert number() == 0 and number(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1") == 1
     with pytest.raises(SettingError, match="RANK is set but not LOCAL_RANK"):
         number(RANK="5", WORLD_SIZE="8")
-    with pytest.raises(SettingError, match="LOCAL_RANK 3 has no GPU, this machine has 2"):
-        number(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3")
+    with pytest.raises(SettingError, match="LOCAL_RANK 2 has no GPU, this machine has 2"):
+        number(RANK="2", WORLD_SIZE="4", LOCAL_RANK="2")
     assert number(True, RANK="3", WORLD_SIZE="4", LOCAL_RANK="3") == 1
 
 

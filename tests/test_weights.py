@@ -222,9 +222,10 @@ def test_the_next_command_is_printed(server, llama, corpus, tmp_path, capsys, mo
 
 
 CONFIGS = [
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"), ({"model_type": None}, "type None"),
-    ({"model_type": "mistral"}, "model_type 'mistral'"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    *[({name: 2}, f"{name} 2: only Llama") for name in (
+        "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
+        "sliding_window", "router_jitter_noise")],
+    *[({"model_type": name}, f"model_type {name!r}") for name in ("mistral", None)],
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
      "partial_rotary_factor 0.5"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'.*only 'llama3'"),
@@ -234,6 +235,7 @@ CONFIGS = [
     ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
     ({"rope_scaling": SCALING | {"factor": "8"}}, "'factor': '8'.*above 0"),
     ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
+    ({"hidden_size": 0}, "hidden_size 0.*greater than 0"),
     ({"hidden_size": 32.5}, "hidden_size 32.5.*whole number"), ({"vocab_size": True}, "size True"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
     # What the files do not have:
