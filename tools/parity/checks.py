@@ -258,25 +258,18 @@ def initial_weights(it):
 def samples(it):
     """Whether the run has read the samples of the reference, each equally often; and if not, which
     of a batch's tensors differ."""
-    def distinct(key):  # a mask has few distinct rows, and says least
-        ranks = it.reference.ranks
-        return len({str(row) for rank in ranks for row in rank["samples"].get(key, [])})
-
-    messages, agree = {}, []
-    for key in tensors_in(all, it.reference.line, it.run.line):
-        want, have = ([rank["samples"].get(key, []) for rank in run.ranks]
-                      for run in (it.reference, it.run))
+    lines, messages, agree = (it.reference.line, it.run.line), [], []
+    for key in tensors_in(all, *lines):
+        want, have = ([rank["samples"].get(key, []) for rank in line["ranks"]] for line in lines)
         if message := other_rows(want, have):
-            messages[key] = message
+            distinct = len({str(row) for rows in want for row in rows})
+            messages.append((distinct, message, key))
         else:
             agree.append(key)
     if messages:
-        which = ""
-        if agree:
-            differ, agrees = (f"{verb}s" if len(keys) == 1 else verb
-                              for verb, keys in (("differ", messages), ("agree", agree)))
-            which = f"{listed(messages)} {differ}, {listed(agree)} {agrees}: "
-        return f"samples: {which}{messages[max(messages, key=distinct)]}"
+        which = f"{listed(key for *_, key in messages)}, not {listed(agree)}: " if agree else ""
+        # A mask has few distinct rows, and says least.
+        return f"samples: {which}{max(messages, key=lambda message: message[0])[1]}"
 
 
 def listed(keys):
