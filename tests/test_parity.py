@@ -352,8 +352,12 @@ FAULTS = {
         "change": lambda _, model: scale(2, "down.weight")(model)}, {
             "make": Adapter, "data": lambda: (torch.ones(4, 6), torch.zeros(4, 6)),
             "loss_of": squared_error, "edit": without_factors, "dtype": torch.float32})],
-    "reduction": [("step 0: reduction: ranks .0. and .1. .*: each rank has clipped its own", {
-        "spoil": scale(0.1), "edit": apart("gradients", 0, *dict(tiny().named_parameters()))})],
+    "reduction": [
+        ("step 0: reduction: ranks .0. and .1. .*: each rank has clipped its own", {
+            "spoil": scale(0.1),
+            "edit": apart("gradients", 0, *dict(tiny().named_parameters()))}),
+        ("step 0: reduction: .* of 0.bias: they must be", {
+            "edit": apart("gradients", 0, "0.bias")}, {"dtype": torch.bfloat16})],
     "trained_in_one_run": [("step 0: gradients: only the run has those of 0.bias", {
         "spoil": lambda _: None}, {"spoil": freeze})],
     "scaled": [
