@@ -16,55 +16,21 @@ import pytest
 import torch
 
 from tests.support.processes import ROOT, ProcessServer
-from tests.support.sample import sampled, thorough
+from tests.support.sample import thorough
 from tools.parity import checks, record as recording
 from tools.parity.compare import compare, main, read, run_of
 
-MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
-         "--num-key-value-heads 4")
-OPTIONS = (f"{MODEL} --seq-len 16 --batch-size 24 --steps 3 --warmup-steps 2 --lr 0.01 "
-           "--grad-clip 0.5 --save-every 0 --no-resume")
-RECORD = "        grad_norm = "  # before it stands the line that records
-TRAINER = "tests/support/parity_trainer.py"
+OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
+           "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --steps 3 --warmup-steps 2 "
+           "--lr 0.01 --grad-clip 0.5 --save-every 0 --no-resume")
 
 
-def before(line, more):
-    """An edit: more lines before one."""
-    return [line, more + line]
+def answer(one, two, **options):
+    """The whole answer of parity, in one line."""
+    return compare(one, two, **options).replace("\n", " ")
 
 
-# Of scripts, on 2 ranks with 3 micro-batches, in float32: what needs ranks and tests/bugs has not.
-# name: script, its options, what parity says, edits.
-FAULTS = {
-    "mean-instead-of-sum": (
-        "ddp.py", "", "gradients: all: divided by 2, such as the ranks; the loss is right "
-        ".5.519434 and 5.519434.: look at the backward pass",
-        ["(micro_loss * n).backward()", "micro_loss.backward()"]),
-    "divided-by-n-and-a": (
-        "fsdp.py", "", "gradients: all: divided by 6, such as ranks x micro-batches; the loss is",
-        ["    add_gradients_up(model)", "    #"],
-        ["micro_loss.backward()", "(micro_loss / 3).backward()"]),
-    "a-stage-without-gradients": (
-        "pp.py", "--microbatches 2", "gradients: missing: those of model.layers.2.*lm_head.weight "
-        ".* the loss is right",
-        before(RECORD, "        if rank == 1:\n            optimizer.zero_grad()\n")),
-    "clipped-and-not-reduced": (
-        "cp.py", "", "reduction: .* each rank has clipped its own to 0.1",
-        ["works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))", "pass"],
-        before("        finish_reducing()",
-               "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n")),
-    "no-mask-on-a-rank": (
-        "ddp.py", "", "gradients: forward pass: .*the first module whose output differs is "
-        "`model.layers.0.self_attn.o_proj`, after `model.layers.0.self_attn.v_proj`",
-        before("    replica = ", "    for layer in layers if dist.get_rank() else ():\n"
-               "        layer.self_attn.attention = lambda q, k, v, **_: (\n"
-               "            torch.nn.functional.scaled_dot_product_attention(q, k, v, "
-               "enable_gqa=True))\n")),
-    # In a trainer with tensor parallelism by hand
-    "a-sum-over-ranks-missing": (
-        TRAINER, "", "reduction: .*; the loss is wrong too .*: look at the forward pass .*where. ",
-        ["self.out.weight), self.n)", "self.out.weight), 1 + (self.number != 1))"]),
-}
+# Scripts on ranks
 
 
 def record(once, shared, world, jobs):
@@ -75,35 +41,7 @@ def record(once, shared, world, jobs):
     return once(f"tests/support/parity_runs.py {path}", world, "", inject="ignored()").out
 
 
-def job(name, script, options="", *edits):
-    return [name, script, options if script == TRAINER else f"{OPTIONS} {options}", edits]
-
-
-FLOAT32_LOSS = ["cross_entropy(logits.", "cross_entropy(logits.float()."]
-DRIFTING = "--dtype float32 --steps 25 --lr 0.3 --warmup-steps 1"
-AMPLIFIED = "--dtype float64 --steps 10 --lr 0.3 --warmup-steps 1"
-DTYPES = "float64", "float32", "bfloat16"
-
-
-@pytest.fixture
-def reference(once, shared):
-    """The recordings of one process, by name."""
-    jobs = [job(f"single-{dtype}", "single.py", f"--dtype {dtype}") for dtype in DTYPES]
-    jobs += [job(f"trainer-{dtype}", TRAINER, f"--dtype {dtype}") for dtype in DTYPES[:2]]
-    folder = record(once, shared, 0, [
-        *jobs, job("single-accumulated", "single.py", "--dtype float64 --grad-accum 4"),
-        job("drifting", "single.py", DRIFTING), job("amplified", "single.py", AMPLIFIED),
-        job("float32-loss", TRAINER, "", FLOAT32_LOSS, ["tokens.chunk(2)", "tokens.chunk(1)"]),
-    ])
-    return lambda name: folder / f"{name}.parity"
-
-
-def answer(one, two, **options):
-    """The whole answer of parity to two files, in one line."""
-    return compare(read(one), read(two), **options).replace("\n", " ")
-
-
-SOUND = {
+SCRIPTS = {
     1: ["ddp.py --grad-accum 4", "zero.py --grad-accum 2", "fsdp.py --grad-accum 4", "tp.py",
         "cp.py --grad-accum 2", "pp.py --microbatches 4 --grad-accum 2", "hybrid_3d.py"],
     2: ["ddp.py --grad-accum 4", "zero.py --stage 1 --grad-accum 4", "zero.py --stage 2",
@@ -115,499 +53,66 @@ SOUND = {
         "tp.py --grad-accum 2", "cp.py --grad-accum 2", "pp.py --microbatches 4",
         "hybrid_3d.py --dp 2 --tp 2 --grad-accum 2", "hybrid_3d.py --cp 2 --pp 2"],
 }
-CASES = [(1, "float64"), (1, "float32"), *((2, dtype) for dtype in DTYPES),
+CASES = [(1, "float64"), (1, "float32"), (2, "float64"), (2, "float32"), (2, "bfloat16"),
          (4, "float64"), (4, "float32")]
 
 
 @thorough
 @pytest.mark.parametrize("world, dtype", CASES)
-def test_sound_runs_are_equal(once, shared, reference, world, dtype):
-    commands = {command.replace(" ", ""): command.split(" ", 1) for command in SOUND[world]}
-    folder = record(once, shared, world, [
-        job(name, script, f"--dtype {dtype} {' '.join(options)}")
-        for name, (script, *options) in commands.items()
-    ])
-    ours = [f"single-{dtype}"] + ["single-accumulated"] * (dtype == "float64")
-    for name, one in itertools.product(commands, ours):
-        says = answer(reference(one), folder / f"{name}.parity")
-        begin = "NOTHING PROVEN" if dtype == "bfloat16" else "EQUAL"
-        assert re.match(rf"{begin}: {world} ranks? against 1, \d+ parameters, \d updates, {dtype} ",
-                        says), (name, one, says)
-        assert dtype == "bfloat16" or "2 updates" in says, (name, one, says)
-
-
-@pytest.mark.parametrize("script", sampled(sorted({row[0] for row in FAULTS.values()}), [TRAINER]))
-def test_faults_of_scripts(once, shared, reference, script):
-    own = {name: fault for name, fault in FAULTS.items() if fault[0] == script}
-    more = "--dtype float32" if script == TRAINER else "--dtype float32 --grad-accum 3"
-    folder = record(once, shared, 2, [job(name, script, f"{more} {options}", *edits)
-                                      for name, (_, options, _, *edits) in own.items()])
-    one = reference("trainer-float32" if script == TRAINER else "single-float32")
-    for name, (_, _, expected, *_) in own.items():
-        says = answer(one, folder / f"{name}.parity")
-        assert says.startswith("DIFFERENT") and re.search(expected, says), (name, expected, says)
-
-
-# Long runs, whose rounding grows
-
-
-@pytest.fixture
-def others(once, shared):
-    folder = record(once, shared, 2, [
-        job("sound", TRAINER), job("drifting", "ddp.py", f"{DRIFTING} --grad-accum 3"),
-        job("float32-loss", TRAINER, "", FLOAT32_LOSS),
-        job("amplified", "ddp.py", f"{AMPLIFIED} --grad-accum 3"),
-    ])
-    return lambda name: folder / f"{name}.parity"
-
-
-def test_shards_of_a_fused_matrix(reference, others):
-    assert answer(reference("trainer-float64"), others("sound")).startswith("EQUAL: 2 ranks again")
-
-
-def test_runs_that_rounding_parts(reference, others):
-    """Clip factors differ then, too, and accuse nobody."""
-    says = answer(reference("drifting"), others("drifting"))
-    assert re.match(r"EQUAL.*gradients and updates from step \d+ on .rounding", says)
-
-
-def test_noise_that_steps_amplify(reference, others):
-    says = answer(reference("amplified"), others("amplified"))
-    allowed, largest = re.search(r"may differ by ([^\s,]+), .* gradients is (\S+)", says).groups()
-    assert says.startswith("EQUAL") and float(largest) > 1000 * float(allowed)
-
-
-# In this process
-
-
-def cut(name, tensor):
-    """A ``where`` for a rank that has a matrix in four parts, which are not contiguous."""
-    if tensor.ndim == 2:
-        return tensor.shape, [
-            (tensor[rows, columns], (rows.start or 0, columns.start or 0))
-            for rows in (slice(1), slice(1, None)) for columns in (slice(3), slice(3, None))]
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Train a small model and record it, with ``spoil(model)`` before each record and
-    ``change(step, model)`` before each update. Returns the file."""
-    monkeypatch.setattr(recording, "BLOCK", 7)
-
-    def small(file, change=lambda *_: None, spoil=lambda _: None, parts=False, split=False,
-              every=1, steps=4, dtype=torch.float64, clear=True, start=lambda _: None, lr=0.1,
-              batch_of=lambda x: [x], optimizer=torch.optim.SGD, loss_of=lambda y: y.square()):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-        model.to(dtype)
-        start(model)
-        groups = [model[0], model[2]] if split else [model]
-        optimizers = [optimizer(group.parameters(), lr) for group in groups]
-        detached = {name: p.detach() for name, p in model.named_parameters()}
-        recorded = recording.Parity(tmp_path / file, detached if parts else model, optimizers,
-                                    where=cut if parts else None)
-        for step in range(steps):
-            x = torch.randn(8, 4).to(dtype)
-            loss = loss_of(model(x)).mean()
-            loss.backward()
-            spoil(model)
-            for name, p in model.named_parameters():
-                detached[name].grad = p.grad
-            if step % every == 0:
-                recorded.record(step, loss, batch_of(x))
-            change(step, model)
-            for each in optimizers:
-                each.step()
-                if clear:
-                    each.zero_grad()
-        return tmp_path / file
-
-    return small
-
-
-def scale(by, *names):
-    """Gradients times a number: of all parameters, or of some."""
-    def spoil(model):
-        for name, p in model.named_parameters():
-            if not names or name in names:
-                p.grad *= by
-    return spoil
-
-
-def in_step(number, spoil):
-    """Do it in one step of 4 alone."""
-    steps = itertools.count()
-    return lambda model: spoil(model) if next(steps) % 4 == number else None
-
-
-def late(model, old=[]):  # noqa: B006, what it is for
-    """The gradients of the step before."""
-    new = [p.grad.clone() for p in model.parameters()]
-    for p, grad in zip(model.parameters(), old):
-        p.grad.copy_(grad)
-    old[:] = new
-
-
-def to_type(dtype):
-    return lambda model: [p.grad.copy_(p.grad.to(dtype)) for p in model.parameters()]
-
-
-def rolled(by, growth=1):
-    """Each of the 4 gradients is spoiled ``growth`` times as much as the one before."""
-    def spoil(model):
-        for i, p in enumerate(model.parameters()):
-            p.grad += by * growth**i * p.grad.roll(1, 0)
-    return spoil
-
-
-def freeze(model):
-    model[0].bias.grad = None
-
-
-def module(i, change):
-    """The output of module i is another."""
-    return {"start": lambda model: model[i].register_forward_hook(lambda *args: change(args[-1]))}
-
-
-def apart(kind, step):
-    """An edit: two ranks hold different copies of 0.weight."""
-    def edit(lines):
-        lines[step][kind]["0.weight"]["sums"][0] = 1.0
-        lines[step][kind]["0.weight"]["ranks"] = "[0] and [1]"
-    return edit
-
-
-def edit_rank(step=0, **values):
-    return lambda lines: lines[step]["ranks"][0].update(values)
-
-
-def kept(kind, name):
-    def edit(lines):
-        for line in lines:
-            line["ranks"][0]["types"][kind] = {name: 4}
-    return edit
-
-
-def every_second(x):
-    return [x[[0, 0, *range(2, 8)]]]
-
-
-def floats_once(x):
-    """Only whole numbers are counted one by one."""
-    return [{"a": x > 0, "ids": (x * 1e6).long(), "z": x[:, :1]}]
-
-
-def floats_twice(x):
-    return [{"a": (x > 0)[[0, 0, *range(2, 8)]], "ids": (x * 1e6).long()[[0, 0, *range(2, 8)]],
-             "z": x[:, :1]}]
-
-
-DIVERGED = {"spoil": in_step(1, scale(math.nan, "0.bias"))}
-# check: [what it says, how the run differs (or an edit of its recording), how both runs do], ...
-SAYS = {
-    "step_numbers": [("step 0: steps: the run has recorded step 7", lambda lines: lines[0].update(
-        step=7)), ("step 1: steps: .* step 2 in place of step 1", {"every": 2}),
-        ("steps: the run has recorded 1 and the reference 4, and nothing", {"steps": 1})],
-    "parameter_names": [("step 0: names: only the reference has 0.bias", lambda lines: [
-        line[kind].pop("0.bias") for line in lines for kind in ("values", "gradients")])],
-    "shapes": [("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24",
-                lambda lines: lines[0]["values"]["0.weight"].update(held=12))],
-    "types": [
-        ("step 0: types: modules compute in float32, and in the reference in float64", kept(
-            "modules compute", "float32")),
-        ("step 0: types: the loss is in bfloat16", kept("the loss is", "bfloat16")),
-        ("step 1: types: optimizer states are kept in bfloat16", kept(
-            "optimizer states are kept", "bfloat16"), {"optimizer": torch.optim.Adam})],
-    "weights_in_16_bits": [],  # below
-    "not_finite": [
-        ("step 1: not finite: in the run alone, weights or gradients of 0.bias", DIVERGED),
-        ("step 1: not finite: in the reference alone, weights", {"spoil": lambda _: None},
-         DIVERGED)],
-    "initial_weights": [
-        ("step 0: initial weights: other values of 2.bias$", {
-            "start": lambda model: model[2].bias.data.add_(1)}),
-        ("step 0: initial weights: other values of 0.weight, of the same length: are parts in "
-         "another order", {"start": lambda model: model[0].weight.data.copy_(
-             model[0].weight.data.roll(2, 0))}),
-        ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", apart(
-            "values", 0))],
-    "samples": [
-        ("step 0: samples: other samples are read, or some", {"batch_of": lambda x: [x + 1]}),
-        ("step 0: samples: 8 of 8 are missing, and 8 other samples are read instead", {
-            "batch_of": lambda x: [(x * 1e6).long() + 1]}, {
-            "batch_of": lambda x: [(x * 1e6).long()]}),
-        ("step 0: samples: `a`, `ids` differ, `z` agrees: 1 of 8 are missing, one is read 2 times, "
-         "by ranks .0.", {"batch_of": floats_twice}, {"batch_of": floats_once}),
-        ("step 0: samples: other samples are read, or some", {"batch_of": every_second})],
-    "copies_of_weights": [("step 1: update: ranks .0. and .1. hold different weights of 0.weight",
-                           apart("values", 1))],
-    "update": [
-        ("step 1: update: weights of every parameter have moved differently, by up to 0.5 of their "
-         "way .times 2.: learning rate", {"lr": 0.2}),
-        ("step 1: update: .*the optimizer", {"optimizer": torch.optim.RMSprop})],
-    "reduction": [("step 0: reduction: ranks .0. and .1. hold different gradients of 0.weight",
-                   apart("gradients", 0))],
-    "lost_tie": [],  # tests/bugs
-    "trained_in_one_run": [("step 0: gradients: only the run has those of 0.bias: frozen in the", {
-        "spoil": lambda _: None}, {"spoil": freeze})],
-    "scaled": [
-        ("step 0: gradients: those of 0.weight: times 3; the loss is right", {
-            "spoil": scale(3, "0.weight")}),
-        ("step 0: gradients: all: times 1024, a power of two: a loss scale", {
-            "spoil": scale(1024)}),
-        (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
-        ("step 0: gradients: those of 0.weight to 2.weight .3 of 4.*: times 0.5", {
-            "spoil": scale(0.5, "0.weight", "0.bias", "2.weight")}),
-        ("step 0: gradients: those of 0.bias to 2.bias .3 of 4 .*times 0.5: the reduction, or the "
-         "scale of an adapter .*LoRA", {"spoil": lambda model: scale(0.5)(model) or scale(
-             0, "0.weight")(model)}, {"spoil": scale(0, "0.weight")})],
-    "missing": [
-        ("step 0: gradients: missing: those of 0.weight; the loss is right", {
-            "spoil": scale(0, "0.weight")}),
-        ("step 0: gradients: missing: those of 0.bias; .*They are None: frozen", {"spoil": freeze}),
-        ("step 0: gradients: missing: the run has none: .*zero_grad, or .*requires_gradient_sync", {
-            "spoil": lambda model: model.zero_grad()})],
-    "not_cleared": [
-        ("step 1: gradients: not cleared: all hold 1 of those of the step before", {
-            "clear": False}),
-        ("step 1: gradients: late: all are those of the step before", {"spoil": late})],
-    "rounding": [
-        ("step 0: gradients: rounding: they differ by .*, as if bfloat16 was in between .see dtype",
-         {"spoil": to_type(torch.bfloat16)}),
-        ("step 0: gradients: rounding: .*, as if float16", {"spoil": to_type(torch.float16)}),
-        ("step 0: gradients: rounding: .* if both runs compute .* give --float32-inside", {
-            "spoil": to_type(torch.float32)}),
-        ("step 0: gradients: rounding: .*bfloat16", {"spoil": rolled(2e-3 / 1.5**3, 1.5)})],
-    "some_gradients": [("step 0: gradients: those of 0.weight differ, by up to ", {
-        "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))})],
-    "mean_of_means": [],  # below
-    "part_of_the_batch": [
-        ("step 0: gradients: part of the batch, or the backward", {"spoil": rolled(1e-3, 10)}),
-        ("step 0: gradients: part of the batch", {"spoil": rolled(2e-3 / 2**3, 2)})],  # uneven
-    "forward_pass": [
-        ("step 0: gradients: forward pass: the loss is .*the first module whose output differs is "
-         "`2`, after `1`", module(1, torch.sin)),
-        ("step 0: gradients: forward pass: .* output differs is `0`, the first of all", {
-            "start": lambda model: setattr(model[0], "forward", lambda x: torch.nn.functional.
-                                           linear(2 * x, model[0].weight, model[0].bias))}),
-        ("step 0: gradients: forward pass: .*is `the model itself`, after `2`", {
-            "start": lambda model: setattr(model, "forward", lambda x: model[2](
-                model[1](model[0](x))).sin())}),
-        ("step 0: gradients: forward pass: .*the outputs of all modules agree: look at the loss", {
-            "loss_of": lambda y: y.square() + y.abs()}),
-        ("step 0: gradients: forward pass: .*look at the forward pass .*`model` is no module", {
-            "parts": True, "loss_of": lambda y: y.abs()}),
-        ("step 2: gradients: forward pass: .*right in the step before: look at weights that are st",
-         module(1, in_step(2, torch.sin)))],
-    "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
-        "start": lambda model: model.append(torch.nn.Dropout(0.1))})],
-    "loss": [
-        ("step 0: loss: it is .*, not .* .times 2.*and the gradients agree", lambda lines: lines[
-            0]["ranks"][0]["losses"].append(lines[0]["ranks"][0]["losses"][0])),
-        ("step 0: loss: it is 0.0", edit_rank(losses=[0.0])),
-        ("step 0: loss: it is inf", edit_rank(losses=[math.inf]))],
-    "clipping": [
-        ("step 0: clipping: by a wrong norm .* scaled by 0.5, not by 1", {
-            "change": lambda _, model: scale(0.5)(model)}),
-        ("step 0: clipping: .* scaled by 1, elsewhere by 0.5", {
-            "change": lambda _, model: scale(0.5, "0.weight")(model), "split": True})],
-    "factors_and_missing": [
-        ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
-        ("step 0: gradients: missing: those of 0.bias", {"spoil": scale(0, "0.bias")}, {
-            "dtype": torch.bfloat16})],
-}
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=f"{check}-{i}") for check, rows in
-                                 SAYS.items() for i, row in enumerate(rows)])
-def test_each_check(small, row):
-    expected, fault, *both = row
-    both = both[0] if both else {}
-    one, same = read(small("one", **both)), read(small("same", **both))
-    two = read(small("two", **both | (fault if isinstance(fault, dict) else {})))
-    if callable(fault):
-        fault(two)
-    if both is not DIVERGED:
-        assert compare(one, same).startswith(("EQUAL", "NOTHING PROVEN"))
-    says = compare(one, two)
-    assert re.match(f"DIFFERENT: {expected}", says), says
-
-
-def test_no_check_is_left_out():
-    listed = [*checks.ALWAYS, *checks.CHECKS, *checks.CAUSES, *checks.IN_16_BITS]
-    names = {check.__name__ for check in listed}
-    assert names | {"weights_in_16_bits", "about_dropout"} == {*SAYS, "gradients"}
-    assert all(check.__doc__ for check in listed)
-
-
-def nothing(model):
-    scale(0)(model)
-
-
-@torch.no_grad()
-def fill(model, value):
-    for p in model.parameters():
-        p.fill_(value)
-
-
-def more_left_out(model):
-    model.register_buffer("mean", torch.zeros(3))
-    model.register_parameter("codes", torch.nn.Parameter(torch.zeros(
-        3, dtype=torch.int8), requires_grad=False))
-
-
-# What parity says of two equal runs: [a pattern, how both are trained, how one of them is]
-NOT_DIFFERENT = {
-    "the head": ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 In the first", {}),
-    "clipping": ("EQUAL.*: clipping .it is never active.; the update after the last step$", {}),
-    "one step": ("EQUAL.*4 parameters, 0 updates, .*updates and clipping .one step", {"steps": 1}),
-    "at rest": ("EQUAL.* 0 updates, .*Not compared: updates .no weight moves.", {
-        "change": lambda _, model: nothing(model)}),
-    "dead": ("EQUAL.*Not compared: gradients of 3 parameters .0 or None in both runs", {
-        "spoil": scale(0, "0.weight", "0.bias", "2.weight")}),
-    "too small": ("EQUAL.*Not compared: updates of 4 parameters .too small for float32", {
-        "lr": 1e-7, "dtype": torch.float32}),
-    "left out": ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors "
-                 "of the optimizer that are not recorded .1.$", {"start": more_left_out}),
-    "no samples": ("EQUAL.*Not compared: samples .no tensor has the same name", {
-        "batch_of": lambda x: [{"x": x}]}, {"batch_of": lambda _: None}),
-    "a mask": ("EQUAL.*Not compared: `mask` .in one batch alone", {
-        "batch_of": lambda x: [{"x": x}]}, {"batch_of": lambda x: [{"x": x, "mask": x > 0}]}),
-    "no gradients": ("NOTHING TO COMPARE: neither run has gradients: record before zero_grad", {
-        "spoil": lambda model: model.zero_grad()}),
-    "gradients of 0": ("NOTHING TO COMPARE: all gradients are 0 in both runs", {"spoil": nothing}),
-    "weights of 0": ("NOTHING TO COMPARE: all weights are 0 in both runs", {
-        "start": lambda model: fill(model, 0), "change": lambda _, model: nothing(model),
-        "spoil": lambda model: model[2].bias.grad.fill_(1)}),
-    "never finite": ("NOTHING TO COMPARE from step 0 on: weights or gradients are not finite in "
-                     "both", {"start": lambda model: fill(model, math.nan)}),
-    "16 bits": ("NOTHING PROVEN: 1 rank against 1, .*, bfloat16 .*Record in float32.*Note: weights "
-                "are kept in bfloat16 .4 of 4.; optimizer states are kept in bfloat16 .8 of 8.", {
-                    "dtype": torch.bfloat16, "optimizer": torch.optim.Adam}),
-    "sound parts": ("EQUAL", {}, {"parts": True}),
-    "sound optimizers": ("EQUAL", {}, {"split": True}),
-    "rounded samples": ("EQUAL", {"batch_of": lambda x: [x]}, {
-        "batch_of": lambda x: [torch.nextafter(x.float(), 2 * x.float())]}),
-    # In step 1, which is not recorded, gradients are scaled otherwise than in step 2.
-    "unrecorded steps": ("EQUAL", {"every": 2, "change": lambda step, model: scale(
-        0.25 if step % 2 else 0.5)(model)}),
-}
-
-
-@pytest.mark.parametrize("name", NOT_DIFFERENT)
-def test_what_is_not_different(small, name):
-    expected, both, *other = NOT_DIFFERENT[name]
-    one, two = small("one", **both), small("two", **both | (other[0] if other else {}))
-    assert re.match(expected, answer(one, two)), answer(one, two)
-    assert main([str(one), str(two)]) == (not expected.startswith("EQUAL"))
-
-
-def test_steps_that_are_not_finite_in_both_runs(small):
-    """As in the first step with a loss scale. If it lasts, nothing is compared from there on."""
-    def spoil(steps):
-        count = itertools.count()
-        return lambda model: scale(math.inf, "0.weight")(model) if next(count) in steps else None
-
-    def skip(step, model):
-        if not model[0].weight.grad.isfinite().all():
-            model.zero_grad()
-
-    for steps, expected in (({0}, "EQUAL.* 2 updates, .*Not compared: steps 0 .not finite in both"),
-                            ({2, 3}, "NOTHING TO COMPARE from step 2 on: weights or gradients")):
-        one, two = (small(name, skip, spoil(steps)) for name in ("one", "two"))
-        assert re.match(expected, answer(one, two)), answer(one, two)
-
-
-@pytest.mark.parametrize("by", [1e-6, 5e-5])
-def test_what_is_inside_a_model_in_float64(small, by):
-    """A softmax in float32 is allowed by an option; a wrong eps of a norm is another formula."""
-    one, two = read(small("one")), read(small("two", spoil=rolled(by)))
-    for line in (*one, *two):
-        line["ranks"][0]["numbers"] = 65536
-    hint = "--float32-inside"
-    assert (hint in compare(one, two)) == (by < 1e-5)
-    allowed = compare(one, two, float32_inside=True)
-    assert allowed.startswith("EQUAL" if by < 1e-5 else "DIFFERENT") and hint not in allowed
-    assert ("float64 with float32 inside" in allowed) == (by < 1e-5)
-
-
-def test_a_loss_in_float32_in_a_model_in_float64(reference, others):
-    assert ", float32 " in answer(reference("float32-loss"), others("float32-loss"))
-    one, two = read(reference("float32-loss")), read(others("float32-loss"))
-    for rank in one[0]["ranks"] + two[0]["ranks"]:
-        rank["types"]["the loss is"] = {}  # as of a number
-    assert "--float32-inside" in compare(one, two)
-    assert compare(one, two, float32_inside=True).startswith("EQUAL")
-
-
-def test_weights_in_16_bits_are_a_fault_if_one_says_so(small):
-    one = read(small("one", dtype=torch.bfloat16))
-    assert compare(one, one, full_precision=True).startswith(
-        "DIFFERENT: step 0: types: weights are kept in bfloat16 (4 of 4)")
-
-
-def on_ranks(line, losses, samples):
-    """A recording of one rank as one of several that have these losses and samples."""
-    rank = line["ranks"][0]
-    line["ranks"] = [rank | {"losses": [loss], "samples": {"0": rank["samples"]["0"][part]}}
-                     for loss, part in zip(losses, samples)]
-    line["loss"] = "sum"
-
-
-def test_ranks_with_the_same_loss_count_once(small):
-    """Parts of two data-parallel ranks add up, and two tensor-parallel ranks hold the same part.
-    Losses of context-parallel ranks are not the same."""
-    half = [slice(4), slice(4), slice(4, 8), slice(4, 8)]
-    one = read(small("one"))
-    for shares, expected in (
-            ((0.25, 0.25, 0.75, 0.75), "EQUAL: 4 ranks against 1.*\nNote: 2 ranks read the same"),
-            ((0.125, 0.25, 0.25, 0.375), "EQUAL"),
-            ((1, 1, 1, 1), "DIFFERENT: step 0: loss: it is .* .times 2, such as ranks that read")):
-        two = read(small("two"))
-        for line in two:
-            (loss,) = line["ranks"][0]["losses"]
-            on_ranks(line, [share * loss for share in shares], half)
-        assert re.match(f"(?s){expected}", compare(one, two)), compare(one, two)
-
-
-@pytest.mark.parametrize("kind", ["targets", "shifted"])
-def test_a_mean_of_ranks_means(small, kind):
-    """Each of two ranks gives the losses of two micro-batches, which add up to its own mean. A
-    causal language model shifts its labels, so that the first of a row does not count."""
-    one, two = read(small("one")), read(small("two"))
-    for step in two:
-        step["ranks"] = [
-            step["ranks"][0] | {"targets": [5, 5], "shifted": [5, 5], "losses": losses,
-                                kind: counts, "samples": {
-                                    "0": step["ranks"][0]["samples"]["0"][part]}}
-            for part, counts, losses in ((slice(4), [1, 1], [1.0, 2.0]),
-                                         (slice(4, 8), [4, 2], [2.0, 0.5]))]
-    one[0]["ranks"][0]["losses"] = [(2 * 3.0 + 6 * 2.5) / 8]
-    assert compare(one, two).startswith("DIFFERENT: step 0: loss: a mean of means")
-
-
-def test_outputs_of_modules_that_cannot_be_compared(small):
-    """Parts of tensors, and batches that are padded to other lengths."""
-    one, two = read(small("one")), read(small("two", **module(1, torch.sin)))
-    for edit, why in ((dict(numbers=40), "padded"), (dict(by_hand=True), "`where` cuts")):
-        edited = json.loads(json.dumps(two))
-        edited[0]["ranks"][0].update(edit)
-        for line in edited:
-            line["ranks"] *= 1 + ("by_hand" in edit)
-        assert re.search(f"look at the forward pass .*{why}", compare(one, edited))
-
-
-@pytest.mark.parametrize("spoil, expected", [
-    (scale(3, "0.weight"), "times 3; the loss is right .*, but the first module .* is `1`, after"),
-    (rolled(1e-3, 10), "forward pass: all differ, .* the loss hardly: the first module .* is `1`")])
-def test_a_module_is_named_though_the_loss_is_right(small, spoil, expected):
-    """As far as its tolerance lets one see."""
-    one, two = read(small("one")), read(small("two", spoil=spoil))
-    two[0]["ranks"][0]["outputs"]["1"][0] *= 1.01
-    assert re.search(expected, compare(one, two)), compare(one, two)
-
-
-# Models whose sound runs are hard to tell
+def test_scripts_are_equal_to_one_process(once, shared, world, dtype):
+    def jobs(commands):
+        return [[command.replace(" ", ""), *command.split()[:1],
+                 f"{OPTIONS} --dtype {dtype} {' '.join(command.split()[1:])}", []]
+                for command in commands]
+
+    references = ["single.py", "single.py --grad-accum 4"][:1 + (dtype == "float64")]
+    alone = record(once, shared, 0, jobs(references))
+    ranks = record(once, shared, world, jobs(SCRIPTS[world]))
+    expected = (rf"NOTHING PROVEN: {world} rank" if dtype == "bfloat16" else
+                rf"EQUAL: {world} ranks? against 1, \d+ parameters, 2 updates, {dtype} ")
+    for one, two in itertools.product(references, SCRIPTS[world]):
+        says = answer(*(read(folder / f"{name.replace(' ', '')}.parity")
+                        for folder, name in ((alone, one), (ranks, two))))
+        assert re.match(expected, says), (one, two, says)
+
+
+# Small models in this process
+
+
+def tiny():
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+
+
+def train(path, make=tiny, data=lambda: [torch.randn(8, 4)], accumulate=1, dtype=torch.float64,
+          loss_of=lambda model, x: model(x).square().mean(), optimizer=torch.optim.SGD, lr=0.1,
+          steps=4, every=1, split=False, clear=True, start=lambda _: None, spoil=lambda _: None,
+          change=lambda *_: None, of=lambda model: model, where=None, batch_of=None,
+          edit=lambda _: None):
+    """Record a training, each batch in ``accumulate`` parts, with ``spoil(model)`` before each
+    record and ``change(step, model)`` before each update. Returns what is recorded, after
+    ``edit(lines)``."""
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    start(model)
+    groups = [model[0], model[2]] if split else [model]
+    optimizers = [optimizer(group.parameters(), lr) for group in groups]
+    recorded = recording.Parity(path, of(model), optimizers, where)
+    for step in range(steps):
+        batch = [x.to(dtype) if x.is_floating_point() else x for x in data()]
+        batches = [*zip(*(x.chunk(accumulate) for x in batch))]
+        losses = [loss_of(model, *micro_batch) / accumulate for micro_batch in batches]
+        sum(losses).backward()
+        spoil(model)
+        if step % every == 0:
+            recorded.record(step, losses, batch_of(*batch) if batch_of else batches)
+        change(step, model)
+        for each in optimizers:
+            each.step()
+            if clear:
+                each.zero_grad()
+    lines = read(path)
+    edit(lines)
+    return lines
 
 
 class Attention(torch.nn.Module):
@@ -636,21 +141,310 @@ class Adapter(torch.nn.Module):
         return x + self.up(self.down(x))
 
 
-def train(path, make, batch, loss_of, accumulate, steps=4, optimizer=torch.optim.SGD, lr=0.1,
-          change=lambda *_: None, where=None):
-    """Record a training in one process, each batch in ``accumulate`` parts."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr)
-    recorded = recording.Parity(path, model, optimizer, where)
-    for step in range(steps):
-        batches = [*zip(*(x.chunk(accumulate) for x in batch()))]
-        losses = [loss_of(model, *micro_batch) / accumulate for micro_batch in batches]
-        sum(losses).backward()
-        recorded.record(step, losses, batches)
-        change(step, model)
-        optimizer.step()
-        optimizer.zero_grad()
+# What makes runs differ
+
+
+def scale(by, *names):
+    """Gradients times a number: of all parameters, or of some."""
+    def spoil(model):
+        for name, p in model.named_parameters():
+            if not names or name in names:
+                p.grad *= by
+    return spoil
+
+
+def in_steps(numbers, spoil):
+    """Do it in some steps of 4 alone."""
+    steps = itertools.count()
+    return lambda model: spoil(model) if next(steps) % 4 in numbers else None
+
+
+def late(model):
+    """The gradients of the step before."""
+    new = [p.grad.clone() for p in model.parameters()]
+    for p, grad in zip(model.parameters(), getattr(model, "old", [])):
+        p.grad.copy_(grad)
+    model.old = new
+
+
+def to_type(dtype):
+    return lambda model: [p.grad.copy_(p.grad.to(dtype)) for p in model.parameters()]
+
+
+def rolled(by, growth=1):
+    """Each of the 4 gradients is spoiled ``growth`` times as much as the one before."""
+    def spoil(model):
+        for i, p in enumerate(model.parameters()):
+            p.grad += by * growth**i * p.grad.roll(1, 0)
+    return spoil
+
+
+def freeze(model):
+    model[0].bias.grad = None
+
+
+def clear(model):
+    model.zero_grad()
+
+
+def skip(step, model):
+    """As a loss scaler does."""
+    if not model[0].weight.grad.isfinite().all():
+        model.zero_grad()
+
+
+@torch.no_grad()
+def fill(model, value):
+    for p in model.parameters():
+        p.fill_(value)
+
+
+def module(i, change):
+    """The output of module i is another."""
+    return {"start": lambda model: model[i].register_forward_hook(lambda *args: change(args[-1]))}
+
+
+def more_left_out(model):
+    model.register_buffer("mean", torch.zeros(3))
+    model.register_parameter("codes", torch.nn.Parameter(torch.zeros(
+        3, dtype=torch.int8), requires_grad=False))
+
+
+def shards(model):
+    """The first name of a tied tensor alone."""
+    return dict(model.named_parameters())
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def cut(name, tensor):
+    """A ``where`` for a rank that has a matrix in four parts, which are not contiguous."""
+    if tensor.ndim == 2:
+        return tensor.shape, [
+            (tensor[rows, columns], (rows.start or 0, columns.start or 0))
+            for rows in (slice(1), slice(1, None)) for columns in (slice(3), slice(3, None))]
+
+
+def thirds(name, tensor):
+    """The parts of q, k and v, as a rank of tensor parallelism by hand holds them."""
+    if name.startswith("qkv"):
+        return tensor.shape, [(part, (16 * i, *[0] * (tensor.ndim - 1)))
+                              for i, part in enumerate(tensor.chunk(3))]
+
+
+# Edits of what is recorded
+
+
+def apart(kind, step, *names):
+    """Two ranks hold different copies of a parameter."""
+    def edit(lines):
+        for name in names:
+            lines[step][kind][name]["sums"][0] = 1.0
+            lines[step][kind][name]["ranks"] = "[0] and [1]"
+    return edit
+
+
+def edit_rank(**values):
+    return lambda lines: lines[0]["ranks"][0].update(values)
+
+
+def on_ranks(*shares, parts=(slice(4), slice(4, 8)), **more):
+    """One rank's recording as one of several that have these shares of the loss and samples."""
+    def edit(lines):
+        for line in lines:
+            rank, line["loss"] = line["ranks"][0], "sum"
+            line["ranks"] = [rank | {"losses": [share * sum(rank["losses"])],
+                                     "samples": {"0": rank["samples"]["0"][part]}} | more
+                             for share, part in zip(shares, parts)]
+    return edit
+
+
+def means_of_shifted_labels(lines):
+    """Each of two ranks gives its own mean. The first label of a row does not count."""
+    on_ranks(0, 0, targets=[5, 5])(lines)
+    lines[0]["loss"] = "mean"
+    for rank, counts, losses in zip(lines[0]["ranks"], ([1, 1], [4, 2]), ([1.0, 2.0], [2.0, 0.5])):
+        rank.update(shifted=counts, losses=losses)
+
+
+def other_output(lines):
+    lines[0]["ranks"][0]["outputs"]["1"][0] *= 1.01
+
+
+def without_factors(lines):
+    for line in lines:
+        line["ranks"][0]["factors"] = []
+
+
+def every_second(x):
+    return [x[[0, 0, *range(2, 8)]]]
+
+
+def mixed(x):
+    """A mask, ids and floats."""
+    return [{"a": x > 0, "ids": (x * 1e6).long(), "z": x[:, :1]}]
+
+
+def squared_error(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def tokens(model, x, y):
+    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) * 1e6
+
+
+def ids():
+    return torch.randint(11, (2, 8, 12))
+
+
+def tied():
+    model = Attention()
+    model.out.weight = model.embed.weight
+    model.qkv.bias.requires_grad_(False)
+    return model
+
+
+def phase(model):
+    """A complex parameter, and a gradient that is sparse."""
+    model[0].sparse = True
+    model.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
+
+
+TWICE = [slice(4), slice(4), slice(4, 8), slice(4, 8)]  # two ranks read the same
+DIVERGED = {"spoil": in_steps([1], scale(math.nan, "0.bias"))}
+ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01}
+TIED = ADAM | {"make": tied, "data": ids, "loss_of": tokens}
+COMPLEX = {"make": lambda: torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 2)),
+           "start": phase, "data": lambda: [torch.tensor([1, 2, 2])],
+           "loss_of": lambda model, x: (model(x) * model.phase).abs().sum(), "steps": 1}
+
+# Faults that no bug in tests/bugs shows. check: (what it says, how the run differs, how both do)
+FAULTS = {
+    "step_numbers": [
+        ("step 0: steps: .* step 7 in", {"edit": lambda lines: lines[0].update(step=7)}),
+        ("step 1: steps: .* step 2 in", {"every": 2}),
+        ("steps: .* recorded 1 and the reference 4", {"steps": 1})],
+    "parameter_names": [
+        ("step 0: names: only the reference has qkv.bias, which has no gradients", {
+            "of": trained}, TIED)],
+    "shapes": [("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24", {
+        "edit": lambda lines: lines[0]["values"]["0.weight"].update(held=12)})],
+    "types": [("step 1: types: optimizer states are kept in float16", {
+        "edit": lambda lines: lines[1]["ranks"][0]["types"].update(
+            {"optimizer states are kept": {"float16": 4}})}, ADAM)],
+    "not_finite": [
+        ("step 1: not finite: in the run alone, .* 0.bias", DIVERGED),
+        ("step 1: not finite: in the reference alone", {"spoil": lambda _: None}, DIVERGED)],
+    "initial_weights": [("step 0: initial weights: other values of 0.weight, .*another order", {
+        "start": lambda model: model[0].weight.data.copy_(model[0].weight.data.roll(2, 0))})],
+    "samples": [
+        ("step 0: samples: 8 of 8 are missing, and 8 other", {
+            "batch_of": lambda x: mixed(x + 1)}, {"batch_of": mixed}),
+        ("step 0: samples: `a`, `ids`, not `z`: 1 of 8 .* 2 times, by ranks .0.", {
+            "batch_of": lambda x: [mixed(x[[0, 0, *range(2, 8)]])[0] | {"z": x[:, :1]}]},
+         {"batch_of": mixed}),
+        ("step 0: samples: other samples are read, or some", {"batch_of": every_second})],
+    "copies_of_weights": [("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
+        "edit": apart("values", 1, "0.weight")})],
+    "update": [("step 2: update: weights of down.weight", {
+        "change": lambda _, model: scale(2, "down.weight")(model)}, {
+            "make": Adapter, "data": lambda: (torch.ones(4, 6), torch.zeros(4, 6)),
+            "loss_of": squared_error, "edit": without_factors, "dtype": torch.float32})],
+    "reduction": [
+        ("step 0: reduction: ranks .0. and .1. .*: each rank has clipped its own", {
+            "spoil": scale(0.1),
+            "edit": apart("gradients", 0, *dict(tiny().named_parameters()))}),
+        ("step 0: reduction: .* of 0.bias: they must be", {
+            "edit": apart("gradients", 0, "0.bias")}, {"dtype": torch.bfloat16})],
+    "trained_in_one_run": [("step 0: gradients: only the run has those of 0.bias", {
+        "spoil": lambda _: None}, {"spoil": freeze})],
+    "scaled": [
+        ("step 0: gradients: all: times 1024, a power of two", {"spoil": scale(1024)}),
+        (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
+        ("step 0: gradients: all: divided by 6, such as ranks x micro-batches", {
+            "spoil": scale(1 / 6), "edit": on_ranks(0.5, 0.5, targets=[7, 7, 7])}),
+        ("step 0: .*those of 0.bias to 2.bias .3 of 4 .*times 0.5: .*the scale of an adapter", {
+            "spoil": lambda model: scale(0.5)(model) or scale(0, "0.weight")(model)}, {
+                "spoil": scale(0, "0.weight")}),
+        ("step 0: .* 0.weight: times 3; the loss is right .*, but the first module .* is `1`", {
+            "spoil": scale(3, "0.weight"), "edit": other_output})],
+    "missing": [
+        ("step 0: gradients: missing: those of 0.weight;", {"spoil": scale(0, "0.weight")}),
+        ("step 0: gradients: missing: those of 0.bias; .* None: frozen", {"spoil": freeze}),
+        ("step 0: gradients: missing: the run has none: .*zero_grad", {"spoil": clear})],
+    "not_cleared": [
+        ("step 1: gradients: not cleared: all hold 1 of", {"clear": False}),
+        ("step 1: gradients: late: all are those of the step before", {"spoil": late})],
+    "rounding": [
+        ("step 0: gradients: rounding: .* float16", {"spoil": to_type(torch.float16)}),
+        ("step 0: .*rounding: .*--float32-inside", {"spoil": to_type(torch.float32)}),
+        ("step 0: .*rounding: .*bfloat16", {"spoil": rolled(2e-3 / 1.5**3, 1.5)})],
+    "some_gradients": [
+        ("step 0: gradients: those of 0.weight differ, by up to ", {
+            "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))}),
+        ("step 0: gradients: those of phase differ", {
+            "spoil": lambda model: model.phase.grad.imag.mul_(2)}, COMPLEX)],
+    "mean_of_means": [("step 0: loss: a mean of means", {"edit": means_of_shifted_labels}, {
+        "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])})],
+    "part_of_the_batch": [
+        ("step 0: gradients: part of the batch", {"spoil": rolled(2e-3 / 2**3, 2)}),  # uneven
+        ("step 0: gradients: forward pass: .* the loss hardly: the first module .* is `1`", {
+            "spoil": rolled(1e-3, 10), "edit": other_output})],
+    "forward_pass": [
+        ("step 0: gradients: forward pass: .* output differs is `2`, after `1`",
+         module(1, torch.sin)),
+        ("step 0: gradients: forward pass: .* output differs is `0`, the first", {
+            "start": lambda model: setattr(model[0], "forward", lambda x: torch.nn.functional.
+                                           linear(2 * x, model[0].weight, model[0].bias))}),
+        ("step 0: gradients: forward pass: .*is `the model itself`, after `2`", {
+            "start": lambda model: setattr(model, "forward", lambda x: model[2](
+                model[1](model[0](x))).sin())}),
+        ("step 0: .*the outputs of all modules agree: look at the loss", {
+            "loss_of": lambda model, x: model(x).abs().mean()}),
+        ("step 0: gradients: forward pass: .*`model` is no module", {
+            "of": shards, "loss_of": lambda model, x: model(x).abs().mean()}),
+        ("step 0: .*look at the forward pass .*padded", {"edit": edit_rank(numbers=40)} | module(
+            1, torch.sin)),
+        ("step 0: .*look at the forward pass .*`where` cuts", {
+            "where": cut, "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
+        ("step 2: gradients: forward pass: .*right in the step before", module(
+            1, in_steps([2], torch.sin)))],
+    "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
+        "start": lambda model: model.append(torch.nn.Dropout(0.1))})],
+    "loss": [
+        ("step 0: loss: it is .* .times 2, such as ranks that read the same samples", {
+            "edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
+        ("step 0: loss: it is 0.0", {"edit": edit_rank(losses=[0.0])}),
+        ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])})],
+    "clipping": [("step 0: clipping: .* scaled by 1, elsewhere by 0.5", {
+        "change": lambda _, model: scale(0.5, "0.weight")(model), "split": True})],
+    "factors_and_missing": [
+        ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
+        ("step 0: gradients: missing: those of 0.bias", {"spoil": scale(0, "0.bias")}, {
+            "dtype": torch.bfloat16})],
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{check}-{i}") for check, rows in
+                                 FAULTS.items() for i, row in enumerate(rows)])
+def test_a_fault(tmp_path, row):
+    expected, fault, both, *_ = *row, {}
+    one, two = train(tmp_path / "one", **both), train(tmp_path / "two", **both | fault)
+    assert not compare(one, one).startswith("DIFFERENT")
+    says = answer(one, two)
+    assert re.match(f"DIFFERENT: {expected}", says), says
+
+
+def test_no_check_is_left_out():
+    listed = [*checks.ALWAYS, *checks.CHECKS, *checks.CAUSES, *checks.IN_16_BITS]
+    names = {check.__name__ for check in listed} - {"gradients"}  # it calls CAUSES
+    assert names | {"about_dropout"} == {*FAULTS, "lost_tie"}  # the tie: tests/bugs
+    assert all(check.__doc__ for check in listed)
+
+
+# Sound runs
 
 
 def pixels(model, x, y):
@@ -663,98 +457,123 @@ def policy(model, x, advantages):
     return -(advantages * (log_p - log_p.detach()).exp()).mean()
 
 
-def squared_error(model, x, y):
-    return (model(x) - y).square().mean()
-
-
 def advantages():
     x = torch.randn(64)
     return torch.randn(64, 6), (x - x.mean()) / x.std()
 
 
-def ids():
-    return torch.randint(11, (2, 8, 12))
-
-
-def tokens(model, x, y):
-    return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) * 1e6
-
-
-def thirds(name, tensor):
-    """The parts of q, k and v, as a rank of tensor parallelism by hand holds them."""
-    if name.startswith("qkv"):
-        return tensor.shape, [(part, (16 * i, *[0] * (tensor.ndim - 1)))
-                              for i, part in enumerate(tensor.chunk(3))]
-
-
 ORTHOGONAL = torch.linalg.qr(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)))[0] * 8
 IMAGES = torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0))
-ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01}
-HARD = {
+NOISE = ADAM | {"make": Attention, "data": ids, "loss_of": tokens}
+PARTS, FLOAT32 = {"accumulate": 4}, {"dtype": torch.float32}
+# What parity says of two equal runs: (a pattern, how both are trained, how one of them is)
+SOUND = {
+    "the head": ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64", {}),
+    "clipping": ("EQUAL.*: clipping .it is never active.; the update after the last step$", {}),
+    "one step": ("EQUAL.* 0 updates, .*: updates and clipping .one step", {"steps": 1}),
+    "at rest": ("EQUAL.* 0 updates, .*: updates .no weight moves.", {
+        "change": lambda _, model: scale(0)(model)}),
+    "dead": ("EQUAL.*: gradients of 3 parameters .0 or None", {
+        "spoil": scale(0, "0.weight", "0.bias", "2.weight")}),
+    "too small": ("EQUAL.*: updates of 4 parameters .too small for float32", FLOAT32 | {
+        "lr": 1e-7}),
+    "left out": ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors "
+                 "of the optimizer .* .1.$", {"start": more_left_out}),
+    "no samples": ("EQUAL.*: samples .no tensor", {}, {"batch_of": lambda _: None}),
+    "a mask": ("EQUAL.*: `mask` .in one batch alone", {"batch_of": lambda x: [{"x": x}]}, {
+        "batch_of": lambda x: [{"x": x, "mask": x > 0}]}),
+    "no gradients": ("NOTHING TO COMPARE: neither run has gradients", {"spoil": clear}),
+    "gradients of 0": ("NOTHING TO COMPARE: all gradients are 0", {"spoil": scale(0)}),
+    "weights of 0": ("NOTHING TO COMPARE: all weights are 0", {
+        "start": lambda model: fill(model, 0), "change": lambda _, model: scale(0)(model),
+        "spoil": lambda model: model[2].bias.grad.fill_(1)}),
+    "never finite": ("NOTHING TO COMPARE from step 0 on: .* not finite", {
+        "start": lambda model: fill(model, math.nan)}),
+    "from then on": ("NOTHING TO COMPARE from step 2 on: .* not finite", {
+        "spoil": in_steps([2, 3], scale(math.inf, "0.weight")), "change": skip}),
+    "a step skipped": ("EQUAL.* 2 updates, .*: steps 0 .not finite in both", {
+        "spoil": in_steps([0], scale(math.inf, "0.weight")), "change": skip}),
+    "16 bits": ("NOTHING PROVEN: 1 rank against 1, .*, bfloat16 .*Note: weights are kept in "
+                "bfloat16 .4 of 4.; optimizer states are kept in bfloat16 .8 of 8.", ADAM | {
+                    "dtype": torch.bfloat16}),
+    "parts": ("EQUAL", {}, {"where": cut}),
+    "optimizers": ("EQUAL", {}, {"split": True}),
+    "rounded samples": ("EQUAL", {}, {
+        "batch_of": lambda x: [torch.nextafter(x.float(), 2 * x.float())]}),
+    # In step 1, which is not recorded, gradients are scaled otherwise than in step 2.
+    "unrecorded steps": ("EQUAL", {"every": 2, "change": lambda step, model: scale(
+        0.25 if step % 2 else 0.5)(model)}),
+    "a tied tensor": ("EQUAL.*, 4 parameters", TIED, {"of": shards}),
+    "a tied tensor in the run": ("EQUAL.*, 4 parameters", TIED | {"of": shards}, {
+        "of": lambda model: model}),
+    "complex and sparse": ("EQUAL: 1 rank against 1, 4 parameters", COMPLEX),
+    # Ranks that read the same samples and have the same loss count once, as under tensor
+    # parallelism. Losses of context-parallel ranks are not the same.
+    "the same losses": ("EQUAL: 4 ranks against 1.*Note: 2 ranks read the same", {}, {
+        "edit": on_ranks(0.25, 0.25, 0.75, 0.75, parts=TWICE)}),
+    "other losses": ("EQUAL: 4 ranks against 1", {}, {
+        "edit": on_ranks(0.125, 0.25, 0.25, 0.375, parts=TWICE)}),
     # The gradient of a bias before a normalisation is nothing but noise, which Adam moves by whole
     # steps, otherwise with other micro-batches. The large loss keeps Adam's eps from damping it.
-    "noise-32": (Attention, ids, tokens, 4, ADAM),
-    "noise-64": (lambda: Attention().double(), ids, tokens, 4, ADAM),
-    "noise-in-a-part": (Attention, ids, tokens, 4, ADAM | {"where": thirds}),
+    "noise": ("EQUAL.* float32 ", NOISE | FLOAT32, PARTS),
+    "noise in float64": ("EQUAL.* float64 ", NOISE, PARTS),
+    "noise in a part": ("EQUAL", NOISE | FLOAT32 | {"where": thirds}, PARTS),
     # Sums run over many more numbers than there are targets.
-    "few-targets": (lambda: torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.InstanceNorm2d(8, affine=True), torch.nn.GELU(),
-        torch.nn.Conv2d(8, 4, 3)), lambda: (IMAGES, torch.arange(8) % 4), pixels, 4, {}),
-    "loss-of-zero": (lambda: torch.nn.Linear(6, 3), advantages, policy, 4, {}),
-    "loss-of-zero-with-adapters": (lambda: Adapter(), advantages, policy, 4, {}),
+    "few targets": ("EQUAL", FLOAT32 | {
+        "make": lambda: torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.InstanceNorm2d(8, affine=True), torch.nn.GELU(),
+            torch.nn.Conv2d(8, 4, 3)),
+        "data": lambda: (IMAGES, torch.arange(8) % 4), "loss_of": pixels}, PARTS),
+    "a loss of 0": ("EQUAL", FLOAT32 | {
+        "make": lambda: torch.nn.Linear(6, 3), "data": advantages, "loss_of": policy}, PARTS),
+    "a loss of 0 with adapters": ("EQUAL", FLOAT32 | {
+        "make": Adapter, "data": advantages, "loss_of": policy}, PARTS),
     # The gradient of the bias is 0, and nothing but rounding in parts.
-    "a-critic": (lambda: torch.nn.Linear(6, 1), lambda: (torch.randn(33, 6), torch.randn(24, 6)),
-                 lambda model, x, z: model(z).mean() - model(x).mean(), 3,
-                 {"optimizer": torch.optim.Adam}),
+    "a critic": ("EQUAL", FLOAT32 | {
+        "make": lambda: torch.nn.Linear(6, 1), "optimizer": torch.optim.Adam,
+        "data": lambda: (torch.randn(33, 6), torch.randn(24, 6)),
+        "loss_of": lambda model, x, z: model(z).mean() - model(x).mean()}, {"accumulate": 3}),
     # One step to the optimum: from there on gradients are rounding.
-    "optimum": (lambda: torch.nn.Linear(6, 1, bias=False), lambda: (
-        ORTHOGONAL, ORTHOGONAL @ torch.ones(6, 1)), squared_error, 2, {"lr": 0.5}),
+    "an optimum": ("EQUAL", FLOAT32 | {
+        "make": lambda: torch.nn.Linear(6, 1, bias=False), "lr": 0.5, "loss_of": squared_error,
+        "data": lambda: (ORTHOGONAL, ORTHOGONAL @ torch.ones(6, 1))}, {"accumulate": 2}),
+    "rounding grows": ("EQUAL.*gradients and updates from step .* on .rounding", NOISE | FLOAT32 | {
+        "lr": 0.3, "steps": 25}, PARTS),
+    "a loss in float32": ("EQUAL.*, float32 ", {
+        "loss_of": lambda model, x: model(x).float().square().mean()}, PARTS),
 }
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_sound_runs_whose_gradients_are_hard(tmp_path, name):
-    make, batch, loss_of, accumulate, options = HARD[name]
-    for parts in 1, accumulate:
-        train(tmp_path / str(parts), make, batch, loss_of, parts, **options)
-    assert answer(tmp_path / "1", tmp_path / str(accumulate)).startswith("EQUAL")
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_not_different(tmp_path, name):
+    expected, both, other, *_ = *SOUND[name], {}
+    one, two = train(tmp_path / "one", **both), train(tmp_path / "two", **both | other)
+    assert re.match(expected, answer(one, two)), answer(one, two)
 
 
-def test_an_update_of_what_had_no_gradient_at_first(tmp_path):
-    def change(step, model):
-        model.down.weight.grad *= 2
-
-    for name, spoil in ("one", lambda *_: None), ("two", change):
-        train(tmp_path / name, Adapter, lambda: (torch.ones(4, 6), torch.zeros(4, 6)),
-              squared_error, 1, change=spoil)
-    # The norm of all gradients shows it, too.
-    one, two = read(tmp_path / "one"), read(tmp_path / "two")
-    for step in one + two:
-        step["ranks"][0]["factors"] = []
-    assert compare(one, two).startswith("DIFFERENT: step 2: update: weights of down.weight")
+def test_noise_that_steps_amplify(tmp_path):
+    own = NOISE | {"lr": 0.3, "steps": 10}
+    says = answer(train(tmp_path / "one", **own), train(tmp_path / "two", **own | PARTS))
+    allowed, largest = re.search(r"may differ by ([^\s,]+), .* gradients is (\S+)", says).groups()
+    assert says.startswith("EQUAL") and float(largest) > 1000 * float(allowed)
 
 
-def test_shards_without_frozen_and_tied_parameters(tmp_path):
-    """A dict of shards has the first name of a tied tensor alone. What is frozen must be added."""
-    def recorded(name, choose):
-        torch.manual_seed(0)
-        model = Attention()
-        model.out.weight = model.embed.weight
-        model.qkv.bias.requires_grad_(False)
-        parity = recording.Parity(tmp_path / name, choose(model))
-        tokens(model, *torch.arange(8).view(2, 1, 4)).backward()
-        parity.record(0, 1.0)
-        return tmp_path / name
+@pytest.mark.parametrize("by", [1e-6, 5e-5])
+def test_float32_inside(tmp_path, by):
+    """A softmax in float32 is allowed by an option; a wrong eps of a norm is another formula."""
+    one, two = (train(tmp_path / name, spoil=rolled(size), edit=lambda lines: [
+        line["ranks"][0].update(numbers=65536) for line in lines])
+        for name, size in (("one", 0), ("two", by)))
+    small, allowed = by < 1e-5, compare(one, two, float32_inside=True)
+    assert ("--float32-inside" in compare(one, two)) == small
+    assert allowed.startswith("EQUAL" if small else "DIFFERENT")
+    assert ("float64 with float32 inside" in allowed) == small
 
-    one = recorded("one", lambda model: model)
-    two = recorded("two", lambda model: dict(model.named_parameters()))
-    assert answer(one, two).startswith("EQUAL") and answer(two, one).startswith("EQUAL")
-    norms = [read(path)[0]["ranks"][0]["norm"] for path in (one, two)]
-    assert norms[0] == norms[1]  # a tied tensor counts once
-    three = recorded("three", lambda model: {
-        name: p for name, p in model.named_parameters() if p.requires_grad})
-    assert answer(one, three).startswith(
-        "DIFFERENT: step 0: names: only the reference has qkv.bias, which has no gradients of them")
+
+def test_full_precision(tmp_path):
+    one = train(tmp_path / "one", dtype=torch.bfloat16)
+    assert compare(one, one, full_precision=True).startswith(
+        "DIFFERENT: step 0: types: weights are kept in bfloat16 (4 of 4)")
 
 
 # What is recorded
@@ -767,21 +586,19 @@ class Images:
 
 
 BATCHES = {
-    "a dict in a dict": lambda x: [{"inputs": {"x": x}, "name": "text"}],
-    "NumPy": lambda x: [(x.numpy(), x[:, 0].numpy())],
-    "a dataclass": lambda x: [Images(x, {"ids": x[:, :1].long()})],
-    "a list of tensors": lambda x: [{"images": list((x * 1000).long())}],
-    "integers": lambda x: [(x * 1000).long()],
+    "inputs.x": lambda x: [{"inputs": {"x": x}, "name": "text"}],
+    "0 1": lambda x: [(x.numpy(), x[:, 0].numpy())],
+    "pixels text.ids": lambda x: [Images(x, {"ids": x[:, :1].long()})],
+    "images": lambda x: [{"images": list((x * 1000).long())}],
+    "0": lambda x: [(x * 1000).long()],
 }
 
 
-@pytest.mark.parametrize("structure", BATCHES)
-def test_samples_are_found_in_any_structure(small, structure):
-    own, steps = BATCHES[structure], itertools.count()
-    one, two = small("one", batch_of=own), small("two", batch_of=lambda x: own(
-        x if next(steps) != 2 else x[[0, 0, *range(2, 8)]]))
-    assert "samples" not in answer(one, one)
-    assert answer(one, two).startswith("DIFFERENT: step 2: samples: ")
+@pytest.mark.parametrize("names", BATCHES)
+def test_samples_are_found_in_any_structure(names):
+    x = torch.randn(8, 4)
+    one, two = (recording.read(BATCHES[names](x)) for x in (x, x[[0, 0, *range(2, 8)]]))
+    assert [*one[0]] == names.split() and one[0] != two[0]
 
 
 def test_samples_that_are_padded_by_a_mask():
@@ -791,64 +608,31 @@ def test_samples_that_are_padded_by_a_mask():
     padded = {key: torch.nn.functional.pad(x, (0, 3), value=value)
               for (key, x), value in zip(batch.items(), (7, 0, -100))}
     assert recording.read([batch])[:3] == recording.read([padded])[:3]
-    assert recording.read([batch])[1:3] == ([(ids != -100).sum()], [4 * 8])
-
-
-def test_types_and_layouts_of_parameters(tmp_path):
-    """A gradient that is sparse, and complex parameters, whose imaginary part counts."""
-    def recorded(name, by):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(7, 4, sparse=True), torch.nn.Linear(4, 2))
-        model.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
-        parity = recording.Parity(tmp_path / name, model)
-        loss = (model(torch.tensor([1, 2, 2])) * model.phase).abs().sum()
-        loss.backward()
-        model.phase.grad.imag.mul_(by)
-        parity.record(0, loss, [torch.tensor([1, 2, 2])])
-        return tmp_path / name
-
-    one = recorded("one", 1)
-    assert answer(one, recorded("two", 1)).startswith("EQUAL: 1 rank against 1, 4 parameters")
-    assert "step 0: gradients: those of phase differ" in answer(one, recorded("two", 2))
+    assert recording.read([batch])[1:3] == ([36], [4 * 8])
 
 
 @pytest.mark.parametrize("shape, cuts", [([1000], [0, 7, 300, 1000]), ([70], [0, 1, 70])])
-def test_parts_of_a_flat_tensor_add_up(shape, cuts):
-    """They are summed as rows of a matrix, wherever a part begins."""
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parts = [recording.sums(whole[a:b], [a], shape) for a, b in zip(cuts, cuts[1:])]
+def test_parts_of_a_flat_tensor_add_up(monkeypatch, shape, cuts):
+    """They are summed as rows of a matrix, wherever a part begins, and in blocks of any size."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = recording.sums(tensor, [0], shape)
+    monkeypatch.setattr(recording, "BLOCK", 7)
+    parts = [recording.sums(tensor[a:b], [a], shape) for a, b in zip(cuts, cuts[1:])]
     total = [sum(column) for column in zip(*parts)]
-    assert total == pytest.approx(recording.sums(whole, [0], shape), rel=1e-12, abs=1e-12)
+    assert total == pytest.approx(whole, rel=1e-12, abs=1e-12)
+    assert recording.square(tensor) == pytest.approx(whole[0])
 
 
 def test_replicas_of_a_partial_sum_count_once():
     """Two parts, each on two ranks, as of norms under data and tensor parallelism."""
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
-    row = [("w", [((2,), (0,), (2,), recording.sums(parts[rank % 2], [0], [2]))])
+    row = [{"gradients": {"w": [((2,), (0,), (2,), recording.sums(parts[rank % 2], [0], [2]))]}}
            for rank in range(4)]
-    merged = recording.merge([{"gradients": dict([own])} for own in row], "gradients")
+    merged = recording.merge(row, "gradients")
     line = {"values": merged, "gradients": merged, "ranks": []}
     whole = recording.sums(sum(parts), [0], [2])[2:]
     assert run_of(line, ["w"]).gradients.total.tolist()[0] == pytest.approx(whole)
     assert merged["w"]["ranks"] == "[0, 2] and [1, 3]"
-
-
-def test_a_module_that_is_computed_again_counts_once(tmp_path):
-    from torch.utils.checkpoint import checkpoint
-
-    outputs = []
-    for again in False, True:
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-                                      for _ in range(2)))
-        fill(model, 0.1)
-        parity = recording.Parity(tmp_path / "one", model)
-        y = torch.ones(2, 4)
-        for layer in model:
-            y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
-        y.sum().backward()
-        parity.record(0, y.sum())
-        outputs.append(read(tmp_path / "one")[0]["ranks"][0]["outputs"])
-    assert outputs[0] == outputs[1] and [*outputs[0]] == ["0.0", "0.1", "0", "1.0", "1.1", "1"]
 
 
 def test_outputs_of_a_module_may_be_nested():
@@ -863,50 +647,55 @@ def test_it_must_see_a_forward_pass(tmp_path):
     with pytest.raises(ValueError, match="before the first forward pass, or give `dtype`"):
         recording.Parity(tmp_path / "one", model).record(0, 1.0)
     recording.Parity(tmp_path / "one", model, dtype=torch.float32).record(0, 1.0)
-    assert ", float32" in answer(tmp_path / "one", tmp_path / "one")
+    one = read(tmp_path / "one")
+    assert ", float32" in compare(one, one)
 
 
 # As a user starts it
 
 
-def test_the_command(small, capsys):
-    one, same = small("one"), small("same")
-    two = small("two", spoil=in_step(2, scale(2)))
-    assert main([str(one), str(same)]) == 0
+def test_the_command(tmp_path, capsys):
+    one, same, two = (str(tmp_path / name) for name in ("one", "same", "two"))
+    train(one), train(same), train(two, spoil=in_steps([2], scale(2)))
+    assert main([one, same]) == 0
     assert capsys.readouterr().out.startswith("EQUAL: 1 rank against 1, 4 parameters, 3 updates")
-    assert main([str(one), str(two), "--table"]) == 1
+    assert main([one, two, "--table"]) == 1
     table, *rows, says = capsys.readouterr().out.splitlines()
     assert table.startswith("gradients of step 2 ") and "DIFFERENT: step 2: gradients: all" in says
     assert [row.split()[0] for row in rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(" 2.000000 " in row for row in rows)
+    for name in one, two:
+        train(name, spoil=clear)
+    assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
 
 
-def test_files_that_are_no_recordings(small, tmp_path, capsys):
-    one, cut, old, fifo = small("one"), *(tmp_path / name for name in ("cut", "old", "fifo"))
-    cut.write_text(one.read_text()[:-9])
-    old.write_text('{"format": 2, "step": 0}\n')
-    os.mkfifo(fifo)
-    large = tmp_path / "large"
-    large.touch()
-    os.truncate(large, 30 * 2**30)
-    recording.Parity(tmp_path / "crashed", torch.nn.Linear(2, 2))
-    for path, expected in (
-            (tmp_path / "no-such-file", "No such file"), (one, "are the same file: name two"),
-            (cut, "line 5 is cut: did the run crash"), (old, "record it again"),
-            (tmp_path / "crashed", "did the run crash before its first record"),
-            *((path, "is no file of at most 1 GB")
-              for path in (fifo, large, tmp_path, "/dev/zero"))):
-        with pytest.raises(SystemExit) as end:
-            main([str(one), str(path)])
-        assert end.value.code == 2
-        assert expected in " ".join(capsys.readouterr().err.split()), path
+def make_file(kind, path, one):
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "large":
+        path.touch()
+        os.truncate(path, 30 * 2**30)
+    elif kind == "crashed":  # it replaces what is left of an earlier run
+        shutil.copy(one, path)
+        recording.Parity(path, torch.nn.Linear(2, 2))
+    elif kind in ("cut", "old"):
+        path.write_text(one.read_text()[:-9] if kind == "cut" else '{"format": 2, "step": 0}\n')
 
 
-def test_an_old_recording_is_replaced_at_once_and_nothing_else(small, tmp_path):
-    one, notes = small("one"), tmp_path / "notes.md"
-    recording.Parity(one, torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="it has no step"):
-        read(one)
+@pytest.mark.parametrize("name, expected", [
+    ("no-such-file", "No such file"), ("one", "are the same file"), ("cut", "line 5 is cut"),
+    ("old", "record it again"), ("crashed", "did the run crash before its first record"),
+    *((name, "is no file of at most 1 GB") for name in ("fifo", "large", ".", "/dev/zero"))])
+def test_files_that_cannot_be_compared(tmp_path, capsys, name, expected):
+    train(tmp_path / "one")
+    make_file(name, tmp_path / name, tmp_path / "one")
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "one"), str(tmp_path / name)])
+    assert end.value.code == 2 and expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_another_file_is_not_replaced(tmp_path):
+    notes = tmp_path / "notes.md"
     notes.write_text("# Notes\n")
     with pytest.raises(ValueError, match="notes.md exists, and is no recording: name another"):
         recording.Parity(notes, torch.nn.Linear(2, 2))
@@ -949,4 +738,4 @@ def test_accelerate(tmp_path):
                        pass_out=False)
     for name in ("ddp", "fsdp"):
         assert re.match(r"EQUAL: 2 ranks against 1, \d+ parameters, 4 updates, float32",
-                        answer(tmp_path / "one", tmp_path / name))
+                        answer(read(tmp_path / "one"), read(tmp_path / name)))

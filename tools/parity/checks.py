@@ -128,21 +128,18 @@ def why_modules_are_not_compared(it):
     runs = it.reference, it.run
     want, have = map(outputs_of, runs)
     if not want or not have:
-        return "`model` is no module, so no outputs of modules are recorded"
+        return "`model` is no module"
     m, n = (run.replicas for run in runs)  # each of these ranks may compute the same, or a part
     if any(run.replicas > 1 and any(rank["by_hand"] for rank in run.ranks) for run in runs):
-        why = "`where` cuts parameters, so they may be parts"
-    elif any(run.replicas > 1 and len({str([*rank["outputs"]]) for rank in run.ranks}) > 1
-             for run in runs):
-        why = "ranks hold different modules, as in a pipeline"
-    elif len({sum(rank["numbers"] for rank in run.ranks) / run.replicas for run in runs}) > 1:
-        why = "batches are padded to other lengths"
-    elif not any(have.get(name, (0, 0))[1] in (size, size * n / m, size * n, size / m)
-                 for name, (_, size) in want.items()):
-        why = "the model has also seen other inputs, such as a warm-up"
-    else:
-        return None
-    return f"outputs of modules are not compared: {why}"
+        return "`where` cuts parameters, so they may be parts"
+    if any(run.replicas > 1 and len({str([*rank["outputs"]]) for rank in run.ranks}) > 1
+           for run in runs):
+        return "ranks hold different modules, as in a pipeline"
+    if len({sum(rank["numbers"] for rank in run.ranks) / run.replicas for run in runs}) > 1:
+        return "batches are padded to other lengths"
+    if not any(have.get(name, (0, 0))[1] in (size, size * n / m, size * n, size / m)
+               for name, (_, size) in want.items()):
+        return "the model has also seen other inputs, such as a warm-up"
 
 
 def wrong_module(it):
@@ -167,7 +164,7 @@ def forward_pass_of(it):
         return ("it was right in the step before: look at weights that are stale or not gathered, "
                 "at buffers and caches, or at the loss")
     if reason := why_modules_are_not_compared(it):
-        return f"look at the forward pass ({reason})"
+        return f"look at the forward pass (outputs of modules are not compared: {reason})"
     if module := wrong_module(it):
         return module
     want, have = (sum(run.targets) for run in (it.reference, it.run))
@@ -258,25 +255,18 @@ def initial_weights(it):
 def samples(it):
     """Whether the run has read the samples of the reference, each equally often; and if not, which
     of a batch's tensors differ."""
-    def distinct(key):  # a mask has few distinct rows, and says least
-        ranks = it.reference.ranks
-        return len({str(row) for rank in ranks for row in rank["samples"].get(key, [])})
-
-    messages, agree = {}, []
-    for key in tensors_in(all, it.reference.line, it.run.line):
-        want, have = ([rank["samples"].get(key, []) for rank in run.ranks]
-                      for run in (it.reference, it.run))
+    lines, messages, agree = (it.reference.line, it.run.line), [], []
+    for key in tensors_in(all, *lines):
+        want, have = ([rank["samples"].get(key, []) for rank in line["ranks"]] for line in lines)
         if message := other_rows(want, have):
-            messages[key] = message
+            distinct = len({str(row) for rows in want for row in rows})
+            messages.append((distinct, message, key))
         else:
             agree.append(key)
     if messages:
-        which = ""
-        if agree:
-            differ, agrees = (f"{verb}s" if len(keys) == 1 else verb
-                              for verb, keys in (("differ", messages), ("agree", agree)))
-            which = f"{listed(messages)} {differ}, {listed(agree)} {agrees}: "
-        return f"samples: {which}{messages[max(messages, key=distinct)]}"
+        which = f"{listed(key for *_, key in messages)}, not {listed(agree)}: " if agree else ""
+        # A mask has few distinct rows, and says least.
+        return f"samples: {which}{max(messages, key=lambda message: message[0])[1]}"
 
 
 def listed(keys):

@@ -66,11 +66,12 @@ class Parity:
     @torch.no_grad()
     def after_forward(self, module, inputs, output):
         """Note the type of a module's output, the square of its length and how many numbers it has:
-        their mean over all ranks is the same for any cut of the batch."""
+        their mean over all ranks is the same for any cut of the batch, and if activations are
+        computed again in the backward pass."""
         tensors = [x for x in tensors_of(output) if x.is_floating_point()]
         self.types.update(x.dtype for x in tensors)
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return  # the second: activations that are computed again in the backward pass
+        if torch.compiler.is_compiling():
+            return
         name, x = self.modules.get(module), next((x for x in tensors if x.ndim), None)
         if name is None or x is None or x.is_meta:
             return
