@@ -189,7 +189,7 @@ script=$command
 [[ $script = *.py ]] || fail "$command is no Python script; there are $(cd "$here" && echo *.py)"
 find_python
 
-if [ "$(basename "$script")" = single.py ]; then
+if grep -q '\bstart_process(' "$script"; then  # single.py, and copies of it
   [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 ]] ||
     fail "single.py is one process: unset NPROC and NNODES, or take a script that shares the work," \
       "such as ddp.py"

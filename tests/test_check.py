@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from tests import bugs
 from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
-from tests.test_porting import APART, DATA_PARALLEL, HEADS, with_model
+from tests.test_porting import APART, DATA_PARALLEL, HEADS, UNITS, with_model
 
 SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
 NO_CHECK_OF_CALLS = ("    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)\n", "")
@@ -61,7 +62,7 @@ ACROSS = (
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
     ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
-     "FAILED     ZeroDivisionError: division by zero"),
+     r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
 ], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention",
         "1/n", "calls", "refused", "crash"])
 def test_what_is_wrong_is_found(tmp_path, script, edits, words):
@@ -70,11 +71,37 @@ def test_what_is_wrong_is_found(tmp_path, script, edits, words):
     assert status == 1 and re.search(f"2 processes  {words}", said), said
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "zero.py", "fsdp.py"])
-def test_parts_that_some_ranks_skip_are_equal(tmp_path, script):
-    copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script])
+LISTED = (UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n")
+
+
+@pytest.mark.parametrize("script, more", [
+    ("ddp.py", []), ("zero.py", []), ("fsdp.py", []), ("fsdp.py", [LISTED])])
+def test_parts_that_some_ranks_skip_are_equal(tmp_path, script, more):
+    copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script], *more)
     status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
     assert status == 0, said
+
+
+def test_tied_weights_are_equal(tmp_path):
+    """zero.py records shards, under both names."""
+    tied = ("    layers = model", "    model.lm_head.weight = model.model.embed_tokens.weight\n"
+            "    layers = model")
+    one = edited(tmp_path / "one", "single.py", tied)
+    copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
+        "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
+    status, said = check(tmp_path, f"--ranks 2 --against {one} -- {copy} {SMALL}")
+    assert status == 0, said
+
+
+def test_a_copy_uses_its_own_common(tmp_path):
+    copy = edited(tmp_path / "copy", "fsdp.py")
+    (tmp_path / "copy" / "common").unlink()
+    shutil.copytree(ROOT / "common", tmp_path / "copy" / "common")
+    step = tmp_path / "copy" / "common" / "step.py"
+    step.write_text(step.read_text().replace("def count_targets(", "def count_targets(*_):\n"
+                                             "    return 1 / 0\n\n\ndef other("))
+    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL}")
+    assert status == 1 and "ZeroDivisionError: division by zero, step.py:" in said, said
 
 
 OF_SCRIPTS = [bug for bug in bugs.read() if "/" not in bug.script]

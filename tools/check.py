@@ -13,8 +13,11 @@ otherwise.
 Options of check stand before the script, and the script's own after it. Unless those say otherwise
 the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
 
-The script needs a function main(argv), and load_steps from common/. What it does wrong on one
-process too is EQUAL: take another script, such as a plain loop, as the reference by --against.
+The script needs a function main(argv), with load_steps from common/, and in it the variables `loss`
+(this rank's part of the loss of the batch) and, without `materialise`, `model`. It uses the common/
+beside it, if there is one. In text some targets are left out, so that ranks have different numbers
+of them; let your own data do so too. What a script does wrong on one process too is EQUAL: take
+another one, such as a plain loop, as the reference by --against.
 Dropout differs on another number of processes, and BatchNorm depends on the size of a micro-batch:
 both are reported as differences. Buffers are not compared.
 """
@@ -66,18 +69,24 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
         os.dup2(output, stream)
     sys.argv, status = [script, *options], 1
     recording = folder / "run.parity"
+    # This process has the tools' common/. A copy of a script may have one of its own.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        del sys.modules[name]
     try:
         module = load(script, ("main", "load_steps"))
         defaults = DEFAULTS | {"out": str(folder / "out")}
         record(module, options, recording, defaults, known_only, ignored=True)
         status = 0
     except BaseException as error:  # SystemExit too
-        traceback.print_exc()
-        refused = isinstance(error, SettingError) and not recording.exists()
-        own = isinstance(error, SettingError)
+        # By its name: the script may have another class of it, from its own common/.
+        own, where = type(error).__name__ == "SettingError", ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not own and frame.filename.startswith(str(pathlib.Path(script).resolve().parent)):
+                where = f", {pathlib.Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+        first = str(error).strip().partition("\n")[0]
         (folder / f"{rank}.json").write_text(json.dumps({
-            "refused": refused, "lost": is_lost_peer(error),
-            "error": str(error) if own else f"{type(error).__name__}: {error}",
+            "refused": own and not recording.exists(), "lost": is_lost_peer(error),
+            "error": first if own else f"{type(error).__name__}: {first}{where}",
         }))
     finally:
         os._exit(status)
@@ -100,7 +109,6 @@ def train(script, options, world_size, folder, known_only=False):
         if any(rank.exitcode for rank in ranks):
             end = min(end, time.monotonic() + 5)  # the others may have more to say
         time.sleep(0.02)
-    hung = [i for i, rank in enumerate(ranks) if rank.is_alive()]
     for rank in ranks:
         rank.kill()
         rank.join()
@@ -109,10 +117,11 @@ def train(script, options, world_size, folder, known_only=False):
     said = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     first = next((each for each in said if not each["lost"]), None)  # others have lost it
     if first:
-        failed = SettingError(first["error"].strip().splitlines()[0])
+        failed = SettingError(first["error"])
     else:
         aborted = [i for i, rank in enumerate(ranks) if rank.exitcode == -signal.SIGABRT]
-        what = f"rank {aborted[0]} aborts in a collective" if aborted else f"ranks {hung} hang"
+        what = (f"rank {aborted[0]} aborts in a collective" if aborted else
+                "ranks wait for each other in vain")
         failed = SettingError(f"{what}: the ranks start different collectives; do all of them call "
                               f"the same modules of the model in each micro-batch?")
     failed.refused = bool(first) and first["refused"]

@@ -1,6 +1,7 @@
 """Equal bits after a resume of DistributedDataParallel (DDP)."""
 
 import torch
+from torch.utils._pytree import tree_leaves  # torch has no public one
 
 from common.errors import SettingError
 
@@ -15,7 +16,7 @@ def arrange_buckets(replica, sampler, *sample):
     --deterministic too.
 
     Args:
-        replica: the model in DistributedDataParallel. Its output is one tensor.
+        replica: the model in DistributedDataParallel.
         sampler: the BatchSampler, which knows how many samples a micro-batch of a rank has.
         sample: of one sample, the tensors that the model takes.
 
@@ -27,7 +28,8 @@ def arrange_buckets(replica, sampler, *sample):
     number = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
     zeros = [x.new_zeros(number, *x.shape, device=device) for x in sample]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        replica(*zeros).sum().backward()
+        outputs = tree_leaves(replica(*zeros))
+        sum(x.sum() for x in outputs if x.requires_grad).backward()
     unused = [name for name, p in replica.module.named_parameters()
               if p.requires_grad and p.grad is None]
     if unused and not replica.find_unused_parameters:

@@ -20,7 +20,7 @@ def compare_calls(model, group, passes):
         SettingError: on all ranks, if one calls another module than rank 0.
     """
     units_only = getattr(model, "reduces_unused", False)  # see ``shard`` of fsdp.py
-    calls, hooks = [], []
+    calls, hooks, units = [], [], {}
 
     def compare():
         digest = hashlib.sha256("\n".join(calls).encode()).digest()
@@ -33,6 +33,8 @@ def compare_calls(model, group, passes):
             raise SettingError(name_difference(everyone))
 
     def before(name, unit):
+        if units_only and name in calls:
+            return  # the unit is gathered already
         calls.append(name)
         if unit:
             compare()
@@ -49,6 +51,8 @@ def compare_calls(model, group, passes):
 
     for name, module in seen(model):
         unit = isinstance(module, FSDPModule)
+        if unit and units_only:  # by the name of its first module; nothing public tells the unit
+            name = units.setdefault(module._get_fsdp_state(), name)
         if unit or not units_only:
             hooks.append(module.register_forward_pre_hook(
                 lambda *_, name=name, unit=unit: before(name, unit),

@@ -305,7 +305,8 @@ def leaves(batch, name="", top=True):
     if hasattr(batch, "items"):
         items = batch.items()
     elif isinstance(batch, (list, tuple)):
-        alike = isinstance(batch, list) and not top
+        alike = (isinstance(batch, list) and not top and
+                 len({getattr(x, "dtype", type(x)) for x in batch}) < 2)
         items = [("", x) for x in batch] if alike else enumerate(batch)
     else:
         items = []
