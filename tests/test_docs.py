@@ -337,7 +337,7 @@ def test_the_waiting_of_a_schedule(name):
     waiting = f"{draw.waiting(draw.read('schedules')[name]):.1%}"
     v = 1 if name in pp.ONE_STAGE else 2
     assert pp.bubble(name, 4, v, 8)[1].endswith(f"= {waiting}")
-    assert re.search(rf"\| `{name}` \| .* \| {waiting} \|", PAGES["docs/pipelines.md"])
+    assert re.search(rf"\| `{name}` \| .* \| {waiting} \|", PAGES["docs/strategies.md"])
 
 
 def test_every_message_in_the_table_exists():
