@@ -39,6 +39,7 @@ def test_scripts_are_equal(tmp_path, command):
     script, _, more = command.partition(" ")
     status, said = check(tmp_path, f"--ranks 2 -- {script} {SMALL} {more}")
     assert status == 0 and "2 processes  EQUAL      up to " in said, said
+    assert ("--replicas 1" in said) == (script == "diloco.py")
 
 
 SHIFTED = with_model("with_shift(Transformer(args.config))", "with_shift")

@@ -40,10 +40,11 @@ import traceback
 import torch
 
 from common.errors import SettingError, printable
+from common.files import read_text
 from common.options import at_least
 from common.torch_versions import is_lost_peer
 from tools.parity.compare import compare, read
-from tools.support.command import load, make_parser, refuse, run
+from tools.support.command import find, load, make_parser, refuse, run
 from tools.support.recorded import record
 
 PATIENCE = 300  # seconds for the processes of one run
@@ -164,8 +165,9 @@ def main(argv=None):
         except SettingError as error:
             refuse(f"{against} on one process: {error}; --against takes another reference")
         reference = read(path)
-        print(f"{args.script} beside {against} on one process, {len(reference)} steps: gradients "
-              f"before clipping, weights after each update", flush=True)
+        one = ", with --replicas 1" if '"--replicas"' in read_text(find(args.script)) else ""
+        print(f"{args.script} beside {against} on one process{one}, {len(reference)} steps: "
+              f"gradients before clipping, weights after each update", flush=True)
         verdicts, notes = [], ""
         for n in args.ranks:
             try:

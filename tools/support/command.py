@@ -38,15 +38,19 @@ def need(module):
                f"python -m pip install {package}")
 
 
+def find(script):
+    """The path of a script, which may be one of this repository, from another folder."""
+    path = pathlib.Path(script)
+    return path if path.exists() else ROOT / script
+
+
 def load(script, needed):
     """Import a script by its path. ``needed``: names that it must have.
 
     Raises:
         SettingError: it cannot be imported, or lacks a name.
     """
-    path = pathlib.Path(script)
-    if not path.exists():
-        path = ROOT / script  # from another folder
+    path = find(script)
     if path.suffix != ".py" or not path.is_file():
         raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
     sys.path[:0] = [str(path.parent.resolve()), str(ROOT)]
