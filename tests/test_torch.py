@@ -32,6 +32,7 @@ PRIVATE = {
     "_dynamo": (torch, "DDP's optimizer cuts graphs at its buckets, also within a compiled layer"),
     "_disable_current_modes": (_python_dispatch, "what a dry run does not count"),
     "_flatten": (DeviceMesh, "a group over two dimensions of a mesh"),
+    "_get_fsdp_state": (FSDPModule, "nothing public tells which modules are gathered together"),
     "_get_init_p2p_neighbors_ops": (
         pipelining.PipelineStage, "torch 2.11 sends to the rank itself; gone from 2.15"
     ),
@@ -115,7 +116,8 @@ def test_every_private_name_is_listed():
     paths += [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]
     assert len(paths) > 20
     found = set().union(*(names_with_a_dash(path.read_text()) for path in paths))
-    pythons = {"_exit", "_run_exitfuncs", "_get_help_string"}  # of os, atexit, argparse
+    # of os, atexit, argparse, sys
+    pythons = {"_exit", "_run_exitfuncs", "_get_help_string", "_getframe"}
     kernels = {name for name in UNDOCUMENTED if name.startswith("_scaled_dot_product")}
     assert found - pythons == PRIVATE.keys() | ATTRIBUTES.keys() | kernels
     sources = "".join(path.read_text() for path in paths)

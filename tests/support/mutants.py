@@ -176,7 +176,7 @@ MUTANTS = [Mutant(*row) for row in [
      "experts", "tokens that stay on a rank count as sent"),
     ("common/services/theory.py", 'terms["3LX"] = 3 * L * X', 'terms["3LX"] = 2 * L * X',
      "bytes same_run", "tp.py's bytes under checkpointing are other ones"),
-    ("common/services/theory.py", "((1 + a) * P + 2 * T + 16)", "(2 * P + 2 * T + 16)",
+    ("common/services/theory.py", "((1 + a) * P + 16 * T + 16)", "(2 * P + 16 * T + 16)",
      "bytes same_run", "zero.py's bytes under accumulation are other ones"),
     ("common/services/validation.py", "module.training = training", "module.training = True",
      "validation", "a frozen BatchNorm trains on after an evaluation"),
