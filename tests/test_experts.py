@@ -201,7 +201,7 @@ def test_every_dtype(trained, command):
 
 def test_bytes_are_exact_if_routing_is_balanced(once):
     """Each token goes to all experts."""
-    options = f"{OPTIONS} --experts-per-token 8 --steps 2 --save-every 0 --val-every 9"
+    options = f"{OPTIONS} --experts-per-token 8 --steps 3 --save-every 0 --val-every 9"
     for command, n in (
         (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4), ("ep.py --dtype float64", 2),
         (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
