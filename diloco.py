@@ -105,7 +105,7 @@ def main(argv=None):
     )
     add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
-    compare_calls(model, mesh.get_group("dp_shard"), passes=2 * args.grad_accum)
+    compare_calls(model, mesh.get_group("dp_shard"), passes=2 * args.grad_accum)  # FSDP: all alike
 
     # Optimizer
     optimizer = torch.optim.AdamW(

@@ -117,7 +117,7 @@ def main(argv=None):
     # EP: an average would have no one divisor: experts are reduced over n/ep ranks, the rest over n
     add_gradients_up(model)
     materialise(model, device, args.seed)  # the experts and rows of this rank
-    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)
+    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)  # FSDP: all alike
 
     # Optimizer
     optimizer = torch.optim.AdamW(

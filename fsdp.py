@@ -105,7 +105,7 @@ def main(argv=None):
     add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
     move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
-    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)
+    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)  # FSDP: all alike
 
     # Optimizer
     optimizer = torch.optim.AdamW(

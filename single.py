@@ -36,8 +36,6 @@ def main(argv=None):
     device = start_process(args)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
-    # Your own model: torch.manual_seed(args.seed), then MyModel().to(device, args.param_dtype), in
-    # place of the meta device and materialise; its values, buffers and ties stay as they are.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()

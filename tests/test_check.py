@@ -15,7 +15,7 @@ from tests.support.sample import sampled, thorough
 from tests.test_porting import APART, DATA_PARALLEL, HEADS, UNITS, with_model
 
 SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
-NO_CHECK_OF_CALLS = ("    compare_calls(model, dist.group.WORLD, passes=2 * args.grad_accum)\n", "")
+NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
 
 
 def check(folder, words):

@@ -42,7 +42,9 @@ from common.options import at_least
 from common.services import counting
 from common.services.counting import bytes_table
 from tools.support import pretend, stand_ins
-from tools.support.command import check_json, load, make_parser, refuse, run, write_json
+from tools.support.command import (
+    ROOT, check_json, find, load, make_parser, refuse, run, write_json
+)
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
     "tools.support.stand_ins", "torch._dynamo", "torch.distributed.fsdp",
@@ -171,6 +173,10 @@ def main(argv=None):
         check_json(args.json, "dry_run")
     if args.rank is not None and args.rank >= args.world_size:
         refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")
+    own = find(args.script).resolve().parent / "common"
+    if own.is_dir() and not own.samefile(ROOT / "common"):
+        refuse(f"{args.script} has a common/ of its own, and this dry_run would count with another "
+               f"one: copy tools/ to {own.parent} too, and run that one")
     job = args.script, args.options, args.world_size
     if args.rank is not None:
         counted = count(*job, args.rank, args.nproc_per_node)
