@@ -35,7 +35,8 @@ def typed(tmp_path, corpus):
     folder = tmp_path / "ssh"
     folder.mkdir()
     pathlib.Path("/run/sshd").mkdir(exist_ok=True)
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     page = (ROOT / "docs" / "launching.md").read_text()
     lines = re.search(r"\*\*Over ssh\*\*(?s:.*?)\n\n((?:    .*\n)+)", page)[1]
     options = f"{SMALL} --steps 100000 --save-every 50000 --log-every 1 --data {corpus}"
@@ -57,15 +58,16 @@ def typed(tmp_path, corpus):
         (folder / "config").write_text(
             SSHD.format(port=port, master=master, folder=folder, python=sys.executable)
         )
-        known = f"[127.0.0.1]:{port} {(folder / 'key.pub').read_text()}"
+        known = f"[127.0.0.1]:{port} {key.with_suffix('.pub').read_text()}"
         (folder / "known").write_text(known)
         (folder / "client").write_text(
-            f"Host host0 host1\nHostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/key\n"
+            f"Host host0 host1\nHostName 127.0.0.1\nPort {port}\nIdentityFile {key}\n"
             f"UserKnownHostsFile {folder}/known\nHostKeyAlias [127.0.0.1]:{port}\nBatchMode yes\n"
         )
         (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/client "$@"\n')
         (folder / "ssh").chmod(0o755)
-        with subprocess.Popen([sshd, "-D", "-f", folder / "config", "-E", folder / "log"]) as daemon:
+        command = [sshd, "-D", "-f", folder / "config", "-E", folder / "log"]
+        with subprocess.Popen(command) as daemon:
             wait_until(lambda: not subprocess.call([folder / "ssh", "host0", "true"],
                                                    stderr=subprocess.DEVNULL))
             yield typed
