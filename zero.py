@@ -302,7 +302,8 @@ def start_reduce_scatter(bucket, buckets):
 
 def take_gradients(bucket):
     """Copy the gradients of ``bucket`` into one tensor, (n, numbers), and free each as soon as it
-    is copied. Row i is what rank i receives, with zeros as padding and where there is none."""
+    is copied. Row i is what rank i receives, with zeros as padding and where there is none. Without
+    copies each parameter would need a reduce-scatter of its own: nine for a layer, not one."""
     n, sizes = bucket.mesh.size(), bucket.padded_sizes
     whole = bucket.parameters[0].detach().new_empty(n, sum(sizes))
     for parameter, part, size in zip(bucket.parameters, whole.split(sizes, dim=1), sizes):
