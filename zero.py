@@ -409,7 +409,11 @@ def finish_all_gather(bucket):
     work.wait()
     parts = whole.view(bucket.mesh.size(), -1).split(bucket.padded_sizes, dim=1)
     for parameter, part in zip(bucket.parameters, parts):  # part: (n, padded size)
-        parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
+        if part.numel() == parameter.numel():  # without padding one copy, not two
+            rows_of_ranks = parameter.unflatten(0, (len(part), -1))
+            rows_of_ranks.copy_(part.view_as(rows_of_ranks))
+        else:
+            parameter.copy_(part.flatten()[: parameter.numel()].view_as(parameter))
     bucket.all_gather, bucket.stale = None, False
 
 
