@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "bugs.md"
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
            "--save-every 0 --no-resume --dtype float32")
-TRAINER = "tests/support/parity_trainer.py"  # it has options of its own
+TRAINER = "tests/support/parity_trainer.py"
 RANKS = 2  # of all bugs; what they are compared with is one process
 FEW = "--steps 3 --lr 0.01"  # for parity
 
@@ -69,7 +69,7 @@ def jobs(bugs, more):
     ``more``: options of all."""
     def job(name, command, edits=()):
         script, *options = command.split()
-        common = "" if script == TRAINER else OPTIONS
+        common = "" if script.startswith("tests/") else OPTIONS  # these have options of their own
         return [name, script, f"{common} {more} {' '.join(options)}", edits]
 
     def sound(commands):
@@ -104,6 +104,11 @@ def short(says):
                     says)[0]
 
 
+def verdict(says):
+    """What parity says, without the end that it adds if the loss is right."""
+    return re.sub(r"; the loss is right \([^)]*\): look at the backward pass.*", "", says)
+
+
 def change(bug):
     """Of the mean loss of the last 10 of 50 steps, such as +0.1%."""
     (run,) = (run for run in draw.read("bugs") if run["name"] == bug.name)
@@ -136,11 +141,10 @@ def page(bugs):
     """The text of docs/bugs.md: its head, an index, and a puzzle for each bug."""
     parts = [PAGE.read_text().partition("\n## ")[0], "\n## Index\n\n", *index(bugs)]
     for number, bug in enumerate(bugs, 1):
-        against = "" if bug.against == "single.py" else f", compared with `{bug.against}`"
         parts.append(f"""
 ## Bug {number}
 
-`{bug.run}` on {RANKS} ranks{against}:
+`{bug.run}`
 
 ![Loss](pictures/bugs/{number:02}.svg)
 
@@ -148,18 +152,16 @@ def page(bugs):
 {puzzle(bug)}
 ```
 
-<details><summary>Which line is wrong, or missing?</summary>
+<details><summary>Which line?</summary>
 
-**{bug.title}.**
 {bug.text}
 
 ```diff
 {changed(bug)}
 ```
 
-```text
-{bug.says}
-```
+> {verdict(bug.says)}
+
 </details>
 """)
     return "".join(parts)

@@ -15,7 +15,7 @@ from common.launch import launch
 from tools.support.recorded import record
 
 ROOT = pathlib.Path(__file__).parents[2]
-OWN = {"tests/support/parity_trainer.py"}  # it records itself
+OWN = {f"tests/support/{name}_trainer.py" for name in ("parity", "fsdp")}  # they record themselves
 
 
 def main():
