@@ -22,7 +22,7 @@ from docs import draw
 from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import sampled, thorough
-from tests.test_lift import ALL, SCRIPTS, SOURCES, needed, without
+from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, needed, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
@@ -32,13 +32,11 @@ README = PAGES["README.md"]
 TOOLS = ["bench", "check", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
 PRODUCT = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/"]
 FOLDERS = [*PRODUCT, "docs/", "tests/", "tests/support/", "tests/gpu/"]
-# Options of torchrun, Slurm, Docker, iptables, an example, the trainer of the tests, and run.sh
-FOREIGN = set("""--all --torch --help --node_rank --master_addr --cap-add --ipc --pid
-    --shm-size --ulimit --ctstate --dport
-    --exclusive --gpus-per-node --gpus-per-task --kill-on-bad-exit --mem --nodes --ntasks-per-node
-    --signal --separator --tied
-    --max-restarts --nnodes --nproc_per_node --rdzv-backend --rdzv-endpoint --shutdown-timeout
-    --signals-to-handle --standalone --multi_gpu --num_processes --prefix""".split())
+# Options of torchrun, Slurm, Docker, iptables, accelerate and run.sh, and of a trainer in tests/
+FOREIGN = {f"--{name}" for name in """all cap-add ctstate dport exclusive gpus-per-node help ipc
+    master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes
+    pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
+    signals-to-handle standalone tied ulimit""".split()}
 
 
 def sources(folders):
@@ -47,6 +45,11 @@ def sources(folders):
 
 def section(text, heading):
     return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def outside(text):
+    """Without blocks of code."""
+    return re.sub(r"(?s)```.*?```", "", text)
 
 
 def blocks(text, kind):
@@ -75,7 +78,7 @@ def options(name):
 
 def commands(text):
     """The commands in indented blocks and between backticks, as lists of words."""
-    text = re.sub(r"(?s)```.*?```", "", text)
+    text = outside(text)
     for line in re.findall(r"(?m)^    (\S.*)", text) + re.findall(r"`([^`\n]+)`", text):
         if re.match(r"([A-Z_]+=\S+ )*(accelerate|bash|diff|python3?|sbatch|srun|torchrun|\w+\.py) ",
                     line):
@@ -110,27 +113,13 @@ TYPED = {  # the begin of a command: what to append, the status, what is printed
     "bash run.sh plan": ("--model tiny --devices 2 --seq-len 64 --only fsdp.py", 0,
                          "strategies to count: 2, in about 1 min"),
     "bash run.sh dry_run": ("--model tiny --seq-len 64", 0, "\nin all  "),
-    "bash run.sh parity": ("", 1, "gradients: all: times 2"),
+    "bash run.sh parity": ("", 0, "EQUAL: 1 ranks against 1"),
     "diff": ("", 1, "shard("),
     "source": ("", 0, ""),
     "torchrun": (SMALL, 0, "2 processes on cpu"),
 }
-RECORD = """
-import torch
-from tools.parity import Parity
-for name, factor in ("one", 1), ("two", 2):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    parity = Parity(f"{name}.parity", model, optimizer)
-    for step in range(3):
-        x = torch.randn(2, 4)
-        loss = model(x).square().mean()
-        (loss * factor).backward()
-        parity.record(step, loss, x)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
+RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
+    f"main(['--out', '{name}'])\n" for name in ("one", "two"))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +142,7 @@ def clone(tmp_path_factory):
 
 
 def indented(page):
-    return re.findall(r"(?m)^    ([a-zA-Z].*)", re.sub(r"(?s)```.*?```", "", page))
+    return re.findall(r"(?m)^    ([a-zA-Z].*)", outside(page))
 
 
 @pytest.mark.parametrize("page", sampled(["README.md", "AGENTS.md"], ["README.md"]))
@@ -257,38 +246,32 @@ def test_the_functions_to_take_are_complete():
     rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/copying.md"])
     assert len(rows) == 7
     for cell, script in rows:
-        tree = ast.parse((ROOT / f"{script}.py").read_text())
-        defined = {node.name: node for node in tree.body
-                   if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        taken = set(re.findall(r"`(\w+)`", cell)) - {"main"}
+        body = ast.parse(SOURCES[script]).body
+        defined = {node.name: node for node in body if hasattr(node, "name")}
+        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", SOURCES[script])}
+        known |= {alias.name for node in body if isinstance(node, ast.ImportFrom)
+                  and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
+        taken = {"SettingError", *re.findall(r"`(\w+)`", cell)}
         if "all below `main`" in cell:
             taken |= defined.keys() - {"main", "check"}
-        known = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom)
-                 and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
-        known |= {target.id for node in tree.body if isinstance(node, ast.Assign)
-                  for target in node.targets} | defined.keys()
-        used = {child.id for name in taken & defined.keys() for child in ast.walk(defined[name])
-                if isinstance(child, ast.Name)}
-        allowed = taken | {"SettingError"} | vars(torch_versions).keys()
-        assert len(used) > 3 and used & known <= allowed, script
+        used = set.union(*(names_in(defined[name]) for name in taken & defined.keys() - {"main"}))
+        assert used & known <= taken | vars(torch_versions).keys(), script
 
 
 # Tables
 
 
 def test_the_lines_of_the_scripts():
-    """And of what they need, to 5 %."""
-    names, own, needs = (
-        re.findall(what, re.search(rf"(?m)^\|{first} \|(.*)", README)[1])
-        for first, what in (("", r"\((\w+)\.py\)"), (" lines of the file", r"[\d,]+"),
-                            (" lines of this repository that it imports", r"[\d,]+"))
-    )
+    """And of what they import, to 5 %."""
+    names = re.findall(r"\[(\w+)\]\(\1\.py\)", README)
+    rows = [[int(cell.replace(",", "")) for cell in re.findall(r"[\d,]+", row)]
+            for row in re.findall(r"(?m)^\| lines of .*? \|(.*)", README)]
     assert sorted(names) == sorted(SCRIPTS)
-    for name, *said in zip(names, own, needs, strict=True):
-        imported = {path for path in needed(f"{name}.py") if "/services/" not in path}
-        for shown, paths in zip(said, ({f"{name}.py"}, imported - {f"{name}.py"})):
-            lines = sum(len((ROOT / path).read_text().splitlines()) for path in paths)
-            assert int(shown.replace(",", "")) == pytest.approx(lines, rel=0.05), (name, lines)
+    for name, *said in zip(names, *rows, strict=True):
+        lines = {path: len((ROOT / path).read_text().splitlines())
+                 for path in needed(f"{name}.py") if "/services/" not in path}
+        found = lines.pop(f"{name}.py"), sum(lines.values())
+        assert said == pytest.approx(found, rel=0.05), (name, found)
 
 
 def test_the_bugs_of_the_readme():
@@ -340,29 +323,19 @@ def test_the_waiting_of_a_schedule(name):
     assert re.search(rf"\| `{name}` \| .* \| {waiting} \|", PAGES["docs/strategies.md"])
 
 
-def test_every_message_in_the_table_exists():
+@pytest.mark.parametrize("page, heading, least", [
+    ("docs/when-it-fails.md", "Messages of these scripts", 15),
+    ("docs/launching.md", "Variables", 10),
+])
+def test_what_a_table_quotes_exists(page, heading, least):
     """In the sources, or in a test that expects it of torch. Where it has ... stand values."""
-    table = section(PAGES["docs/when-it-fails.md"], "Messages of these scripts")
     said = "".join([*sources([*PRODUCT, "tests/"]), (ROOT / "run.sh").read_text()])
     said = re.sub(r'"\s*f?"', "", said)  # a string that goes on in the next line
-    quoted = [message for cell in re.findall(r"(?m)^\| (`.*?) \|", table)
-              for message in re.findall("`([^`]+)`", cell)]
-    assert len(quoted) > 15
-    assert not [message for message in quoted
-                if not all(part.strip() in said for part in message.split("..."))]
-
-
-def test_the_variables_of_the_table_exist():
-    """They are strings in the code, or run.sh's names in capitals."""
-    names = {f"{axis}_SIZE" for axis in ("DP", "TP", "CP", "PP")}  # the code builds these
-    for source in sources(PRODUCT):
-        names |= set(re.findall(r'"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|RANK)"', source))
-    shell = re.sub(r"(?m)^ *#.*|PYTHON'(.|\n)*?^PYTHON$", "", (ROOT / "run.sh").read_text())
-    names |= set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", shell))
-    table = section(PAGES["docs/launching.md"], "Variables")
-    found = [name for cell in re.findall(r"(?m)^\| (`.*?) \|", table)
-             for name in re.findall(r"`(\w+)`", cell)]
-    assert len(found) >= 10 and set(found) <= names
+    quoted = [words for cell in re.findall(r"(?m)^\| (`.*?) \|", section(PAGES[page], heading))
+              for words in re.findall("`([^`]+)`", cell)]
+    assert len(quoted) >= least
+    assert not [words for words in quoted
+                if not all(part.strip() in said for part in words.split("..."))]
 
 
 # Files and links
@@ -374,7 +347,7 @@ def test_files_and_links_exist(page):
     names = re.findall(r"`([\w./-]+\.(?:py|sh|md|svg|txt))\b", PAGES[page])
     assert not [name for name in names
                 if not any((ROOT / folder / name).exists() for folder in FOLDERS)]
-    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+    for link in re.findall(r"\]\(([^)\s]+)\)", outside(PAGES[page])):
         if "://" not in link:
             name, _, anchor = link.partition("#")
             path = (ROOT / page).parent / name if name else ROOT / page

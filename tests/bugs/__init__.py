@@ -91,22 +91,20 @@ def found_in(bug):
     return re.findall(r"\[([^]]+)\]\((https://github\.com/[^)]+)\)", bug.text.replace("\n", " "))
 
 
-def short(says):
-    """What parity says, in the width of a table: without steps, names and digits."""
+def verdict(says):
+    """What parity says, without its step, names and digits, and without where it says to look."""
     says = re.sub(r"DIFFERENT: step \d+: ", "", says)
     says = re.sub(r"(gradients|values|weights) of [\w.]+ to [\w.]+ \((.*?)\)", r"\1 of \2", says)
     says = re.sub(r"those of [\w.]+ to [\w.]+ \((.*?)\)", r"\1", says)
     says = re.sub(r"\d+\.\d{6,}", lambda number: f"{float(number[0]):.6g}", says)
+    return re.split(r"[;,](?: and)? the loss is right|: look at|: learning rate| \(times", says)[0]
+
+
+def short(says):
+    """Its first clause, in the width of a table."""
+    says = verdict(says)
     wrong = re.search(r"wrong from \S+ on down", says)
-    if wrong:
-        return wrong[0]
-    return re.split(r";|: look at|, and the loss|: neither| \(times|: learning rate|, elsewhere",
-                    says)[0]
-
-
-def verdict(says):
-    """What parity says, without the end that it adds if the loss is right."""
-    return re.sub(r"; the loss is right \([^)]*\): look at the backward pass.*", "", says)
+    return wrong[0] if wrong else re.split(r";|: neither|, elsewhere", says)[0]
 
 
 def change(bug):
