@@ -113,7 +113,7 @@ TYPED = {  # the begin of a command: what to append, the status, what is printed
     "bash run.sh plan": ("--model tiny --devices 2 --seq-len 64 --only fsdp.py", 0,
                          "strategies to count: 2, in about 1 min"),
     "bash run.sh dry_run": ("--model tiny --seq-len 64", 0, "\nin all  "),
-    "bash run.sh parity": ("", 0, "EQUAL: 1 ranks against 1"),
+    "bash run.sh parity": ("", 0, "EQUAL: 1 rank against 1"),
     "diff": ("", 1, "shard("),
     "source": ("", 0, ""),
     "torchrun": (SMALL, 0, "2 processes on cpu"),
