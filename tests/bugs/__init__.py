@@ -125,7 +125,7 @@ def index(bugs):
 
 def puzzle(bug):
     """The lines with the bug, as in the script, without what the patch takes away."""
-    hunks = [textwrap.dedent(new).rstrip() for _, new in bug.edits]
+    hunks = [textwrap.dedent(new).strip("\n") for _, new in bug.edits]
     return "\n...\n".join(hunks)
 
 
