@@ -118,11 +118,11 @@ def main(argv=None):
             (micro_loss * n).backward()  # ZeRO: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        reduce_gradients(buckets)  # ZeRO: of parameters that the last backward pass did not reach
+        reduce_gradients(buckets)  # ZeRO: reduce what the last backward pass did not reach
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()
         optimizer.step()
-        start_gathering(buckets)  # ZeRO: the rows that other ranks have updated; see its docstring
+        start_gathering(buckets)  # ZeRO: gather the rows that other ranks have updated
         optimizer.zero_grad()
         report.log(step, loss, grad_norm)
         checkpoints.after_step(step, grad_norm)

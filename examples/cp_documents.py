@@ -160,7 +160,7 @@ def main(argv=None):
             inputs, targets = inputs[:, positions], targets[:, positions]
             micro_loss = model(inputs, targets, positions) / count  # CP: a part of the mean
             if i == args.grad_accum - 1:
-                begin_reducing()  # CP: in the last backward pass gradients are complete
+                begin_reducing()  # CP: now the gradients become complete
             micro_loss.backward()
             loss += micro_loss.detach()
 
