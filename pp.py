@@ -68,12 +68,13 @@ from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
+from common.model import MAX_LOGITS, Transformer, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import open_dataset
 from common.torch_versions import (
-    pass_on_no_gradients_in_eval, prepare_to_train, separate_directions, skip_first_messages
+    keeps_last_function, pass_on_no_gradients_in_eval, prepare_to_train, separate_directions,
+    skip_first_messages,
 )
 
 # Services, optional: delete an import and every line that uses it
@@ -411,6 +412,7 @@ def check(args, n, v):
     stages, most = n * v, args.config.num_hidden_layers + 2
     least = {"1f1b": n, "dualpipev": 2 * n}.get(name, 1)
     rounds, pieces = max(1, M // n), accum * M
+    logits = args.batch_size // pieces * args.seq_len * args.config.vocab_size
     refuse([
         (name in ONE_STAGE and v != 1,
          f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, or "
@@ -438,6 +440,10 @@ def check(args, n, v):
         (name in SPLIT_BACKWARD and args.activation_checkpointing,
          f"--activation-checkpointing with --schedule {name}: each layer would be computed again "
          f"for each of its weights; use interleaved1f1b, or leave --activation-checkpointing out"),
+        (name in SPLIT_BACKWARD and not keeps_last_function and logits > MAX_LOGITS,
+         f"--schedule {name} with {logits:,} logits in a micro-batch needs torch 2.13, this is "
+         f"{torch.__version__}: use interleaved1f1b, or more --microbatches, for at most "
+         f"{MAX_LOGITS:,} logits in each"),
     ])
 
 

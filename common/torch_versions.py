@@ -21,6 +21,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # gradients without an error. With this decorator the graph of a compiled layer breaks there.
 not_compiled = torch.compiler.disable
 
+# Ends with 2.13: before, a pipeline whose backward pass has two parts frees the last node after the
+# first part, if it is an autograd.Function, such as a loss in chunks: "Attribute '_input_metadata'".
+keeps_last_function = torch.__version__ >= "2.13"
+
 # Ends with 2.14, where it is public: the timeout of a process group that exists.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
