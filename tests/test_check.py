@@ -37,7 +37,7 @@ def check(folder, words):
 ], ["zero.py --stage 1 --grad-accum 3", "fsdp.py"]))
 def test_scripts_are_equal(tmp_path, command):
     script, _, more = command.partition(" ")
-    status, said = check(tmp_path, f"--ranks 2 -- {script} {SMALL} {more}")
+    status, said = check(tmp_path, f"{script} --ranks 2 {SMALL} {more}")
     assert status == 0 and "2 processes  EQUAL      up to " in said, said
     assert ("--replicas 1" in said) == (script == "diloco.py")
 
@@ -68,7 +68,7 @@ ACROSS = (
         "1/n", "calls", "refused", "crash"])
 def test_what_is_wrong_is_found(tmp_path, script, edits, words):
     copy = edited(tmp_path / "copy", script, *edits)
-    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
+    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
     assert status == 1 and re.search(f"2 processes  {words}", said), said
 
 
@@ -79,7 +79,7 @@ LISTED = (UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n")
     ("ddp.py", []), ("zero.py", []), ("fsdp.py", []), ("fsdp.py", [LISTED])])
 def test_parts_that_some_ranks_skip_are_equal(tmp_path, script, more):
     copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script], *more)
-    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL} --batch-size 6 --grad-accum 3")
+    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
     assert status == 0, said
 
 
@@ -90,7 +90,7 @@ def test_tied_weights_are_equal(tmp_path):
     one = edited(tmp_path / "one", "single.py", tied)
     copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
         "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
-    status, said = check(tmp_path, f"--ranks 2 --against {one} -- {copy} {SMALL}")
+    status, said = check(tmp_path, f"{copy} --ranks 2 --against {one} {SMALL}")
     assert status == 0, said
 
 
@@ -101,7 +101,7 @@ def test_a_copy_uses_its_own_common(tmp_path):
     step = tmp_path / "copy" / "common" / "step.py"
     step.write_text(step.read_text().replace("def count_targets(", "def count_targets(*_):\n"
                                              "    return 1 / 0\n\n\ndef other("))
-    status, said = check(tmp_path, f"--ranks 2 -- {copy} {SMALL}")
+    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL}")
     assert status == 1 and "ZeroDivisionError: division by zero, step.py:" in said, said
 
 
@@ -115,5 +115,5 @@ def test_a_published_bug_is_found(tmp_path, bug):
     more = " ".join(bug.run.split()[1:])
     against = "--against " + bug.against.split()[0]
     options = f"{SMALL} --lr 0.01 --steps 3 {more}"
-    status, said = check(tmp_path, f"--ranks 2 {against} -- {copy} {options}")
+    status, said = check(tmp_path, f"{copy} --ranks 2 {against} {options}")
     assert status == 1 and "2 processes  DIFFERENT  step " in said, said

@@ -1,7 +1,7 @@
 """Does a script that you have edited train on several processes as it does on one?
 
     bash run.sh check my_fsdp.py
-    bash run.sh check --against single.py my_tp.py --steps 3 --grad-accum 2
+    bash run.sh check my_tp.py --against single.py --steps 3 --grad-accum 2
 
 It runs the script on this machine's CPUs: on one process, and then on 2, 3 and 4. It records every
 step, by tools/parity, and compares: samples, the loss, gradients before they are clipped, weights
@@ -10,7 +10,7 @@ it prints EQUAL; or DIFFERENT, with the first difference and its likely cause; o
 script's own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1
 otherwise.
 
-Options of check stand before the script, and the script's own after it. Unless those say otherwise
+Other options are those of the script, and stand after it. Unless they say otherwise
 the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
 
 The script needs a function main(argv), with load_steps from common/, and in it the variables `loss`
@@ -22,7 +22,6 @@ Dropout differs on another number of processes, and BatchNorm depends on the siz
 both are reported as differences. Buffers are not compared.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -148,14 +147,13 @@ def compare_with(reference, path):
 
 def main(argv=None):
     parser = make_parser("check", __doc__)
-    parser.usage = "%(prog)s [options] SCRIPT [options of the script]"
+    parser.usage = "%(prog)s SCRIPT [options] [options of the script]"
     parser.add_argument("script", metavar="SCRIPT", help="path of a script, such as my_fsdp.py")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 3, 4], metavar="N",
-                        help="numbers of processes (default: 2 3 4); end the list with --")
+                        help="numbers of processes (default: 2 3 4)")
     parser.add_argument("--against", metavar="SCRIPT", help="the script whose run on one process "
                         "is the reference (default: SCRIPT itself)")
-    args = parser.parse_args(argv)
+    args, args.options = parser.parse_known_args(argv)
     torch.set_num_threads(1)
     against = args.against or args.script
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
