@@ -43,19 +43,17 @@ def factor(run, r, near):
     first = run.ranks[0]["targets"]
     n, dp, a = len(run.ranks), len(run.targets), len(first)
     sizes = {"the ranks": n, "the micro-batches": a, "the targets": sum(run.targets),
-             "a rank's targets": sum(first), "ranks x micro-batches": n * a}
+             "a rank's targets": sum(first)}
+    if n > 1 and a > 1:
+        sizes["ranks x micro-batches"] = n * a
     if 1 < dp < n:
         sizes |= {"ranks that read the same samples": n // dp,
-                  "ranks that read different samples": dp,
-                  "ranks that read different samples x micro-batches": dp * a}
+                  "ranks that read different samples": dp}
     for word, ratio in ("times", r), ("divided by", 1 / (r or math.nan)):
         causes = [name for name, size in sizes.items() if size > 1 and abs(ratio / size - 1) < near]
         if causes:
-            simple = [name for name in causes if " x " not in name] or causes
-            return f"{word} {sizes[simple[0]]}, such as {' or '.join(simple)}"
-    power = 200 < r < math.inf and abs(math.log2(r) - round(math.log2(r))) < near
-    scaled = ", a power of two: a loss scale that is not undone?" if power else ""
-    return f"times {r:.{4 if abs(r - 1) > 0.01 else 8}g}{scaled}"
+            return f"{word} {sizes[causes[0]]}, such as {' or '.join(causes)}"
+    return f"times {r:.{4 if abs(r - 1) > 0.01 else 8}g}"
 
 
 def group(it, chosen):
@@ -66,6 +64,13 @@ def group(it, chosen):
     if len(names) < 3:
         return " and ".join(names)
     return f"{names[0]} to {names[-1]} ({len(names)} of {len(it.names)} parameters)"
+
+
+def same_samples(run, whose=""):
+    """How many ranks read the same samples, or ""."""
+    alike = max(collections.Counter(str(rank["samples"]) for rank in run.ranks).values())
+    several = alike > 1 and run.ranks[0]["samples"]
+    return f"{alike} ranks{whose} read the same samples" if several else ""
 
 
 def zero_in_both(it):
@@ -123,29 +128,25 @@ def outputs_of(run):
     return {name: (square / max(numbers, 1), numbers) for name, (square, numbers) in sums.items()}
 
 
-def why_modules_are_not_compared(it):
-    """The outputs of modules say nothing of some layouts."""
+def modules_are_comparable(it):
+    """Not if ranks may hold parts of them, as in a pipeline, or if they have read other inputs."""
     runs = it.reference, it.run
     want, have = map(outputs_of, runs)
-    if not want or not have:
-        return "`model` is no module"
-    m, n = (run.replicas for run in runs)  # each of these ranks may compute the same, or a part
-    if any(run.replicas > 1 and any(rank["by_hand"] for rank in run.ranks) for run in runs):
-        return "`where` cuts parameters, so they may be parts"
-    if any(run.replicas > 1 and len({str([*rank["outputs"]]) for rank in run.ranks}) > 1
-           for run in runs):
-        return "ranks hold different modules, as in a pipeline"
-    if len({sum(rank["numbers"] for rank in run.ranks) / run.replicas for run in runs}) > 1:
-        return "batches are padded to other lengths"
-    if not any(have.get(name, (0, 0))[1] in (size, size * n / m, size * n, size / m)
-               for name, (_, size) in want.items()):
-        return "the model has also seen other inputs, such as a warm-up"
+    for run in runs:
+        held = {str([*rank["outputs"]]) for rank in run.ranks}
+        if run.replicas > 1 and (run.ranks[0]["by_hand"] or len(held) > 1):
+            return False
+    # Ranks that read the same samples may compute the same, or each a part.
+    m, n = (run.replicas for run in runs)
+    one, two = (sum(rank["numbers"] for rank in run.ranks) / run.replicas for run in runs)
+    return one == two and any(have.get(name, (0, 0))[1] in (size, size * n / m, size * n, size / m)
+                              for name, (_, size) in want.items())
 
 
 def wrong_module(it):
     """Say which is the first module whose output differs, in the order in which modules of the
     reference return; "" if the outputs of all agree or cannot be compared."""
-    if it.history.compared or why_modules_are_not_compared(it):
+    if it.history.compared or not modules_are_comparable(it):
         return ""
     before, have = "the first of all", outputs_of(it.run)
     room = max(SAME_OUTPUT * it.tolerance.eps, PROJECTED)
@@ -163,8 +164,9 @@ def forward_pass_of(it):
     if it.history.compared:
         return ("it was right in the step before: look at weights that are stale or not gathered, "
                 "at buffers and caches, or at the loss")
-    if reason := why_modules_are_not_compared(it):
-        return f"look at the forward pass (outputs of modules are not compared: {reason})"
+    if not modules_are_comparable(it):
+        return ("look at the forward pass (outputs of modules are not compared: ranks hold parts "
+                "of them, or they have read other inputs)")
     if module := wrong_module(it):
         return module
     want, have = (sum(run.targets) for run in (it.reference, it.run))
@@ -186,11 +188,9 @@ def step_numbers(it):
 def parameter_names(it):
     """Whether both runs have recorded the same parameters."""
     lines = it.reference.line, it.run.line
-    for which, line, other in zip(("reference", "run"), lines, lines[::-1]):
+    for which, other in zip(("reference", "run"), lines[::-1]):
         if odd := [name for name in it.names if name not in other["values"]]:
-            frozen = not any(name in line["gradients"] for name in odd)
-            more = ", which has no gradients of them: see `model` in Parity" if frozen else ""
-            return f"names: only the {which} has {', '.join(odd[:3])}{more}"
+            return f"names: only the {which} has {', '.join(odd[:3])} (see `model` in Parity)"
 
 
 def shapes(it):
@@ -237,19 +237,25 @@ def not_finite(it):
         return f"not finite: in the {which} alone, weights or gradients of {group(it, bad)}"
 
 
-def initial_weights(it):
-    """Whether ranks start from the same weights, and runs too."""
-    if it.history.compared:
+def copies_of_weights(it):
+    """Whether ranks that hold the same part of a parameter hold the same values."""
+    v, first = it.run.weights, not it.history.compared
+    bad = v.spread > (PROJECTED if first else COPIES) * v.length
+    if not bad.any():
         return None
-    w, v = it.reference.weights, it.run.weights
-    if (bad := v.spread > PROJECTED * v.length).any():
-        ranks = it.run.line["values"][it.names[bad.nonzero()[0]]]["ranks"]
+    ranks = it.run.line["values"][it.names[bad.nonzero()[0]]]["ranks"]
+    if first:
         return f"initial weights: ranks {ranks} hold different values of {group(it, bad)}"
-    far = distance(w, v) / w.length.clamp(min=1e-300)
-    if (bad := far > PROJECTED).any():
-        permuted = far[bad].min() > 0.1 and w.length.allclose(v.length, 1e-9, 0)
-        more = ", of the same length: are parts in another order?" if permuted else ""
-        return f"initial weights: other values of {group(it, bad)}{more}"
+    return (f"update: ranks {ranks} hold different weights of {group(it, bad)}: a rank skips a "
+            f"step, or updates them by another gradient")
+
+
+def initial_weights(it):
+    """Whether both runs start from the same weights."""
+    w, v = it.reference.weights, it.run.weights
+    bad = distance(w, v) / w.length.clamp(min=1e-300) > PROJECTED
+    if bad.any() and not it.history.compared:
+        return f"initial weights: other values of {group(it, bad)}"
 
 
 def samples(it):
@@ -306,15 +312,6 @@ def other_rows(want_of_ranks, have_of_ranks):
     return message
 
 
-def copies_of_weights(it):
-    """Whether ranks that hold the same part of a parameter still hold the same values."""
-    v = it.run.weights
-    if it.history.compared and (bad := v.spread > COPIES * v.length).any():
-        ranks = it.run.line["values"][it.names[bad.nonzero()[0]]]["ranks"]
-        return (f"update: ranks {ranks} hold different weights of {group(it, bad)}: a rank skips a "
-                f"step, or updates them by another gradient")
-
-
 # Checks of a step that is finite, and in which rounding has not yet parted the runs
 
 
@@ -335,17 +332,14 @@ def update(it):
 def reduction(it):
     """Whether ranks that hold the same part of a parameter hold the same gradient of it."""
     y, run = it.run.gradients, it.run
-    bad = y.spread > it.tolerance.sums * (y.length + it.floor) + it.loose
+    bad = y.spread > it.tolerance.gradients * (y.length + it.floor) + it.loose
     if not bad.any():
         return None
     i = (bad * y.length).argmax()
     gaps = [(it.reference.gradients.sketch - of_ranks)[i].norm() for of_ranks in (y.mean, y.total)]
-    norms = [rank["norm"] for rank in run.ranks]
     why = f"they must be {'averaged' if gaps[0] < gaps[1] else 'added up'}"
     if min(gaps) > it.allowed[i]:
         why = f"neither their sum nor their mean is right{where_it_begins(it)}{about_the_loss(it)}"
-        if bad.all() and max(norms) < (1 + CLIPPED) * min(norms):
-            why = f"each rank has clipped its own to {norms[0]:.3g}: reduce before clipping"
     ranks = run.line["gradients"][it.names[bad.nonzero()[0]]]["ranks"]
     return (f"reduction: ranks {ranks} hold different gradients of {group(it, bad)}: {why}"
             f"{about_dropout(it)}")
@@ -397,9 +391,7 @@ def missing(it):
     if not it.run.line["gradients"]:
         return ("gradients: missing: the run has none: it records after zero_grad, or gradients "
                 "are never synchronised (FSDP2: set_requires_gradient_sync)")
-    none = all(name not in it.run.line["gradients"] for name in itertools.compress(it.names, bad))
-    why = ". They are None: frozen in the run?" if none else ""
-    return f"gradients: missing: those of {group(it, bad)}{about_the_loss(it)}{why}"
+    return f"gradients: missing: those of {group(it, bad)}{about_the_loss(it)}"
 
 
 def not_cleared(it):
@@ -479,31 +471,29 @@ def forward_pass(it):
 
 
 def gradients(it):
-    """Whether gradients differ; then ``CAUSES``, in their order, say why."""
+    """Whether gradients differ; then ``CAUSES``, in their order, say why. In 16 bits only some of
+    them show."""
     if not it.off.any():
         return None
-    for cause in CAUSES:
+    for cause in CAUSES_IN_16_BITS if it.tolerance.in_16_bits else CAUSES:
         if message := cause(it):
             return message + about_dropout(it)
-
-
-def factors_and_missing(it):
-    """What shows in 16 bits: gradients that are missing, or wrong by a factor."""
-    if it.off.any():
-        return trained_in_one_run(it) or scaled(it) or missing(it)
 
 
 def loss(it):
     """The loss is wrong, and the gradients are right."""
     if it.loss_known and not it.loss_right:
+        same = same_samples(it.run)
         return (f"loss: it is {it.run.loss}, not {it.reference.loss} "
-                f"({factor(it.run, it.loss_ratio, 1e-3)}), and the gradients agree: how the losses "
-                f"of ranks or micro-batches are averaged")
+                f"({factor(it.run, it.loss_ratio, 1e-3)}), and the gradients agree: "
+                f"{same and f'{same}, or '}how the losses of ranks or micro-batches are averaged")
 
 
 def clipping(it):
     """Whether gradients are scaled as in the reference between ``record`` and the optimizer. A
     reference that clips each tensor by itself proves nothing."""
+    if not it.given:  # the last step
+        return None
     want, have = (factors or [0.0] for factors in it.given)
     x, y = it.reference.gradients, it.run.gradients
     inexact = CLIPPED + 4 * it.tolerance.rounding  # the norm is computed in the type of the weights
@@ -521,14 +511,17 @@ def clipping(it):
 
 
 # Lists of checks. ``ALWAYS``: of every step. ``CHECKS``: of a step that is finite, and in which
-# rounding has not yet parted the runs. ``IN_16_BITS``: in their place. ``CAUSES``: of gradients
+# rounding has not yet parted the runs. ``AFTER_ROUNDING``: those of them that prove nothing if
+# training has amplified rounding. ``IN_16_BITS``: in place of ``CHECKS``. ``CAUSES``: of gradients
 # that differ; the last one always has an answer.
-ALWAYS = [step_numbers, parameter_names, shapes, types, not_finite, initial_weights, samples,
-          copies_of_weights]
+ALWAYS = [step_numbers, parameter_names, shapes, types, not_finite, copies_of_weights,
+          initial_weights, samples]
 CHECKS = [update, reduction, gradients, mean_of_means, loss, clipping]
-IN_16_BITS = [reduction, factors_and_missing]
-CAUSES = [lost_tie, trained_in_one_run, scaled, missing, not_cleared, rounding, some_gradients,
-          mean_of_means, part_of_the_batch, forward_pass]
+AFTER_ROUNDING = [gradients, mean_of_means, loss, clipping]
+IN_16_BITS = [reduction, gradients]
+CAUSES_IN_16_BITS = [lost_tie, trained_in_one_run, scaled, missing]
+CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, some_gradients, mean_of_means,
+          part_of_the_batch, forward_pass]
 
 
 # If nothing differs
@@ -579,8 +572,5 @@ def not_compared(it, lines, infinite, parted):
 def notes(it, lines):
     """What is no fault by itself, but worth a look, in words."""
     found = sixteen_bits(lines[-1]["ranks"])
-    for run, whose in (it.run, ""), (it.reference, " of the reference"):
-        alike = max(collections.Counter(str(rank["samples"]) for rank in run.ranks).values())
-        if alike > 1 and run.ranks[0]["samples"]:
-            found.append(f"{alike} ranks{whose} read the same samples")
+    found += filter(None, [same_samples(it.run), same_samples(it.reference, " of the reference")])
     return f"\nNote: {'; '.join(found)}" if found else ""

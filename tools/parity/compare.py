@@ -1,9 +1,10 @@
-"""Compares two recordings, step by step. ``find`` measures once what is off in a step; then the
+"""Compares two recordings, step by step. A ``Step`` measures once what is off in a step; then the
 checks of checks.py look at it, causes before their effects, and the first one that has an answer
 names what is wrong. How far sound runs are apart stands in ``tolerances``."""
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -13,148 +14,49 @@ import torch
 
 from . import __doc__ as manual
 from . import checks, record
+from .record import K
 
 # Limits, relative. What is said to be measured are many sound runs and many faults.
 PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gradients
+AMPLIFIED = 100  # training that has made differences so much larger makes anything of rounding
 SHORT = 0.1  # a gradient that is shorter than this share of the usual one is as inexact as it
 FLOAT32_INSIDE = 2**-16  # measured: rotary angles in float32 1e-6; a wrong eps of a norm 5e-5
 STEPS_APART = 8  # roundings of a weight between two steps of sound runs
 
 
-@dataclass
 class Tensors:
-    """What one run has recorded of its weights or gradients in one step; a row is a parameter."""
+    """What one run has recorded of its weights or gradients in one step; a row is a parameter. What
+    has no gradient has a gradient of 0."""
 
-    length: torch.Tensor  # (N,) Euclidean length
-    sketch: torch.Tensor  # (N, K) projections: two sketches are as far apart as the tensors
-    spread: torch.Tensor  # (N,) how far apart the copies are that several ranks hold
-    noise: torch.Tensor  # (N,) share of numbers that are only rounding beside the others
-    mean: torch.Tensor  # (N, K) sketch of the mean of unlike copies
-    total: torch.Tensor  # (N, K) sketch of the sum of unlike copies
+    def __init__(self, recorded, names):
+        rows = torch.tensor([recorded[name]["sums"] if name in recorded else [0.0] * (3 + 3 * K)
+                             for name in names], dtype=torch.float64)
+        self.spread = rows[:, 0]  # (N,) how far apart the copies are that several ranks hold
+        self.length = rows[:, 1].sqrt()  # (N,) Euclidean length
+        self.noise = rows[:, 2]  # (N,) share of numbers that are only rounding beside the others
+        # (N, K) projections: two sketches are as far apart as the tensors
+        self.sketch = rows[:, 3 : 3 + K]
+        self.mean = rows[:, 3 + K : 3 + 2 * K]  # (N, K) sketch of the mean of unlike copies
+        self.total = rows[:, 3 + 2 * K :]  # (N, K) sketch of the sum of unlike copies
+        self.finite = self.length.isfinite()  # (N,) bool
 
-    @property
-    def finite(self):
-        return self.length.isfinite()
 
-
-@dataclass
 class Run:
-    """What one run has recorded in one step."""
+    """What one run has recorded in one step. ``counted``: see ``ranks_that_count``."""
 
-    line: dict  # as it stands in the file
-    ranks: list  # a dict of each rank
-    targets: list  # how many targets each batch has that ranks have read
-    counted: list  # the ranks whose losses make that of the batch; see ``ranks_that_count``
-    loss: float  # of the global batch; None if it is not recorded
-    weights: Tensors
-    gradients: Tensors
-
-    @property
-    def finite(self):
-        return bool((self.weights.finite & self.gradients.finite).all())
-
-    @property
-    def replicas(self):
-        """How many ranks read the same samples."""
-        return len(self.ranks) / max(len({str(rank["samples"]) for rank in self.ranks}), 1)
-
-
-@dataclass
-class Tolerance:
-    """How far sound runs are apart in their first step, relative; see ``tolerances``."""
-
-    type: str  # of both runs: the coarsest one
-    rounding: float  # of one number of the type of the weights
-    eps: float  # of the type that modules compute in
-    sums: float  # of gradients, from rounding alone
-    gradients: float  # of gradients, also if rounding flips a ReLU or a router
-    loss: float
-    accumulate: float  # of one addition of the type that sums use
-    float32: float  # what ``sums`` is in float32
-
-    @property
-    def in_16_bits(self):
-        return self.eps > 2**-12
-
-
-@dataclass
-class History:
-    """What the checks of a step need to know of the steps before it."""
-
-    slack: float = 0.0  # how far rounding of earlier steps has parted the runs, relative
-    largest: float = 0.0  # the largest difference of gradients up to now, relative
-    compared: int = 0  # steps
-    first: tuple = ()  # the weights of both runs in the first step that was compared
-    before: Tensors = None  # the gradients of the reference in the step before
-    longest: torch.Tensor = 0.0  # (N,) the longest gradient of the reference up to now
-    scale: torch.Tensor = 0.0  # (N,) the length of the first gradient that is not 0
-    noise: torch.Tensor = 0.0  # (N,) the root of the share of it that is only rounding
-
-
-@dataclass
-class Step:
-    """One step of both runs, and what ``find`` has found in it."""
-
-    names: list  # of the N parameters
-    reference: Run
-    run: Run
-    history: History
-    tolerance: Tolerance
-    given: tuple = ([], [])  # of both runs: what gradients were scaled by before the optimizer
-
-    # Gradients: how far apart the runs are, and what is allowed
-    floor: torch.Tensor = None  # (N,) short gradients are as inexact as one of this length
-    loose: torch.Tensor = None  # (N,) what earlier steps allow
-    allowed: torch.Tensor = None  # (N,) what rounding allows in all
-    share: torch.Tensor = None  # (N,) the difference, relative
-    off: torch.Tensor = None  # (N,) bool: gradients differ
-    unclear: torch.Tensor = None  # (N,) bool: too short to prove anything
-
-    # Weights: how far they have moved since the first step
-    moved: tuple = ()  # (N,) of both runs
-    gap: torch.Tensor = None  # (N,) the length of the difference of the two ways
-    resolved: torch.Tensor = None  # (N,) how far a weight must move to prove anything
-    strayed: torch.Tensor = None  # (N,) bool: weights have moved differently
-
-    loss_known: bool = False  # both runs have recorded it
-    loss_right: bool = False
-    loss_ratio: float = math.nan  # of the run's to that of the reference
-    inside: bool = False  # in float64: as far apart as float32 in between makes the runs
-
-    @property
-    def everywhere(self):
-        """All gradients are off, but for those that are too short to prove anything."""
-        return bool((self.off | self.unclear).all())
-
-
-# Finding
-
-
-def tolerances(one, two):
-    """How far two sound runs are apart, from the types that they compute in and their sizes."""
-    ranks = one[0]["ranks"] + two[0]["ranks"]
-    coarsest = checks.coarsest(ranks, "modules compute", "the loss is", "weights are kept")
-    eps = torch.finfo(getattr(torch, coarsest)).eps
-    weights = torch.finfo(getattr(torch, checks.coarsest(ranks, "weights are kept"))).eps
-    accumulate = min(eps, 2**-23)  # matrix products of 16 bits are summed in float32
-    parameters = len(one[0]["values"])
-    targets = max(sum(targets_of_batches(steps[0])) for steps in (one, two)) or 2**16
-    numbers = max(sum(rank["numbers"] for rank in steps[0]["ranks"]) for steps in (one, two))
-    sums = rounding_of_sums(eps, accumulate, parameters, numbers)
-    return Tolerance(
-        type=coarsest, rounding=weights, eps=eps, sums=sums, accumulate=accumulate,
-        # In 16 bits a ReLU or a router flips here and there: measured, up to 0.2 of a gradient.
-        gradients=max(sums, 0.3 if eps > 2**-12 else checks.PROJECTED),
-        # The losses of few targets round as those of one. 16: measured, for sums in any order.
-        loss=2 * eps * max(parameters / targets, 1.0) ** 0.5 + 16 * accumulate,
-        float32=rounding_of_sums(2**-23, 2**-23, parameters, numbers))
-
-
-def rounding_of_sums(eps, accumulate, parameters, numbers):
-    # Roundings of products are a random walk through the layers. Sums over the batch are one, too;
-    # its length has an end, as measured: longer sums are made of blocks.
-    # 6: measured, of the bias of a convolution, whose gradient is one sum over all images.
-    return eps * parameters**0.5 + 6 * accumulate * min(numbers or 2**16, 2**16) ** 0.5
+    def __init__(self, line, names, counted=()):
+        self.line, self.ranks = line, line["ranks"]  # as it stands in the file; a dict of each rank
+        self.counted = [self.ranks[rank] for rank in counted]
+        self.targets = targets_of_batches(line)
+        self.weights = Tensors(line["values"], names)
+        self.gradients = Tensors(line["gradients"], names)
+        self.finite = bool((self.weights.finite & self.gradients.finite).all())
+        # How many ranks read the same samples
+        self.replicas = len(self.ranks) / max(len({str(x["samples"]) for x in self.ranks}), 1)
+        self.loss = None  # of the global batch
+        if self.counted:
+            self.loss = sum(sum(rank["losses"]) for rank in self.counted)
+            self.loss /= len(self.counted) if line["loss"] == "mean" else 1
 
 
 def targets_of_batches(line):
@@ -195,88 +97,118 @@ def names_to_compare(one, two):
     return own + [name for name in two[0]["values"] if name not in {*one[0]["values"]} | also]
 
 
-def run_of(line, names, counted=()):
-    """A recorded line as tensors. What has no gradient has a gradient of 0."""
-    def tensors(kind):
-        width = len(next(iter(line["values"].values()))["sums"])
-        rows = torch.tensor([line[kind][name]["sums"] if name in line[kind] else [0.0] * width
-                             for name in names], dtype=torch.float64)
-        K = (width - 3) // 3
-        return Tensors(spread=rows[:, 0], length=rows[:, 1].sqrt(), noise=rows[:, 2],
-                       sketch=rows[:, 3 : 3 + K], mean=rows[:, -2 * K : -K], total=rows[:, -K:])
-
-    counted = [line["ranks"][rank] for rank in counted]
-    loss = None
-    if counted:
-        loss = sum(sum(rank["losses"]) for rank in counted)
-        loss /= len(counted) if line["loss"] == "mean" else 1
-    return Run(line, line["ranks"], targets_of_batches(line), counted, loss, tensors("values"),
-               tensors("gradients"))
+# Finding
 
 
-def find(names, runs, after, history, tolerance, float32_inside):
-    """Measure once what is off in one step of both runs, for all checks that look at it.
+@dataclass
+class Tolerance:
+    """How far sound runs are apart in their first step, relative."""
 
-    ``after``: the lines of both runs of the next step, or None.
-    """
-    it = Step(names, *runs, history, tolerance)
-    if after:
-        it.given = tuple([x for rank in line["ranks"] for x in rank["factors"]] for line in after)
-    find_in_gradients(it)
-    find_in_loss(it)
-    largest = it.share.max().item()
-    it.inside = (tolerance.accumulate < checks.PROJECTED and not history.compared
-                 and largest <= min(tolerance.float32, FLOAT32_INSIDE)
-                 and bool(it.off.any() or it.loss_known and not it.loss_right))
-    if it.inside and float32_inside:
-        # 8: how much larger than in the first step differences may become.
-        gradients = max(tolerance.gradients, min(tolerance.float32, 8 * largest))
-        it.tolerance = dataclasses.replace(
-            tolerance, type="float64 with float32 inside", sums=gradients, gradients=gradients,
-            loss=(2 + 16) * 2**-23, accumulate=2**-23)
-        find_in_gradients(it)
-        find_in_loss(it)
-    find_in_weights(it)
-    return it
+    type: str  # of both runs: the coarsest one
+    eps: float  # its rounding
+    rounding: float  # of one number of the type of the weights
+    gradients: float
+    loss: float
+
+    @property
+    def in_16_bits(self):
+        return self.eps > 2**-12
 
 
-def find_in_gradients(it):
-    x, history = it.reference.gradients, it.history
-    apart = checks.distance(x, it.run.gradients)
-    it.floor = SHORT * x.length.norm() / len(it.names) ** 0.5 + history.longest
-    it.loose = history.slack * (history.longest + x.length)  # weights differ by rounding already
-    it.allowed = it.tolerance.gradients * (x.length + it.floor) + it.loose
-    it.share = apart / (x.length + it.floor).clamp(min=1e-300)
-    it.off = apart > it.allowed
-    it.unclear = ~it.off & (x.length <= 2 * it.allowed)
+def tolerances(one, two, float32_inside=False):
+    """How far two sound runs are apart, from the types that they compute in and their sizes."""
+    ranks = one[0]["ranks"] + two[0]["ranks"]
+    coarsest = checks.coarsest(ranks, "modules compute", "the loss is", "weights are kept")
+    eps = torch.finfo(getattr(torch, coarsest)).eps
+    weights = torch.finfo(getattr(torch, checks.coarsest(ranks, "weights are kept"))).eps
+    float32_inside = float32_inside and eps < 2**-23
+    if float32_inside:
+        coarsest, eps = f"{coarsest} with float32 inside", 2**-23
+    parameters = len(one[0]["values"])
+    targets = max(sum(targets_of_batches(steps[0])) for steps in (one, two)) or 2**16
+    numbers = max(sum(rank["numbers"] for rank in steps[0]["ranks"]) for steps in (one, two))
+    # Roundings of products are a random walk through the layers. Sums over the batch are one, too;
+    # its length has an end, as measured: longer sums are made of blocks.
+    # 6: measured, of the bias of a convolution, whose gradient is one sum over all images.
+    sums = eps * (parameters**0.5 + 6 * min(numbers or 2**16, 2**16) ** 0.5)
+    if eps > 2**-12:  # in 16 bits a ReLU or a router flips here and there: measured, up to 0.2
+        sums = max(sums, 0.3)
+    gradients = FLOAT32_INSIDE if float32_inside else max(sums, checks.PROJECTED)
+    # The losses of few targets round as those of one. 16: measured, for sums in any order.
+    loss = eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
+    return Tolerance(coarsest, eps, weights, gradients, loss)
 
 
-def find_in_loss(it):
-    x, w, slack = it.reference.gradients, it.reference.weights, it.history.slack
-    want, have = it.reference.loss, it.run.loss
-    it.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
-    if it.loss_known:
-        way = (w.sketch - (it.history.first or (w,))[0].sketch).norm(dim=1)
-        # What rounding of the weights, and the way that they have moved apart, do to the loss
-        room = it.tolerance.accumulate * x.length.norm() * w.length.norm() + slack * (
-            (x.length + it.history.longest) @ way)
-        it.loss_right = bool(abs(have - want) <= it.tolerance.loss * abs(want) + room)
-        it.loss_ratio = have / (want or math.nan)
+@dataclass
+class History:
+    """What the checks of a step need to know of the steps before it."""
+
+    slack: float = 0.0  # how far rounding of earlier steps has parted the runs, relative
+    started: float = 0.0  # the largest difference of gradients in the first step, relative
+    largest: float = 0.0  # the largest one up to now
+    compared: int = 0  # steps
+    first: tuple = ()  # the weights of both runs in the first step that was compared
+    before: Tensors = None  # the gradients of the reference in the step before
+    longest: torch.Tensor = 0.0  # (N,) the longest gradient of the reference up to now
+    scale: torch.Tensor = 0.0  # (N,) the length of the first gradient that is not 0
+    noise: torch.Tensor = 0.0  # (N,) the root of the share of it that is only rounding
 
 
-def find_in_weights(it):
-    history, tolerance = it.history, it.tolerance
-    now = it.reference.weights, it.run.weights
-    first = history.first or now
-    ways = [weights.sketch - then.sketch for weights, then in zip(now, first)]
-    it.moved = tuple(way.norm(dim=1) for way in ways)
-    it.gap = (ways[0] - ways[1]).norm(dim=1)
-    it.resolved = STEPS_APART * tolerance.rounding * first[0].length
-    it.strayed = it.gap > (history.slack + 2 * history.noise) * torch.maximum(
-        *it.moved) + it.resolved
-    if history.compared:  # where the first gradient is only rounding, so is the way of a weight
-        usual = history.scale.norm() / len(it.names) ** 0.5
-        it.strayed &= (history.scale > tolerance.gradients * usual) | (history.scale == 0)
+class Step:
+    """One step of both runs, and what is off in it. ``after``: the lines of the next step."""
+
+    def __init__(self, names, reference, run, after, history, tolerance):
+        self.names, self.reference, self.run = names, reference, run  # N parameters
+        self.history, self.tolerance = history, tolerance
+        self.finite = reference.finite and run.finite
+        # Of both runs: what gradients were scaled by before the optimizer
+        self.given = [[x for rank in line["ranks"] for x in rank["factors"]] for line in after]
+        self.measure_gradients()
+        self.measure_loss()
+        self.measure_weights()
+
+    def measure_gradients(self):
+        x, history, allowed = self.reference.gradients, self.history, self.tolerance.gradients
+        apart = checks.distance(x, self.run.gradients)
+        # (N,) short gradients are as inexact as one of this length
+        self.floor = SHORT * x.length.norm() / len(self.names) ** 0.5 + history.longest
+        # (N,) what earlier steps allow: weights differ by rounding already
+        self.loose = history.slack * (history.longest + x.length)
+        self.allowed = allowed * (x.length + self.floor) + self.loose  # (N,) in all
+        self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
+        self.off = apart > self.allowed  # (N,) bool: gradients differ
+        # (N,) bool: too short to prove anything
+        self.unclear = ~self.off & (x.length <= 2 * self.allowed)
+        self.everywhere = bool((self.off | self.unclear).all())
+
+    def measure_loss(self):
+        x, w, history = self.reference.gradients, self.reference.weights, self.history
+        want, have = self.reference.loss, self.run.loss
+        self.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
+        self.loss_right, self.loss_ratio = False, math.nan
+        if self.loss_known:
+            way = (w.sketch - (history.first or (w,))[0].sketch).norm(dim=1)
+            # What rounding of the weights, and the way that they have moved apart, do to the loss
+            room = self.tolerance.eps * x.length.norm() * w.length.norm() + history.slack * (
+                (x.length + history.longest) @ way)
+            self.loss_right = bool(abs(have - want) <= self.tolerance.loss * abs(want) + room)
+            self.loss_ratio = have / (want or math.nan)
+
+    def measure_weights(self):
+        history, tolerance = self.history, self.tolerance
+        now = self.reference.weights, self.run.weights
+        first = history.first or now
+        ways = [weights.sketch - then.sketch for weights, then in zip(now, first)]
+        # (N,) how far weights have moved since the first step, in both runs
+        self.moved = tuple(way.norm(dim=1) for way in ways)
+        self.gap = (ways[0] - ways[1]).norm(dim=1)  # (N,) the length of the difference of the ways
+        # (N,) how far a weight must move to prove anything
+        self.resolved = STEPS_APART * tolerance.rounding * first[0].length
+        self.strayed = self.gap > self.resolved + (
+            history.slack + 2 * history.noise) * torch.maximum(*self.moved)  # (N,) bool
+        if history.compared:  # where the first gradient is only rounding, so is the way of a weight
+            usual = history.scale.norm() / len(self.names) ** 0.5
+            self.strayed &= (history.scale > tolerance.gradients * usual) | (history.scale == 0)
 
 
 def remember(it):
@@ -284,15 +216,16 @@ def remember(it):
     old, x, y = it.history, it.reference.gradients, it.run.gradients
     zeros = torch.zeros(len(it.names), dtype=torch.float64)
     unseen = zeros + old.scale == 0
-    largest = max(old.largest, it.share.max().item())
+    share = it.share.max().item()
+    largest = max(old.largest, share)
     # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured. Adam
     # moves a number by a whole step even if its gradient is only rounding: hence the root.
     growth = min(10.0, largest / (old.largest or largest or 1.0))
     return dataclasses.replace(
         old, slack=max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * growth * largest),
-        largest=largest, compared=old.compared + 1,
-        first=old.first or (it.reference.weights, it.run.weights), before=x,
-        longest=x.length.maximum(zeros + old.longest),
+        started=old.started or max(share, it.tolerance.eps), largest=largest,
+        compared=old.compared + 1, first=old.first or (it.reference.weights, it.run.weights),
+        before=x, longest=x.length.maximum(zeros + old.longest),
         scale=torch.where(unseen, x.length.maximum(y.length), old.scale),
         noise=torch.where(unseen, x.noise.maximum(y.noise).sqrt(), old.noise))
 
@@ -308,40 +241,53 @@ def compare(one, two, float32_inside=False, full_precision=False):
         float32_inside: allow, in float64, what a softmax or a norm in float32 makes of it.
         full_precision: weights or optimizer states in 16 bits are a fault.
     """
-    names, tolerance = names_to_compare(one, two), tolerances(one, two)
+    names, tolerance = names_to_compare(one, two), tolerances(one, two, float32_inside)
     counted = [ranks_that_count(lines) for lines in (one, two)]
-    steps = [[run_of(line, names, own) for line, own in zip(lines, counted)]
-             for lines in zip(one, two)]
-    history, infinite, parted = History(), [], []
-    for runs, after in zip(steps, [*zip(one[1:], two[1:]), None]):
-        it = find(names, runs, after, history, tolerance, float32_inside)
-        finite = it.reference.finite and it.run.finite
-        to_check = checks.ALWAYS + [checks.weights_in_16_bits] * full_precision
-        if finite and history.slack <= PARTED:
-            to_check = to_check + (checks.IN_16_BITS if tolerance.in_16_bits else checks.CHECKS)
-        for check in to_check:
-            if message := check(it):
-                hint = ""
-                if it.inside and not float32_inside and check in checks.CHECKS:
-                    hint = (". It is as if float32 was in between: if both runs compute something "
-                            "in float32, such as a softmax, a norm or rotary angles, give "
-                            "--float32-inside")
-                return f"DIFFERENT: step {it.reference.line['step']}: {message}{hint}"
-        tolerance = it.tolerance
-        if not finite:
-            infinite.append(it.reference.line["step"])
+    history, last, infinite, parted = History(), None, [], []
+    for lines, after in zip(zip(one, two), [*zip(one[1:], two[1:]), ()]):
+        runs = [Run(line, names, own) for line, own in zip(lines, counted)]
+        it = Step(names, *runs, after, history, tolerance)
+        if message := first_fault(it, full_precision):
+            return message
+        if not it.finite:
+            infinite.append(lines[0]["step"])
         elif history.slack > PARTED:
-            parted.append(it.reference.line["step"])
+            parted.append(lines[0]["step"])
         else:
             history, last = remember(it), it
     if len(one) != len(two):
         return (f"DIFFERENT: steps: the run has recorded {len(two)} and the reference {len(one)}, "
-                f"and nothing differs in the first {len(steps)}")
-    if not finite:
-        last = max([-1, *(i for i, runs in enumerate(steps) if all(run.finite for run in runs))])
-        return (f"NOTHING TO COMPARE from step {one[last + 1]['step']} on: weights or gradients "
-                f"are not finite in both runs")
+                f"and nothing differs in the first {min(len(one), len(two))}")
+    if not it.finite:
+        *_, since = itertools.takewhile(infinite.__contains__, (x["step"] for x in one[::-1]))
+        return (f"NOTHING TO COMPARE from step {since} on: weights or gradients are not finite in "
+                f"both runs")
     return verdict(last, history, one + two, infinite, parted)
+
+
+def first_fault(it, full_precision):
+    """What the first check says that finds something in a step, or None."""
+    step, history = it.reference.line["step"], it.history
+    for check in checks.ALWAYS + [checks.weights_in_16_bits] * full_precision:
+        if message := check(it):
+            return f"DIFFERENT: step {step}: {message}"
+    if not it.finite or history.slack > PARTED:
+        return None
+    for check in checks.IN_16_BITS if it.tolerance.in_16_bits else checks.CHECKS:
+        if message := check(it):
+            break
+    else:
+        return None
+    if check in checks.AFTER_ROUNDING and history.largest > AMPLIFIED * history.started > 0:
+        return (f"NOTHING TO COMPARE from step {step} on: the runs differ, and it may be rounding, "
+                f"which training has amplified {history.largest / history.started:.0e} times: "
+                f"lower the learning rate, or record fewer steps")
+    if (it.tolerance.eps < checks.PROJECTED and not history.compared
+            and it.share.max() <= FLOAT32_INSIDE and check is not checks.clipping
+            and not (it.loss_known and abs(it.loss_ratio - 1) > FLOAT32_INSIDE)):
+        message += (". It is as if float32 was in between: if both runs compute something in "
+                    "float32, such as a softmax, a norm or rotary angles, give --float32-inside")
+    return f"DIFFERENT: step {step}: {message}"
 
 
 def verdict(it, history, lines, infinite, parted):
@@ -372,7 +318,7 @@ def verdict(it, history, lines, infinite, parted):
 def table(one, two, step=0):
     """Lengths of the gradients of a step, and how far they are apart, as lines of text."""
     names = names_to_compare(one, two)
-    x, y = (run_of(steps[step], names).gradients for steps in (one, two))
+    x, y = (Tensors(steps[step]["gradients"], names) for steps in (one, two))
     columns = zip(names, x.length, y.length, y.length / x.length, checks.distance(x, y))
     title = f"gradients of step {one[step]['step']}"
     return "\n".join([f"{title:50}  reference        run      ratio  difference", *(

@@ -40,6 +40,8 @@ class Parity:
         self.path, self.where, self.loss = os.fspath(path), where, loss
         self.types, self.dropout, self.squares, self.factors = {dtype} - {None}, [], {}, []
         self.modules, self.outputs, self.buffers = {}, {}, 0
+        if rank() == 0:
+            create(self.path)
         # Until the first record: module outputs show types, and where a forward pass goes wrong.
         self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
         if isinstance(model, torch.nn.Module):
@@ -60,8 +62,6 @@ class Parity:
         self.optimizers = [getattr(each, "optimizer", each) for each in optimizers if each]
         for each in self.optimizers:
             each.register_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
-        if rank() == 0:
-            create(self.path)
 
     @torch.no_grad()
     def after_forward(self, module, inputs, output):
@@ -109,19 +109,15 @@ class Parity:
         for name, p in self.parameters.items():
             if p.grad is not None:
                 gradients[name], self.squares[name] = self.summed(name, p.grad, noise=True)
-        tensors = {id(p): self.squares[name] for name, p in self.parameters.items()
-                   if name in self.squares}  # tied ones once
-        outputs = {}
-        for name, calls in self.outputs.items():  # without a warm-up before the batch
-            more = len(calls) % len(batch) if len(calls) > len(batch) else 0
-            outputs[name] = [sum(column) for column in zip(*calls[more:])]
+        outputs = {name: [sum(column) for column in zip(*calls)]
+                   for name, calls in self.outputs.items()}
         states = [x for each in self.optimizers for state in each.state.values()
                   for x in state.values() if torch.is_tensor(x) and x.numel() > 1]
         own_by_optimizers = {id(p) for each in self.optimizers for group in each.param_groups
                              for p in group["params"]}
         own = {
             "values": {name: self.summed(name, p)[0] for name, p in self.parameters.items()},
-            "gradients": gradients, "norm": sum(tensors.values()) ** 0.5,
+            "gradients": gradients,
             "losses": [float(x) for x in losses], "factors": self.factors, "dropout": self.dropout,
             "types": {"modules compute": names_of_types(self.types),
                       "the loss is": names_of_types(x.dtype for x in losses if torch.is_tensor(x)),
@@ -146,6 +142,8 @@ class Parity:
 
     def parts(self, name, tensor):
         """(shape of the whole, [(part, offsets), ...]) of what this rank holds of a tensor."""
+        if tensor.is_complex():  # pairs of real numbers
+            tensor = torch.view_as_real(tensor.resolve_conj())
         if hasattr(tensor, "placements"):  # a DTensor
             from torch.distributed.tensor import Replicate
             tensor = tensor.redistribute(placements=[
@@ -160,11 +158,7 @@ class Parity:
         """([(shape of the whole, offsets, size, sums), ...], square of the length) of what this
         rank holds of a tensor. ``noise``: count the numbers that are only rounding."""
         shape, parts = self.parts(name, tensor)
-        parts = [(part.detach().to_dense(), [*offsets]) for part, offsets in parts]
-        if tensor.is_complex():  # pairs of real numbers
-            shape = [*shape, 2]
-            parts = [(torch.view_as_real(part.resolve_conj()), [*offsets, 0])
-                     for part, offsets in parts]
+        parts = [(part.detach().to_dense(), offsets) for part, offsets in parts]
         usual = length = 0.0
         if noise:  # over all parts: one of them may be nothing but rounding
             length = sum(square(part) for part, _ in parts)
@@ -242,9 +236,7 @@ def blocks(flat):
 @torch.no_grad()
 def square(tensor):
     """The square of the length."""
-    tensor = tensor.detach().to_dense()
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return float(sum(x.dot(x) for _, x in blocks(tensor.reshape(-1))))
+    return float(sum(x.dot(x) for _, x in blocks(tensor.detach().to_dense().reshape(-1))))
 
 
 def vectors(size, offsets, shape, side, device):
