@@ -42,8 +42,6 @@ def record(once, shared, world, jobs):
 
 
 SCRIPTS = {
-    1: ["ddp.py --grad-accum 4", "zero.py --grad-accum 2", "fsdp.py --grad-accum 4", "tp.py",
-        "cp.py --grad-accum 2", "pp.py --microbatches 4 --grad-accum 2", "hybrid_3d.py"],
     2: ["ddp.py --grad-accum 4", "zero.py --stage 1 --grad-accum 4", "zero.py --stage 2",
         "fsdp.py --grad-accum 4", "tp.py --grad-accum 4", "tp.py --no-sequence-parallel",
         "cp.py --grad-accum 4", "cp.py --attention ulysses",
@@ -53,8 +51,7 @@ SCRIPTS = {
         "tp.py --grad-accum 2", "cp.py --grad-accum 2", "pp.py --microbatches 4",
         "hybrid_3d.py --dp 2 --tp 2 --grad-accum 2", "hybrid_3d.py --cp 2 --pp 2"],
 }
-CASES = [(1, "float64"), (1, "float32"), (2, "float64"), (2, "float32"), (2, "bfloat16"),
-         (4, "float64"), (4, "float32")]
+CASES = [(2, "float64"), (2, "float32"), (2, "bfloat16"), (4, "float64"), (4, "float32")]
 
 
 @thorough
@@ -68,8 +65,8 @@ def test_scripts_are_equal_to_one_process(once, shared, world, dtype):
     references = ["single.py", "single.py --grad-accum 4"][:1 + (dtype == "float64")]
     alone = record(once, shared, 0, jobs(references))
     ranks = record(once, shared, world, jobs(SCRIPTS[world]))
-    expected = (rf"NOTHING PROVEN: {world} rank" if dtype == "bfloat16" else
-                rf"EQUAL: {world} ranks? against 1, \d+ parameters, 2 updates, {dtype} ")
+    expected = (rf"NOTHING PROVEN: {world} ranks" if dtype == "bfloat16" else
+                rf"EQUAL: {world} ranks against 1, \d+ parameters, 2 updates, {dtype} ")
     for one, two in itertools.product(references, SCRIPTS[world]):
         says = answer(*(read(folder / f"{name.replace(' ', '')}.parity")
                         for folder, name in ((alone, one), (ranks, two))))
@@ -167,8 +164,9 @@ def late(model):
     model.old = new
 
 
-def to_type(dtype):
-    return lambda model: [p.grad.copy_(p.grad.to(dtype)) for p in model.parameters()]
+def in_float32(model):
+    for p in model.parameters():
+        p.grad.copy_(p.grad.float())
 
 
 def rolled(by, growth=1):
@@ -237,12 +235,11 @@ def thirds(name, tensor):
 # Edits of what is recorded
 
 
-def apart(kind, step, *names):
+def apart(kind, step, name):
     """Two ranks hold different copies of a parameter."""
     def edit(lines):
-        for name in names:
-            lines[step][kind][name]["sums"][0] = 1.0
-            lines[step][kind][name]["ranks"] = "[0] and [1]"
+        lines[step][kind][name]["sums"][0] = 1.0
+        lines[step][kind][name]["ranks"] = "[0] and [1]"
     return edit
 
 
@@ -323,7 +320,6 @@ COMPLEX = {"make": lambda: torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.n
 # Faults that no bug in tests/bugs shows. check: (what it says, how the run differs, how both do)
 FAULTS = {
     "step_numbers": [
-        ("step 0: steps: .* step 7 in", {"edit": lambda lines: lines[0].update(step=7)}),
         ("step 1: steps: .* step 2 in", {"every": 2}),
         ("steps: .* recorded 1 and the reference 4", {"steps": 1})],
     "parameter_names": [
@@ -377,8 +373,7 @@ FAULTS = {
         ("step 1: gradients: not cleared: all hold 1 of", {"clear": False}),
         ("step 1: gradients: late: all are those of the step before", {"spoil": late})],
     "rounding": [
-        ("step 0: gradients: rounding: .* float16", {"spoil": to_type(torch.float16)}),
-        ("step 0: .*rounding: .*--float32-inside", {"spoil": to_type(torch.float32)}),
+        ("step 0: .*rounding: .*--float32-inside", {"spoil": in_float32}),
         ("step 0: .*rounding: .*bfloat16", {"spoil": rolled(2e-3 / 1.5**3, 1.5)})],
     "some_gradients": [
         ("step 0: gradients: those of 0.weight differ, by up to ", {

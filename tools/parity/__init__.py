@@ -12,7 +12,8 @@ several optimizers step in turn, as in a GAN, record before each. The comparison
     EQUAL               what was compared, and what was not. Exit status 0
     DIFFERENT           the first difference and its likely cause. Exit status 1
     NOTHING PROVEN      16 bits: only factors, missing gradients and samples agree. Exit status 1
-    NOTHING TO COMPARE  the models do not learn, such as when all gradients are 0. Exit status 1
+    NOTHING TO COMPARE  nothing learns, as when all gradients are 0; or training amplifies rounding
+                        so much that it hides all else. Exit status 1
 
 Run it in float32 or float64. Gradients must not be nothing but rounding, as at an optimum; if a
 ReLU or a router may flip by rounding, only float64 proves it. Parity does not compare buffers, and
