@@ -270,6 +270,12 @@ def other_output(lines):
     lines[0]["ranks"][0]["outputs"]["1"][0] *= 1.01
 
 
+def doubled(lines):
+    """The recording of two ranks."""
+    for line in lines:
+        line["ranks"] *= 2
+
+
 def without_factors(lines):
     for line in lines:
         line["ranks"][0]["factors"] = []
@@ -352,8 +358,6 @@ FAULTS = {
             "spoil": scale(0.1), "edit": apart("gradients", 0, "0.bias")}),
         ("step 0: reduction: .* of 0.bias: they must be", {
             "edit": apart("gradients", 0, "0.bias")}, {"dtype": torch.bfloat16})],
-    "trained_in_one_run": [("step 0: gradients: only the run has those of 0.bias", {
-        "spoil": lambda _: None}, {"spoil": freeze})],
     "scaled": [
         ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
         (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
@@ -365,6 +369,8 @@ FAULTS = {
         ("step 0: .* 0.weight: times 3; the loss is right .*, but the first module .* is `1`", {
             "spoil": scale(3, "0.weight"), "edit": other_output})],
     "missing": [
+        ("step 0: gradients: only the run has those of 0.bias", {"spoil": lambda _: None}, {
+            "spoil": freeze}),
         ("step 0: gradients: missing: those of 0.weight;", {"spoil": scale(0, "0.weight")}),
         ("step 0: gradients: missing: those of 0.bias;", {"spoil": freeze}, {
             "dtype": torch.bfloat16}),
@@ -411,11 +417,11 @@ FAULTS = {
     "loss": [
         ("step 0: loss: it is .* .times 2, such as ranks that read the same samples", {
             "edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
-        ("step 0: loss: .* .divided by 2, such as the ranks.*: 2 ranks read the same samples, or", {
+        ("step 0: loss: .*divided by 2, such .*: 2 ranks read the same samples, or .*averaged$", {
             "edit": on_ranks(0.5, 0.5, parts=2 * [slice(8)])}),
         ("step 0: loss: it is 0.0", {"edit": edit_rank(losses=[0.0])}),
         ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])})],
-    "clipping": [("step 0: clipping: .* scaled by 1, elsewhere by 0.5", {
+    "clipping": [("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
         "change": lambda _, model: scale(0.5, "0.weight")(model), "split": True})],
 }
 
@@ -461,8 +467,8 @@ NOISE = ADAM | {"make": Attention, "data": ids, "loss_of": tokens}
 PARTS, FLOAT32 = {"accumulate": 4}, {"dtype": torch.float32}
 # What parity says of two equal runs: (a pattern, how both are trained, how one of them is)
 SOUND = {
-    "the head": ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64", {}),
-    "clipping": ("EQUAL.*: clipping .it is never active.; the update after the last step$", {}),
+    "the same": ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 .*: clipping .it is "
+                 "never active.; the update after the last step$", {}),
     "one step": ("EQUAL.* 0 updates, .*: updates and clipping .one step", {"steps": 1}),
     "at rest": ("EQUAL.* 0 updates, .*: updates .no weight moves.", {
         "change": lambda _, model: scale(0)(model)}),
@@ -472,7 +478,8 @@ SOUND = {
         "lr": 1e-7}),
     "left out": ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors "
                  "of the optimizer .* .1.$", {"start": more_left_out}),
-    "no samples": ("EQUAL.*: samples .no tensor", {}, {"batch_of": lambda _: None}),
+    "no samples": ("EQUAL: 2 ranks.*: samples .no tensor.*the last step$", {}, {
+        "batch_of": lambda _: None, "edit": doubled}),
     "a mask": ("EQUAL.*: `mask` .in one batch alone", {"batch_of": lambda x: [{"x": x}]}, {
         "batch_of": lambda x: [{"x": x, "mask": x > 0}]}),
     "no gradients": ("NOTHING TO COMPARE: neither run has gradients", {"spoil": clear}),

@@ -374,24 +374,16 @@ def scaled(it):
     return f"gradients: {whose(it)}: {factor(it.run, r, near)}{loss}"
 
 
-def trained_in_one_run(it):
-    """Whether parameters have gradients in the run alone."""
-    x, y = it.reference.line["gradients"], it.run.line["gradients"]
-    only = torch.tensor([name in y and name not in x for name in it.names])
-    if (it.off & only).any():
-        return (f"gradients: only the run has those of {group(it, it.off & only)}: frozen in the "
-                f"reference?")
-
-
 def missing(it):
-    """Whether some gradients are 0 or nearly so in the run alone."""
-    bad = it.off & (it.run.gradients.length < MISSING * it.reference.gradients.length)
-    if not bad.any():
-        return None
+    """Whether some gradients are 0 or nearly so in one run alone."""
+    x, y = it.reference.gradients.length, it.run.gradients.length
+    if (bad := it.off & (x < MISSING * y)).any():
+        return f"gradients: only the run has those of {group(it, bad)}: frozen in the reference?"
     if not it.run.line["gradients"]:
         return ("gradients: missing: the run has none: it records after zero_grad, or gradients "
                 "are never synchronised (FSDP2: set_requires_gradient_sync)")
-    return f"gradients: missing: those of {group(it, bad)}{about_the_loss(it)}"
+    if (bad := it.off & (y < MISSING * x)).any():
+        return f"gradients: missing: those of {group(it, bad)}{about_the_loss(it)}"
 
 
 def not_cleared(it):
@@ -519,7 +511,7 @@ ALWAYS = [step_numbers, parameter_names, shapes, types, not_finite, copies_of_we
 CHECKS = [update, reduction, gradients, mean_of_means, loss, clipping]
 AFTER_ROUNDING = [gradients, mean_of_means, loss, clipping]
 IN_16_BITS = [reduction, gradients]
-CAUSES_IN_16_BITS = [lost_tie, trained_in_one_run, scaled, missing]
+CAUSES_IN_16_BITS = [lost_tie, scaled, missing]
 CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, some_gradients, mean_of_means,
           part_of_the_batch, forward_pass]
 
