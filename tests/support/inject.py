@@ -455,6 +455,16 @@ def note_communicators():
     ))
 
 
+def write_counts():
+    """At the end, write what each rank has counted to rankN.json in the run folder."""
+    def write(report, *_):
+        counter = report.counter
+        (report.args.out / f"rank{rank}.json").write_text(json.dumps({
+            "held": counter.held, "peak": counter.peak, "collectives": counter.collectives()}))
+
+    before(Report, "close", write)
+
+
 def note_place():
     """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
     tokens that its model gets, to rank-N.json in the run folder."""
