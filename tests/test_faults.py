@@ -40,16 +40,15 @@ FAULTS = [
     # An update that overflows after a norm that is finite
     *[(command, world, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
        "step 1 is not saved ... is not finite: lower --lr", [])
-      for command, world in [("single.py", 0), ("zero.py", 2), ("hybrid_3d.py --tp 2", 2)]],
+      for command, world in [("single.py", 0), ("zero.py", 2)]],
     # A stage that returns something else than the next one expects
-    *[(command, 2, "", f"stages_return({change})", f"a stage returns {found} ... ({rows}, 32, 48)",
-       []) for command, rows, change, found in (
-        ("hybrid_3d.py --pp 2", 4, "twice", "a tuple"),
-        ("pp.py", 2, "torch.Tensor.double", "(2, 32, 48) torch.float64"),
-        ("pp.py", 2, "first_columns", "(2, 32, 5) torch.float32"))],
+    *[(command, 2, "", f"stages_return(lambda x: {result})",
+       f"a stage returns {found} ... ({rows}, 32, 48)", []) for command, rows, result, found in (
+        ("hybrid_3d.py --pp 2", 4, "(x, x)", "a tuple"),
+        ("pp.py", 2, "x.double()", "(2, 32, 48) torch.float64"),
+        ("pp.py", 2, "x[..., :5]", "(2, 32, 5) torch.float32"))],
     # A process that dies, one that stops, and one that is late
     ("ddp.py", 2, "", "at(5, kill_self, on=1)", LOST, [3]),
-    ("ddp.py", 2, "--timeout 5", "stop(5, 0)", LOST.replace("rank 0", "rank 1"), [3]),
     ("hybrid_3d.py --pp 2", 2, "--timeout 5", "stop(5, 1)", LOST, [3]),
     ("ddp.py", 2, "", "at(5, fail, 'pair.cc: Application timeout caused pair closure')",
      "another process has ended ... --timeout", [3]),
@@ -92,7 +91,7 @@ def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, w
     line = one_error(result)
     assert in_order(words, line), line
     assert steps(result.out) == left
-    if left == [3] and "copy" not in options and command in ("single.py", "ddp.py"):
+    if left == [3] and command == "ddp.py":
         again = run(command, world, options)
         assert "resuming after step 3" in again.output
         assert_equal(again, once(command, world, OPTIONS))
@@ -181,15 +180,14 @@ def test_old_checkpoints_that_cannot_be_removed(run, corpus):
 
 
 @pytest.mark.parametrize("inject, said", [
-    ("end_reader()", 0), ("sys.stdout = None", 0), ("sys.stderr = None", 0),
-    *((f"os.dup2(os.open('/dev/full', os.O_WRONLY), {number})", 1) for number in (1, 2)),
+    ("end_reader()", None), ("sys.stderr = None", 0),
+    ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", 1),
 ])
 def test_output_never_ends_a_run(run, once, corpus, inject, said):
-    """A reader that ends, as in `| head -1`; a stream that is closed, `>&-`; a full disk under
-    stdout or stderr."""
+    """A reader that ends, as in `| head -1`; a stream that is closed, `2>&-`; a full disk."""
     result = run("single.py", 0, f"{OPTIONS} --data {corpus}", inject=inject)
     assert result.curve() == once("single.py", 0, OPTIONS).curve()
-    assert inject == "end_reader()" or result.output.count("output is lost ") == said
+    assert said is None or result.output.count("output is lost ") == said
 
 
 # Signals

@@ -81,19 +81,11 @@ def test_both_have_what_the_run_has_logged_and_a_resume_continues_it(log):
     assert f"W&B: wandb sync {second}" in result.output
 
 
-RAISES = {  # an option, what makes its logger raise, and the step whose figures it still has
-    "at its start": ("--wandb mine", "loggers.start_wandb = lambda *_: 1 / 0", "log_to_wandb"),
-    "later": ("--tensorboard", """
-from torch.utils.tensorboard import SummaryWriter
-at(3, setattr, SummaryWriter, "add_scalar", lambda *_: 1 / 0)""", "log_to_tensorboard"),
-    "a user's": ("", """
-start = loggers.chosen_loggers
-loggers.chosen_loggers = lambda *args: [lambda record: 1 / (3 - record["step"]), *start(*args)]
-""", "<lambda>"),
-}
-
-
-@pytest.mark.parametrize("option, inject, name", RAISES.values(), ids=RAISES)
+@pytest.mark.parametrize("option, inject, name", [
+    ("--wandb mine", "loggers.start_wandb = lambda *_: 1 / 0", "log_to_wandb"),
+    ("", "after(loggers, 'chosen_loggers', lambda chosen, *_: "  # a user's
+     "chosen.insert(0, lambda record: 1 / (3 - record['step'])))", "<lambda>"),
+])
 def test_a_logger_that_raises_is_said_once_and_left_out(log, option, inject, name):
     result = log("single.py", 0, option, inject=f"from common.services import loggers\n{inject}")
     assert list(logged(result)) == [1, 2, 3, 4] and "final loss" in result.output

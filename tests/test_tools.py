@@ -167,27 +167,6 @@ def test_memory_does_not_grow(bpe, tmp_path, monkeypatch):
     assert peaks[2] < 1.2 * peaks[1]
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT"])
-def test_no_half_file_has_the_name_of_a_whole_one(bpe, tmp_path, end):
-    """After an error or Ctrl-C nothing is left, and one line says why."""
-    out = tmp_path / "tokens"
-    bad = write_jsonl(tmp_path / "bad.jsonl", [*stories(200), 3])
-    code = f"""
-import os, signal, sys
-from tools import prepare
-from tools.support.command import run
-signal.signal(signal.SIGINT, signal.default_int_handler)
-prepare.refuse = lambda _: os.kill(os.getpid(), signal.{end})  # at the last line
-run(prepare.main, sys.argv[1:])"""
-    words = [bad, "--tokenizer", bpe, "--out", out, "--val", "0.5", "--eod", "</s>"]
-    result = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
-                            stderr=subprocess.PIPE)
-    left = sorted(path.name for path in out.iterdir())
-    assert len(left) == (2 if end == "SIGKILL" else 0) and "train.bin" not in left
-    if end == "SIGINT":
-        assert result.returncode == 1 and result.stderr.endswith("prepare.py: error: stopped\n")
-
-
 def the_line(main, words):
     """The one line with which a tool ends, from a SettingError."""
     with pytest.raises(SystemExit) as end:
@@ -202,6 +181,10 @@ BAD_LINES = {  # in a .jsonl file
     b'{"text": "\\ud800"}': "surrogates not allowed", b"[" * 10**5: "RecursionError",
     b'{"text": "\xff"}': "invalid start byte",
 }
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
@@ -229,6 +212,8 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
     assert "--eod <eos>: the tokenizer has no such" in line(good, eod="<eos>")
     assert str(good) in line(good, tokenizer=good)  # which is no JSON
     assert f"File exists: '{good}'" in line(good, out=good)
+    monkeypatch.setattr(prepare, "new_file", interrupted)
+    assert line(good) == "prepare.py: error: stopped"
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install tokenizers" in line(good)
 

@@ -16,18 +16,14 @@ from common.services.checkpoint_files import list_checkpoints, step_of
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
 
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("ddp.py", 2)])
-def test_the_terminal(run, corpus, script, world):
+def test_the_terminal(run, corpus):
     options = f"{SMALL} --steps 4 --log-every 2 --grad-accum 2 --data {corpus} --val-data {corpus}"
-    result = run(script, world, options)
+    result = run("ddp.py", 2, options)
     bars = [line for line in result.lines if "|" in line and "/4 [" in line]
     start, model, batch, data, final, *table = [line for line in result.lines if line not in bars]
-    ranks = world or 1
-    grid = " (gloo), rank grid dp 2" if world else ""
-    assert start == f"{script}: {'2 processes' if world else '1 process'} on cpu{grid}"
+    assert start == "ddp.py: 2 processes on cpu (gloo), rank grid dp 2"
     assert re.fullmatch(r"model tiny: [\d,]+ parameters, float32", model)
-    share = f"{8 // ranks // 2} samples x 2 accumulation steps x {ranks} data-parallel rank"
-    assert batch == f"batch 8 = {share}{'s' if ranks > 1 else ''}"
+    assert batch == "batch 8 = 2 samples x 2 accumulation steps x 2 data-parallel ranks"
     assert re.fullmatch(r"[\d,]+ samples of 32 tokens in .*corpus.txt", data)
     for words in ("4/4", "loss", "val loss", "grad norm", "tokens/s"):
         assert words in bars[-1]
@@ -45,8 +41,7 @@ def test_the_terminal(run, corpus, script, world):
 def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     """Here the peak is that of 2 ranks of 0.1 TFLOP/s."""
     result = run("ddp.py", 2, f"{SMALL} --steps 7 --log-every 3 --save-every 5 --data {corpus}",
-                 inject="from common.services import report\n"
-                 "report._peak_tflops = lambda device: 0.1")
+                 inject="common.services.report._peak_tflops = lambda device: 0.1")
     assert [record["step"] for record in result.history] == [1, 3, 6, 7]
     flops = ModelConfig(
         hidden_size=32, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
@@ -64,14 +59,14 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
     assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
 
 
-@pytest.mark.parametrize("options, given, unit, units", [
-    ({"seq_len": 32}, {}, "tokens", 256), ({}, {}, "samples", 8),  # the options of text are deleted
-    ({}, {"unit": "images", "units": 5}, "images", 5),
-])
-def test_what_speed_counts(options, given, unit, units):
-    args = argparse.Namespace(batch_size=8, compute_dtype=torch.float32, **options)
-    found = report.Report(args, nn.Linear(2, 1), [], [], torch.device("cpu"), **given)
-    assert (found.unit, found.units) == (unit, units)
+def test_what_speed_counts():
+    for options, given, expected in (
+        ({"seq_len": 32}, {}, ("tokens", 256)), ({}, {}, ("samples", 8)),  # no options of text
+        ({}, {"unit": "images", "units": 5}, ("images", 5)),
+    ):
+        args = argparse.Namespace(batch_size=8, compute_dtype=torch.float32, **options)
+        found = report.Report(args, nn.Linear(2, 1), [], [], torch.device("cpu"), **given)
+        assert (found.unit, found.units) == expected
 
 
 def test_queued_work_ends_before_a_pause(run, corpus):
@@ -79,21 +74,19 @@ def test_queued_work_ends_before_a_pause(run, corpus):
     before, or it would not count as training."""
     options = (f"{SMALL} --steps 9 --log-every 100 --data {corpus} --val-data {corpus} "
                f"--val-every 3 --val-batches 1 --save-every 4 --no-count")
-    result = run("single.py", 0, options, inject="""
-from common.services.report import Report
-Report.synchronize = lambda report: print(f"waits in step {report.done}", flush=True)
-""")
+    result = run("single.py", 0, options, inject="Report.synchronize = lambda report: "
+                 "print(f'waits in step {report.done}', flush=True)")
     waits = {int(step) for step in re.findall("waits in step ([0-9]+)", result.output)}
     assert waits == {0, 1, 2, 3, 4, 6, 8, 9}  # warm-up: to step 3; 9 is logged
 
 
-@pytest.mark.parametrize("name, peak", [
-    ("H100 80GB HBM3", 989), ("H100 PCIe", 756), ("A100-SXM4-80GB", 312), ("GeForce RTX 4090", 165),
-    ("L4", 121), ("L40", 0), ("GB200", 0),
-])
-def test_the_peak_of_a_gpu(monkeypatch, name, peak):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA {name}")
-    assert report._peak_tflops(torch.device("cuda")) == peak
+def test_the_peak_of_a_gpu(monkeypatch):
+    for name, peak in (
+        ("H100 80GB HBM3", 989), ("H100 PCIe", 756), ("A100-SXM4-80GB", 312),
+        ("GeForce RTX 4090", 165), ("L4", 121), ("L40", 0), ("GB200", 0),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA {name}")
+        assert report._peak_tflops(torch.device("cuda")) == peak
 
 
 def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
@@ -102,10 +95,7 @@ def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
     result = run("single.py", 0, f"{options} --no-count", out="uncounted")
     assert "sent in a step" in counted.output and "sent in a step" not in result.output
     assert "held" in counted.summary and "held" not in result.summary
-    fails = run("single.py", 0, options, out="fails", inject="""
-from common.services import counting
-counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
-""")
+    fails = run("single.py", 0, options, out="fails", inject="fail_to_count()")
     assert "bytes were not counted: ZeroDivisionError: division by zero" in fails.output
     for other in (result, fails):
         assert other.curve("loss") == counted.curve("loss")
@@ -136,27 +126,17 @@ def test_profile_writes_a_trace_per_rank(run, corpus):
 def test_help_comes_once_and_waits_for_no_rank(run):
     """Rank 0 has printed it and ended before rank 1 begins."""
     result = run("ddp.py", 2, "--help", pass_out=False, timeout=60,
-                 inject="import time\ntime.sleep(3 * rank)")
+                 inject="time.sleep(3 * rank)")
     assert result.output.count("usage:") == 1
     for words in ("all-reduce of the gradients", "--num-key-value-heads N",
                   "optimizer steps in the whole run", "run folder:"):
         assert words in result.output
 
 
-LAST = """
-import atexit
-class Last:
-    def __del__(self):
-        os.write(1, b"the interpreter is finalised")
-sys.last = Last()
-atexit.register(print, "the handler has run")
-"""
-
-
 def test_the_interpreter_is_not_finalised(run, corpus):
     """gloo could abort or hang meanwhile: see ``launch``. Handlers run all the same."""
     options = f"{SMALL} --steps 2 --num-hidden-layers 2 --data {corpus}"
-    result = run("ddp.py", 2, options, inject=LAST)
+    result = run("ddp.py", 2, options, inject="tell_the_end()")
     assert result.statuses == [0, 0] and "final loss" in result.output
     assert result.output.count("the handler has run") == 2
     assert "the interpreter is finalised" not in result.output

@@ -104,32 +104,24 @@ def test_follows_the_cpu(on_gpus, on_cpu, table, command):
     assert row["distance"] < WITHIN
 
 
-# The others send from rank to rank, which gloo does on the CPU only.
-@pytest.mark.parametrize("command", [
-    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
-    "cp.py --attention ulysses", "cp.py --attention allgather", "hybrid_3d.py --tp 2",
+@pytest.mark.parametrize("options, command", [
+    # Two ranks share a GPU over gloo. The other scripts send from rank to rank, which gloo does on
+    # the CPU only.
+    *[("--backend gloo", command) for command in (
+        "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
+        "cp.py --attention ulysses", "cp.py --attention allgather", "hybrid_3d.py --tp 2")],
+    *[("--compile --activation-checkpointing", command)
+      for command in ("single.py", "ddp.py", "fsdp.py", "tp.py")],
+    *[("--grad-accum 2 --workers 1 --profile", command) for command in EACH_SCRIPT],
+    ("--cpu-offload", "fsdp.py"),
 ])
-def test_two_ranks_share_a_gpu_over_gloo(on_gpus, on_cpu, command):
+def test_options_change_nothing(on_gpus, on_cpu, options, command):
     first, _, _ = (VISIBLE_GPUS or "0").partition(",")
-    curve = on_gpus(command, 2, f"{SMALL} --backend gloo", visible=first).curve()
-    assert furthest(curve, on_cpu()) < WITHIN
-
-
-@pytest.mark.parametrize("command", ["single.py", "ddp.py", "fsdp.py", "tp.py"])
-def test_compiled_layers_change_nothing(on_gpus, on_cpu, command):
-    result = on_gpus(command, N, f"{SMALL} --compile --activation-checkpointing")
+    n, visible = (2, first) if "gloo" in options else (N, VISIBLE_GPUS)
+    result = on_gpus(command, n, f"{SMALL} {options}", visible=visible)
     assert furthest(result.curve(), on_cpu()) < WITHIN
-
-
-@pytest.mark.parametrize("command", EACH_SCRIPT)
-def test_options_change_nothing(on_gpus, on_cpu, command):
-    result = on_gpus(command, N, f"{SMALL} --grad-accum 2 --workers 1 --profile")
-    assert furthest(result.curve(), on_cpu()) < WITHIN
-    assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
-
-
-def test_offloading_changes_nothing(on_gpus, on_cpu):
-    assert furthest(on_gpus("fsdp.py", N, f"{SMALL} --cpu-offload").curve(), on_cpu()) < WITHIN
+    if "--profile" in options:
+        assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
 
 
 @pytest.mark.parametrize("command", [*EACH_SCRIPT, f"ep.py {EXPERTS}"])

@@ -2,6 +2,7 @@
 of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -71,20 +72,20 @@ def parsed(monkeypatch):
         yield parsed
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", BASES)
-def test_commands_are_accepted_and_train_what_they_should(parsed, kind, n):
-    for command, options in BASES[kind](n).items():
-        args = parsed(f"{command} {options} --device cuda", n)
-        with torch.device("meta"):
-            model = use_experts(Transformer(args.config))
-        size = sum(parameter.numel() for parameter in model.parameters())
-        if kind == "1b":
-            assert size == gpus.PARAMETERS_1B[command == EXPERTS_1B], command
-            assert args.bfloat16 and args.seq_len == 2048 and args.log_every > 1, command
-            assert args.compile == ("--compile" in command)
-        else:
-            assert size < 2_000_000 and args.log_every == 1, command
+def test_commands_are_accepted_and_train_what_they_should(parsed, kind):
+    for n in (1, 2, 4, 8):
+        for command, options in BASES[kind](n).items():
+            args = parsed(f"{command} {options} --device cuda", n)
+            with torch.device("meta"):
+                model = use_experts(Transformer(args.config))
+            size = sum(parameter.numel() for parameter in model.parameters())
+            if kind == "1b":
+                assert size == gpus.PARAMETERS_1B[command == EXPERTS_1B], command
+                assert args.bfloat16 and args.seq_len == 2048 and args.log_every > 1, command
+                assert args.compile == ("--compile" in command)
+            else:
+                assert size < 2_000_000 and args.log_every == 1, command
 
 
 def test_every_script_and_schedule_is_in_the_block():
@@ -95,33 +96,36 @@ def test_every_script_and_schedule_is_in_the_block():
     assert set(re.findall(r"--schedule (\w+)", commands)) == set(schedules) - {"1f1b"}  # default
 
 
-@pytest.mark.parametrize("device, backends, line", [
-    ("cuda", "cpu:gloo,cuda:nccl", "ddp.py: 8 processes on NVIDIA H100 (nccl), rank grid dp 8"),
-    ("cuda", "gloo", "ddp.py: 8 processes on NVIDIA H100 (gloo), rank grid dp 8"),
-    ("cpu", "gloo", "ddp.py: 8 processes on cpu (gloo), rank grid dp 8"),
-])
-def test_the_line_that_says_what_runs_where(monkeypatch, device, backends, line):
+def test_the_line_that_says_what_runs_where(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ddp.py"])
-    monkeypatch.setattr(dist, "get_backend", lambda: backends)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     mesh = types.SimpleNamespace(mesh_dim_names=("dp",), shape=(8,))
-    report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
-    assert Report.place(report) == line
+    for device, backends, words in (
+        ("cuda", "cpu:gloo,cuda:nccl", "NVIDIA H100 (nccl)"),
+        ("cuda", "gloo", "NVIDIA H100 (gloo)"), ("cpu", "gloo", "cpu (gloo)"),
+    ):
+        monkeypatch.setattr(dist, "get_backend", lambda: backends)
+        report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
+        assert Report.place(report) == f"ddp.py: 8 processes on {words}, rank grid dp 8"
 
 
-@pytest.mark.parametrize("name", ["pipeline_per_direction_p2p", "pipeline_per_edge_p2p", "other"])
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "nccl", "gloo", "fake"])
-def test_directions_of_a_pipeline(monkeypatch, name, backends):
+def test_directions_of_a_pipeline(monkeypatch):
     """Only NCCL has a communicator for each; older versions of torch have no such option."""
-    config = types.SimpleNamespace(**{name: False})
-    monkeypatch.setattr(torch_versions, "config", config)
-    monkeypatch.setattr(dist, "get_backend", lambda group: backends)
     monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
     monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
     monkeypatch.setattr(pp, "prepare_to_train", lambda _: None)
     stage, hidden = torch.nn.Identity(), torch.empty(1)
-    pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
-    assert vars(config) == {name: "nccl" in backends and name != "other"}
+    for name, backends, expected in (
+        *[(name, "cpu:gloo,cuda:nccl", True)
+          for name in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p")],
+        *[("pipeline_per_edge_p2p", name, name == "nccl") for name in ("nccl", "gloo", "fake")],
+        ("other", "nccl", False),
+    ):
+        config = types.SimpleNamespace(**{name: False})
+        monkeypatch.setattr(torch_versions, "config", config)
+        monkeypatch.setattr(dist, "get_backend", lambda group: backends)
+        pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
+        assert vars(config) == {name: expected}
 
 
 def test_gradients_of_experts_without_rows_are_zero(monkeypatch):
@@ -192,18 +196,17 @@ class A100:
         return *grads, None
 
 
-@pytest.mark.parametrize("head_size", [64, 12, 10])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_kernels_of_gpus_are_given(monkeypatch, dtype, head_size):
+def test_what_kernels_of_gpus_are_given(monkeypatch, dtype):
     """Sizes of heads that are no multiples of 16 bytes too: the kernels get padded rows."""
     torch.manual_seed(0)
     within = 0.015 if dtype == "bfloat16" else 1e-4
     monkeypatch.setattr(common.attention, "aten", A100())
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    for causal in (True, False):
+    for head_size, causal in itertools.product((64, 12, 10), (True, False)):
         size = 8, 2, 80, head_size
         for name, found in kernels.attention("cpu", getattr(torch, dtype), *size, causal):
-            assert found < within, (name, causal, found)
+            assert found < within, (name, head_size, causal, found)
 
 
 @thorough
@@ -211,15 +214,3 @@ def test_kernels_of_the_cpu(server, tmp_path):
     """What test_cuda.py does with the kernels of a GPU."""
     result = server.run("tests/gpu/kernels.py cpu", 0, folder=tmp_path, pass_out=False)
     gpus.check_kernels(result.lines)
-
-
-@thorough
-@pytest.mark.parametrize("fault", [
-    "common.attention.merge = lambda *_: None",  # the second block is lost
-    "common.experts.F.grouped_mm = lambda rows, weights, offs: rows @ weights[0]",
-])
-def test_wrong_kernels_are_seen(server, tmp_path, fault):
-    result = server.run("tests/gpu/kernels.py cpu", 0, folder=tmp_path, pass_out=False,
-                        inject=f"import common.attention, common.experts; {fault}")
-    with pytest.raises(AssertionError):
-        gpus.check_kernels(result.lines)

@@ -36,7 +36,7 @@ import common.options
 import common.services.settings
 from common.data import BatchSampler  # noqa: F401
 from common.tokens import TokenDataset  # noqa: F401
-from common.services import hf_weights
+from common.services import counting, hf_weights
 from common.services.checkpoint import Checkpoints  # noqa: F401
 from common.services.report import Report  # noqa: F401
 from common.services.validation import Validation  # noqa: F401
@@ -257,14 +257,6 @@ def stages_return(change):
     common.model.Transformer.forward = forward_and_change
 
 
-def twice(hidden):
-    return hidden, hidden
-
-
-def first_columns(hidden):
-    return hidden[..., :5]
-
-
 def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
@@ -366,6 +358,11 @@ def kill_a_worker():
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def fail_to_count():
+    """A part of the count of bytes."""
+    counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
+
+
 # Ranks that differ
 
 def rank_1_has(*words):
@@ -453,6 +450,16 @@ def note_communicators():
     after(Report, "close", lambda *_: rank or print(
         "groups", json.dumps([*map(sorted, (gradients, ring))]), flush=True
     ))
+
+
+def tell_the_end():
+    """Say when the handlers of atexit run, and when the interpreter is finalised."""
+    class Last:
+        def __del__(self):
+            os.write(1, b"the interpreter is finalised")
+
+    sys.last = Last()
+    atexit.register(print, "the handler has run")
 
 
 def write_counts():
