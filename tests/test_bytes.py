@@ -6,7 +6,6 @@ import torch
 
 from common.model import ModelConfig, Transformer
 from common.services import theory
-from common.services.counting import bytes_table
 from tests.support import oracles
 from tests.support.sample import sampled, thorough
 from tests.support.table import EXACT, SAMPLE
@@ -68,10 +67,7 @@ def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
 @thorough
 @pytest.mark.parametrize("command, n, rank, stage", [
     ("hybrid_3d.py --tp 2 --cp 2 --pp 2 --activation-checkpointing --dtype bfloat16", 8, 6, 1),
-    ("hybrid_3d.py --tp 2 --pp 2 --replicate 2 --grad-accum 2 --dtype float32", 8, 7, 1),
-    ("hybrid_3d.py --tp 2 --no-sequence-parallel --vocab-size 65536 --dtype float32", 4, 3, 0),
     ("hybrid_3d.py --tp 2 --cp 2 --num-experts 8 --ep 4 --grad-accum 2 --dtype bfloat16", 8, 5, 0),
-    ("hybrid_3d.py --tp 2 --pp 2 --num-experts 8 --ep 2 --replicate 2 --dtype float32", 8, 0, 0),
     ("ep.py --num-experts 8 --ep 2 --activation-checkpointing --dtype bfloat16", 4, 0, 0),
     ("ep.py --num-experts 8 --ep 2 --no-reshard-after-forward --dtype float32", 4, 3, 0),
 ])
@@ -90,16 +86,3 @@ def test_a_term_that_an_option_adds(command):
     """Beside what a dry run counts. On top are the norms for clipping."""
     found = count(command, 2)
     assert 0 <= found["sent"] - found["theory"]["sent"]["bytes"] < 1000
-
-
-def test_the_table_of_a_run():
-    """With the theory beside it, or without."""
-    held = {"parameters": 10}
-    title, first, *_, last = bytes_table(3, held, held | {"in all": 1000}, 2000, {})
-    assert title.split("  ")[-1] == " at the peak" and first.split() == ["parameters", "10", "10"]
-    assert last == f"sent in a step{'2,000':>22}"
-    title, first, *_, last = bytes_table(
-        3, held, held | {"in all": 1000}, 2000, {"parameters": ("P", 10), "sent": ("2P", 20)}
-    )
-    assert title.endswith("at the peak   theory") and first.endswith(" 10   P = 10")
-    assert last.endswith(" 2P = 20")

@@ -36,6 +36,8 @@ def test_the_terminal(run, corpus):
         "parameters", "gradients", "optimizer states", "activations", "in all", "sent in a step"
     ]
     assert rows[0][1] == rows[0][2] == rows[0][3].removeprefix("P = ")
+    assert [row[0] for row in rows if " = " in row[-1]] == [
+        "parameters", "gradients", "optimizer states", "sent in a step"]
 
 
 def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
