@@ -139,7 +139,8 @@ def test_a_config_of_older_versions(llama, tmp_path):
     assert expected.rope_scaling == SCALING and expected.rope_theta == 500
     plain = dataclasses.replace(expected, rope_scaling=None)
     older = {("type" if key == "rope_type" else key): value for key, value in SCALING.items()}
-    for values, found in (
+    shutil.copy(llama[0] / "config.json", tmp_path)
+    for values, found in (  # one change after the other
         ({"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": older}, expected),
         ({"rope_scaling": None}, plain),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7.0},
@@ -147,7 +148,6 @@ def test_a_config_of_older_versions(llama, tmp_path):
         ({"rope_parameters": None, "rope_theta": None},
          dataclasses.replace(plain, rope_theta=10000.0)),
     ):
-        shutil.copy(llama[0] / "config.json", tmp_path)
         change(tmp_path, **values)
         assert read_config(tmp_path) == found
 

@@ -19,8 +19,8 @@ from tests.support.processes import ROOT
 from tests.support.sample import thorough
 
 FOLDER = ROOT / "tests" / "gpu" / "pretend_cuda"
-SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16"
-ROWS = {  # of each script: options, number of ranks, rank
+SMALL = "--num-hidden-layers 2 --seq-len 64 --batch-size 16 --dtype bfloat16"
+ROWS = {  # of each script: options, number of ranks, rank; a CPU's dry run counts the first too
     "single.py": [("--grad-accum 2", 1, 0)],
     "ddp.py": [("--grad-accum 2", 2, 1)],
     "zero.py": [("--stage 1 --grad-accum 2", 4, 3), ("--activation-checkpointing", 4, 0)],
@@ -28,11 +28,12 @@ ROWS = {  # of each script: options, number of ranks, rank
                 ("--cpu-offload", 2, 0)],
     "tp.py": [("", 2, 1), ("--no-sequence-parallel --activation-checkpointing", 4, 2)],
     "cp.py": [("", 4, 3), ("--attention allgather --activation-checkpointing --head-dim 12", 4, 0),
-              ("--attention ulysses", 2, 1)],
+              ("--attention ulysses", 2, 1), ("--dtype float32", 4, 3)],
     "pp.py": [("--schedule gpipe", 2, 1), ("--grad-accum 2", 4, 1), ("--schedule zbv", 2, 1)],
     "hybrid_3d.py": [("--tp 2 --cp 2 --pp 2", 16, 9), ("--tp 2 --replicate 2", 8, 3),
                      ("--tp 2 --num-experts 8 --ep 4", 8, 5)],
     "ep.py": [("--num-experts 8 --ep 2 --grad-accum 2", 4, 3),
+              ("--num-experts 8 --ep 2 --grad-accum 2 --dtype float32", 4, 3),
               ("--num-experts 8 --activation-checkpointing", 4, 0)],
     "diloco.py": [("--inner-steps 3 --grad-accum 2", 4, 3)],
 }
@@ -80,16 +81,9 @@ def fused(kernel):
 
 @pytest.mark.parametrize("script", ROWS)
 def test_a_step_stays_on_the_gpu(pretended, script):
-    """Each row in bfloat16, the first one in float32 too; and beside the CPU's dry run."""
-    rows = [(f"{script} {options} {SMALL} --dtype bfloat16", n, rank)
-            for options, n, rank in ROWS[script]]
-    command, n, rank = rows[0]
-    rows.append((command.replace("bfloat16", "float32"), n, rank))
-    on_cpu = [row for row in rows if "offload" not in row[0]]
-    counted = pretended([(*row, "cuda:0") for row in rows] + [(*row, "cpu") for row in on_cpu])
-    counts_on_cpu = dict(zip(on_cpu, counted[len(rows) :], strict=True))
-    for row, gpu in zip(rows, counted):
-        command, _, _ = row
+    rows = [(f"{script} {SMALL} {options}", n, rank) for options, n, rank in ROWS[script]]
+    *counted, cpu = pretended([*((*row, "cuda:0") for row in rows), (*rows[0], "cpu")])
+    for (command, _, _), gpu in zip(rows, counted, strict=True):
         assert "error" not in gpu, f"{command}: {gpu['error']}"
         # common/attention.py calls flash attention itself; PyTorch takes cuDNN's on an H100.
         ours = "cp.py" in command and "ulysses" not in command or "--cp " in command
@@ -102,21 +96,20 @@ def test_a_step_stays_on_the_gpu(pretended, script):
         on_cpu = {"allreduce_", "lift_fresh"} if script == "zero.py" else set()
         assert gpu["copies"] == [] and {each.split()[0] for each in gpu["on_cpu"]} <= on_cpu, (
             command, gpu["on_cpu"])
-        grouped = "experts" in command and "bfloat16" in command
+        grouped = "experts" in command and "float32" not in command
         assert gpu["products"] == (["_grouped_mm"] if grouped else []), command
         # The CPU waits for the counts once in each of 2 layers and in each pass, forward or again
         # forward: ep.py has 2 passes here.
         waits = {"ep.py": 4, "hybrid_3d.py": 2 * ("experts" in command)}.get(script, 0)
         assert gpu["waits"] == waits, command
-        cpu = counts_on_cpu[row]
-        assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"], command
-        for kind in ("parameters", "gradients", "optimizer states"):
-            assert gpu["held"][kind] == cpu["held"][kind], (command, kind)
-        if script == "cp.py" and row == rows[0]:
-            # To the byte, where the kernels are the same: a norm under CUDA's autocast would keep
-            # its weight in float32 too. Other rows peak elsewhere, where CUDA's gradient of SiLU
-            # needs more.
-            assert gpu["peak"]["in all"] == cpu["peak"]["in all"], command
+    gpu = counted[0]
+    assert gpu["sent"] == cpu["sent"] and gpu["collectives"] == cpu["collectives"]
+    for kind in ("parameters", "gradients", "optimizer states"):
+        assert gpu["held"][kind] == cpu["held"][kind], kind
+    if script == "cp.py":
+        # To the byte, where the kernels are the same: a norm under CUDA's autocast would keep its
+        # weight in float32 too. Other peaks have CUDA's gradient of SiLU, which needs more.
+        assert gpu["peak"]["in all"] == cpu["peak"]["in all"]
 
 
 def test_examples_stay_on_the_gpu(pretended):
