@@ -139,26 +139,6 @@ def test_an_error_that_is_no_setting(run, corpus, command, world, inject, words)
 
 
 LOG = "        report.log(step, loss, grad_norm)\n"
-UNREPORTED = [
-    ("report.steps(load_steps(dataset, sampler, device, args.workers))",
-     "load_steps(dataset, sampler, device, args.workers)"),
-    *((line, "") for line in (
-        LOG, "    Report.add_options(parser)\n", "    return report.close(theory.ddp(args, n))\n",
-        "    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)\n",
-        "    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):\n"
-        "        report.log_validation(sampler.start - 1, validation.loss(model))\n",
-        "        if validation.due(step):\n"
-        "            report.log_validation(step, validation.loss(model))\n")),
-]
-
-
-def test_without_the_report_a_broken_step_is_not_saved(run, corpus, tmp_path):
-    copy = edited(tmp_path, "ddp.py", *UNREPORTED)
-    options = OPTIONS.replace("--log-every 1", "")
-    result = run(copy, 2, f"{options} --data {corpus}", inject="gradients_times(1e30, 5)",
-                 expect_ok=False)
-    (line,) = result.lines
-    assert in_order(NOT_SAVED, line) and all(result.statuses) and steps(result.out) == [3]
 
 
 @pytest.mark.parametrize("new, words, left", [

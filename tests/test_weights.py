@@ -188,20 +188,14 @@ def test_every_script_starts_from_the_weights(start, expected, llama, command, w
 
 
 def test_the_next_command_is_printed(server, llama, corpus, tmp_path, capsys, monkeypatch):
-    """It runs as it stands; with another model it would be refused."""
+    """It runs as it stands."""
     monkeypatch.chdir(tmp_path)
     import_hf.main([str(llama[0]), "it's out"])
     bash, runner, *command = shlex.split(capsys.readouterr().out.split(" such as: ")[1])
     assert (bash, runner) == ("bash", "run.sh")
     command += ["--data", corpus, "--steps", "1"]
 
-    def start(*options, **kwargs):
-        return server.run(command[0], 2, [*command[1:], *options], folder=tmp_path, pass_out=False,
-                          **kwargs)
-
-    refused = start("--hidden-size", "64", expect_ok=False)
-    assert "--hidden-size is 32 in " in refused.output and 1 in refused.statuses
-    start()
+    server.run(command[0], 2, command[1:], folder=tmp_path, pass_out=False)
     assert (tmp_path / "it's out" / "step-00000001").exists()
 
 
@@ -215,7 +209,6 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
     *[({"model_type": name}, f"model_type {name!r}") for name in ("mistral", None)],
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
      "partial_rotary_factor 0.5"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'.*only 'llama3'"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
     ({"rope_scaling": {"factor": 2.0}}, "rope_type 'default'"),
     ({"rope_scaling": [8]}, r"rope_scaling is \[8\].*dict"),

@@ -120,25 +120,20 @@ def test_a_step_stays_on_the_gpu(pretended, scripts):
 
 
 def test_examples_stay_on_the_gpu(pretended):
-    """Models of others, whose masks the memory-efficient kernel takes; and a trainer that has none
-    of the services, until it prints the first loss."""
+    """Models of others, whose masks the memory-efficient kernel takes."""
     pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
     more = "--seq-len 64 --num-hidden-layers 2 --dtype bfloat16"
-    gpt2, ring, ulysses, muon, trainer = pretended([
+    gpt2, ring, ulysses, muon = pretended([
         ("examples/fsdp_gpt2.py --seq-len 64 --dtype bfloat16", 2, 1, "cuda:0"),
         (f"examples/cp_documents.py {more}", 4, 3, "cuda:0"),
         (f"examples/cp_documents.py --attention ulysses --head-dim 12 {more}", 2, 0, "cuda:0"),
         (f"examples/fsdp_muon.py {more}", 2, 1, "cuda:0"),
-        ("examples/trainer_fsdp.py", 2, 0),
     ])
     for counted in (gpt2, ring, ulysses, muon):
         assert "error" not in counted, counted["error"]
         kernel = "cudnn" if counted is muon else "efficient"
         assert counted["attention"] == fused(kernel) and counted["sent"] > 0
         assert counted["copies"] == counted["on_cpu"] == []
-    assert "print" in trainer["read"], trainer
-    (copy,) = trainer["copies"]  # of the batch, which is made on the CPU
-    assert "rows.chunk(n)[rank].to(device)" in copy
 
 
 def test_offloading_leaves_buffers_on_the_gpu(pretended, tmp_path):

@@ -3,8 +3,7 @@
     python tests/gpu/pretend_cuda/run.py guard.so < rows.json
 
 ``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank, device]; for each row a
-line of JSON comes back, with what the dry run counted and, of the steps (of a script without our
-services, [path, world size, rank], of its loop until it reads a value):
+line of JSON comes back, with what the dry run counted and, of the steps:
 
 - ``attention``: the attention kernels that were called;
 - ``copies``: where a tensor was copied between the GPU and the CPU, which waits for the GPU;
@@ -23,15 +22,11 @@ import contextlib
 import json
 import os
 import pathlib
-import runpy
 import traceback
 import types
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -189,35 +184,13 @@ def count(command, world_size, rank, device):
     return counted | seen | {"waits": watch.waits}
 
 
-def run_until_read(path, world_size, rank):
-    """Run ``main`` of a script without our services, which takes the GPU by itself."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    device_mesh.init_device_mesh = pretend.outside(device_mesh.init_device_mesh)
-    script, watch, make_optimizer = runpy.run_path(path), Watch(), torch.optim.AdamW.__init__
-
-    def make_and_watch(*args, **options):  # its loop comes next
-        make_optimizer(*args, **options)
-        watch.in_step = True
-
-    torch.optim.AdamW.__init__ = make_and_watch
-    with pretend.world(world_size, rank), watch:
-        dist.init_process_group = lambda *_: None  # it exists
-        try:
-            script["main"]()
-        except (DataDependentOutputException, TypeError) as error:  # a value that is printed
-            own = [frame for frame in traceback.extract_tb(error.__traceback__)
-                   if frame.filename == path]
-            return {"read": own[-1].line, **{name: sorted(seen)
-                                             for name, seen in watch.seen.items()}}
-
-
 def main():
     replace_cuda()
     for row in json.load(sys.stdin):
         reader, writer = os.pipe()
         if not os.fork():  # each row in a process of its own, but torch is imported once
             try:
-                result = (count if len(row) == 4 else run_until_read)(*row)
+                result = count(*row)
             except BaseException as error:
                 result = {"error": f"{type(error).__name__}: {error}"}
             os.write(writer, json.dumps(result).encode())
