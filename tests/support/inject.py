@@ -261,12 +261,6 @@ def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def signal_self_twice(name):
-    signal_self(name)
-    time.sleep(1.2)  # launchers may deliver one signal twice, at once
-    signal_self(name)
-
-
 def kill_self():
     signal_self("SIGKILL")
 
