@@ -95,6 +95,7 @@ def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
     options = f"{SMALL} --steps 3 --data {corpus}"
     counted = run("single.py", 0, options, out="counted")
     result = run("single.py", 0, f"{options} --no-count", out="uncounted")
+    assert counted.lines[0] == "single.py: 1 process on cpu"
     assert "sent in a step" in counted.output and "sent in a step" not in result.output
     assert "held" in counted.summary and "held" not in result.summary
     fails = run("single.py", 0, options, out="fails", inject="fail_to_count()")
