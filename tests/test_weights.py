@@ -152,6 +152,24 @@ def test_a_config_of_older_versions(llama, tmp_path):
         assert read_config(tmp_path) == found
 
 
+def test_experts_of_several_types(tmp_path):
+    """One parameter has those of a layer: in the widest of their types."""
+    config = transformers.MixtralConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    safetensors.save_file({
+        name: tensor.bfloat16() if ".experts.0." in name else tensor
+        for name, tensor in safetensors.load_file(path).items()
+    }, path)
+    import_hf.import_weights(tmp_path / "hf", tmp_path / "out")
+    found = checkpoint_files.read(tmp_path / "out" / "step-00000000")
+    assert {tensor.dtype for name, tensor in found.items() if ".experts." in name} == {
+        torch.float32}
+
+
 # Training
 
 
