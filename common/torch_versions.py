@@ -22,7 +22,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 not_compiled = torch.compiler.disable
 
 # Ends with 2.13: before, a pipeline whose backward pass has two parts frees the last node after the
-# first part, if it is an autograd.Function, such as a loss in chunks: "Attribute '_input_metadata'".
+# first part, if it is an autograd.Function, such as a loss in chunks.
 keeps_last_function = torch.__version__ >= "2.13"
 
 # Ends with 2.14, where it is public: the timeout of a process group that exists.

@@ -58,7 +58,7 @@ ACROSS = (
      "DIFFERENT  step 0: "),
     ("cp.py", DIRECT, "DIFFERENT  step 0: "),
     ("fsdp.py", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
-     "DIFFERENT  step 0: gradients: all: divided by 2, such as the ranks"),
+     "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
     ("fsdp.py", HEADS, "FAILED     rank 1 calls lm_head.parts."),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),

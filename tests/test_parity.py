@@ -14,6 +14,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.processes import ROOT, ProcessServer
 from tests.support.sample import thorough
@@ -361,7 +362,7 @@ FAULTS = {
     "scaled": [
         ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
         (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
-        ("step 0: gradients: all: divided by 6, such as ranks x micro-batches", {
+        ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {
             "spoil": scale(1 / 6), "edit": on_ranks(0.5, 0.5, targets=[7, 7, 7])}),
         ("step 0: .*those of 0.bias to 2.bias .3 of 4 .*times 0.5: .*the scale of an adapter", {
             "spoil": lambda model: scale(0.5)(model) or scale(0, "0.weight")(model)}, {
@@ -415,9 +416,9 @@ FAULTS = {
     "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
         "start": lambda model: model.append(torch.nn.Dropout(0.1))})],
     "loss": [
-        ("step 0: loss: it is .* .times 2, such as ranks that read the same samples", {
+        ("step 0: loss: it is .* .times 2, as many as ranks that read the same samples", {
             "edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
-        ("step 0: loss: .*divided by 2, such .*: 2 ranks read the same samples, or .*averaged$", {
+        ("step 0: loss: .*divided by 2, as .*: 2 ranks read the same samples, or .*averaged$", {
             "edit": on_ranks(0.5, 0.5, parts=2 * [slice(8)])}),
         ("step 0: loss: it is 0.0", {"edit": edit_rank(losses=[0.0])}),
         ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])})],
@@ -575,6 +576,24 @@ def test_full_precision(tmp_path):
 
 
 # What is recorded
+
+
+def test_the_types_of_compiled_code(tmp_path):
+    """They are seen although nothing of the recording is in the graph, not even where activations
+    are computed again."""
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    parity = recording.Parity(tmp_path / "one", inner)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(x):
+        return checkpoint(lambda y: inner(y), x, use_reentrant=False).float().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(torch.ones(2, 4))
+    loss.backward()
+    parity.record(0, loss)
+    types = json.loads((tmp_path / "one").read_text().splitlines()[1])["ranks"][0]["types"]
+    assert "bfloat16" in types["modules compute"]
 
 
 @dataclasses.dataclass

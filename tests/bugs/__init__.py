@@ -103,7 +103,7 @@ def verdict(says):
 def short(says):
     """Its first clause, in the width of a table."""
     says = verdict(says)
-    wrong = re.search(r"wrong from \S+ on down", says)
+    wrong = re.search(r"wrong up to [\w.]+, right after it", says)
     return wrong[0] if wrong else re.split(r";|: neither|, elsewhere", says)[0]
 
 

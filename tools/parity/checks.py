@@ -52,7 +52,7 @@ def factor(run, r, near):
     for word, ratio in ("times", r), ("divided by", 1 / (r or math.nan)):
         causes = [name for name, size in sizes.items() if size > 1 and abs(ratio / size - 1) < near]
         if causes:
-            return f"{word} {sizes[causes[0]]}, such as {' or '.join(causes)}"
+            return f"{word} {sizes[causes[0]]}, as many as {' or '.join(causes)}"
     return f"times {r:.{4 if abs(r - 1) > 0.01 else 8}g}"
 
 
@@ -106,7 +106,7 @@ def where_it_begins(it):
     last = max(it.off.nonzero(), default=0)
     share_below = (it.off | it.unclear)[:last].double().mean()
     if last + 1 < len(it.names) and it.off.sum() > 2 and share_below > 0.8:
-        return f"; wrong from {it.names[last]} on down, right above it"
+        return f"; wrong up to {it.names[last]}, right after it"
     return ""
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 FORMAT = 3  # of the recordings
 HEAD = '{"parity": '  # a recording begins with it
 K, BLOCK = 8, 2**17  # projections; numbers that are projected at once: they stay in the cache
+COMPILED = set()  # types of what modules in compiled code return
 WRAPPER = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -42,6 +43,7 @@ class Parity:
         self.modules, self.outputs, self.buffers = {}, {}, 0
         if rank() == 0:
             create(self.path)
+        COMPILED.clear()
         # Until the first record: module outputs show types, and where a forward pass goes wrong.
         self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
         if isinstance(model, torch.nn.Module):
@@ -69,9 +71,11 @@ class Parity:
         their mean over all ranks is the same for any cut of the batch, and if activations are
         computed again in the backward pass."""
         tensors = [x for x in tensors_of(output) if x.is_floating_point()]
-        self.types.update(x.dtype for x in tensors)
         if torch.compiler.is_compiling():
+            for x in tensors:
+                note_compiled(x.dtype)
             return
+        self.types.update(x.dtype for x in tensors)
         name, x = self.modules.get(module), next((x for x in tensors if x.ndim), None)
         if name is None or x is None or x.is_meta:
             return
@@ -96,6 +100,7 @@ class Parity:
         Raises ValueError if no forward pass has shown in which type the model computes.
         """
         self.hook.remove()
+        self.types |= COMPILED
         if not self.types:
             raise ValueError(
                 "Parity saw no forward pass before the first record, so it does not know in which "
@@ -176,6 +181,11 @@ class Parity:
                 _, parts = self.parts(name, p.grad)
                 factor = (sum(square(part) for part, _ in parts) / old) ** 0.5
                 self.factors = [min([factor, *self.factors]), max([factor, *self.factors])]
+
+
+@torch.compiler.assume_constant_result  # runs while torch compiles: it leaves nothing in a graph
+def note_compiled(dtype):
+    COMPILED.add(dtype)
 
 
 def tensors_of(output):
