@@ -1,191 +1,466 @@
-"""The examples: scripts brought to other models train as one process does, and resume."""
+"""The examples: scripts brought to other models train as one process does, and resume. One process
+trains what a plain loop trains."""
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
 from common.data import BatchSampler
 from common.errors import SettingError
-from common.materialise import materialise
+from common.materialise import draw_weight, materialise
 from common.model import Transformer
 from common.options import option_parser, parse_options
 from common.services import checkpoint_files
+from common.services.hf_config import read_config
+from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
-from examples import cp_documents
+from examples import cp_documents as cp
+from examples.fsdp_muon import newton_schulz, share_out
+from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, ProcessServer
 from tests.support.sample import sampled, thorough
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
                 "transformers.models.llama.modeling_llama"]
-OPTIONS = "--batch-size 24 --steps 8 --log-every 1 --save-every 4 --dtype float64 --lr 0.01"
-
-DOCUMENTS = ("--seq-len 48 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
-             "--num-attention-heads 8 --num-key-value-heads 2")
+TRAINING = "--batch-size 24 --steps 8 --warmup-steps 2 --dtype float64 --lr 0.01"
+OPTIONS = f"{TRAINING} --log-every 1 --save-every 4"
+MODEL = "--hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 2"
+DOCUMENTS = f"--seq-len 48 {MODEL} --num-hidden-layers 2"
+MUON = f"--seq-len 24 {MODEL} --num-hidden-layers 2"
+LAYERS, MATRICES = 2, 7  # of the base model of fsdp_lora.py
+LAST = "step-00000008"
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory, corpus):
-    """Run an example, each once: ``example(name, world, options)``."""
-    folder = tmp_path_factory.mktemp("data")
+def base(tmp_path_factory, corpus):
+    """A folder with a Llama, and with the file "lines", of documents of many lengths."""
+    folder = tmp_path_factory.mktemp("base")
     words = open(corpus).read().split()
     lines = "".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words))
-    (folder / "lines").write_text(lines)  # of many lengths
+    (folder / "lines").write_text(lines)
     if HAS_TRANSFORMERS:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(1)
         LlamaForCausalLM(LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=256,
+            hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=256, initializer_range=0.1,
         )).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(base, corpus, tmp_path_factory):
+    """Run an example: ``start(name, world, options)``. Evaluations change nothing."""
+    held_out = f"--val-data {corpus} --val-every 2 --val-batches 1"
     own = {
-        "ddp_convnet": "", "fsdp_gpt2": f"--data {folder}/lines --seq-len 24",
-        "tp_llama": f"--from-pretrained {folder} --data {corpus} --val-data {corpus} --seq-len 32",
-        "cp_documents": f"--data {folder}/lines --val-data {folder}/lines {DOCUMENTS}",
-        "fsdp_lora": f"--model {folder} --data {corpus} --seq-len 32",
-        "fsdp_muon": f"--data {corpus} --seq-len 32 --hidden-size 32 --intermediate-size 48 "
-                     "--num-attention-heads 8 --num-hidden-layers 2",
+        "ddp_convnet": "", "fsdp_gpt2": f"--data {base}/lines --seq-len 24",
+        "tp_llama": f"--from-pretrained {base} --data {corpus} --val-data {corpus} --seq-len 32",
+        "cp_documents": f"--data {base}/lines --val-data {base}/lines {DOCUMENTS}",
+        "fsdp_lora": f"--model {base} --data {corpus} {held_out} --seq-len 24 --lora-rank 4 "
+                     "--lora-alpha 6",
+        "fsdp_muon": f"--data {corpus} {held_out} {MUON}",
     }
     with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
-        def run(name, world, options, out=None):
+        def start(name, world, options="", folder=None, **kwargs):
             if name in ("fsdp_gpt2", "tp_llama", "fsdp_lora") and not HAS_TRANSFORMERS:
                 pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
                             "pip install -r examples/requirements.txt")
             return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
-                              folder=out or tmp_path_factory.mktemp(name))
+                              folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
-        yield functools.cache(run)
-
-
-RUNS = [("fsdp_gpt2", 3, ""), ("fsdp_gpt2", 4, "--replicate 2"), ("ddp_convnet", 3, ""),
-        ("tp_llama", 2, ""), ("tp_llama", 2, "--no-sequence-parallel"), ("cp_documents", 2, ""),
-        ("cp_documents", 2, "--attention ulysses"),
-        ("cp_documents", 4, "--activation-checkpointing selective")]
+        yield start
 
 
-@pytest.mark.parametrize("name, world, more", sampled(RUNS, [RUNS[5]]))
-def test_follows_one_process(example, name, world, more):
+@pytest.fixture(scope="module")
+def example(start):
+    """The same, each run once."""
+    return functools.cache(start)
+
+
+RUNS = [  # an example, ranks, its model, other options
+    ("cp_documents", 2, "", ""), ("fsdp_lora", 3, "", ""), ("fsdp_muon", 3, "", ""),
+    ("fsdp_gpt2", 3, "--dropout 0", ""), ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"),
+    ("ddp_convnet", 3, "", ""), ("tp_llama", 2, "", ""),
+    ("tp_llama", 2, "", "--no-sequence-parallel"),
+    ("cp_documents", 4, "", "--attention ulysses"),
+    ("cp_documents", 4, "", "--activation-checkpointing selective"),
+    ("fsdp_lora", 4, "", "--replicate 2"),
+    ("fsdp_lora", 2, "", "--no-reshard-after-forward --activation-checkpointing"),
+    ("fsdp_muon", 4, "", "--replicate 2"),
+    # A rank owns no matrix; some have no rows of one
+    ("fsdp_muon", 8, "--num-hidden-layers 1 --num-key-value-heads 1", "--grad-accum 1"),
+]
+
+
+@pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:3]))
+def test_follows_one_process(example, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""
-    options = "--dropout 0" if name == "fsdp_gpt2" else ""
     cut = 2 * world if name == "ddp_convnet" else 2
-    expected = example(name, 1, f"{options} --grad-accum {cut}")
-    found = example(name, world, f"{options} --grad-accum 2 {more}")
+    expected = example(name, 1, f"{model} --grad-accum {cut}")
+    found = example(name, world, f"{model} --grad-accum 2 {more}")
     assert len(expected.curve()) == 8
-    for names in (["loss", "grad_norm"], ["val_loss"] * (name in ("tp_llama", "cp_documents"))):
+    evaluated = name not in ("fsdp_gpt2", "ddp_convnet")
+    for names in (["loss", "grad_norm"], ["val_loss"])[:1 + evaluated]:
         one, other = (torch.tensor(result.curve(*names)) for result in (found, expected))
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    if name == "cp_documents" and "checkpointing" not in more:
+        assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]  # as in cp.py
 
 
 RESUMES = [  # an example, and by how much its last loss may differ on other ranks: with dropout, or
     # statistics of what a rank sees, it goes on in the same direction
-    ("fsdp_gpt2", 0.5), ("ddp_convnet", 0.5), ("tp_llama", 1e-10), ("cp_documents", 1e-10),
-    ("fsdp_lora", 1e-10), ("fsdp_muon", 1e-10),
+    ("fsdp_lora", 1e-10), ("fsdp_muon", 1e-10), ("fsdp_gpt2", 0.5), ("ddp_convnet", 0.5),
+    ("tp_llama", 1e-10), ("cp_documents", 1e-10),
 ]
 
 
-@pytest.mark.parametrize("name, within", sampled(RESUMES, RESUMES[4:]))
-def test_resumes_bit_for_bit_and_on_other_ranks(example, tmp_path, name, within):
-    whole = example(name, 2, "")
-    last = "step-00000008"
-    expected = checkpoint_files.read(whole.out / last, prefix="")
+@pytest.mark.parametrize("name, within", sampled(RESUMES, RESUMES[:2]))
+def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name, within):
+    whole = example(name, 2)
+    expected = checkpoint_files.read(whole.out / LAST, prefix="")
     for world, before in ((2, "whole"), (1, "once more")):
-        (whole.out / last).rename(tmp_path / before)
-        again = example(name, world, "", out=whole.out.parent)
+        (whole.out / LAST).rename(tmp_path / before)
+        again = start(name, world, folder=whole.out.parent)
         assert "resuming after step 4" in again.output and again.history[-1]["step"] == 8
-        found = checkpoint_files.read(again.out / last, prefix="")
+        found = checkpoint_files.read(again.out / LAST, prefix="")
         assert found.keys() == expected.keys()
         equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
         assert all(equal) if world == 2 else not all(equal)
         assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < within
 
 
-def test_the_loss_in_bfloat16_has_more_than_3_digits(example):
-    """It is computed in float32, from logits in bfloat16."""
-    result = example("fsdp_gpt2", 2, "--dtype bfloat16 --steps 2")
-    losses = torch.tensor(result.curve("loss"), dtype=torch.float64)
-    assert len(losses) == 2 and (losses.bfloat16().double() != losses).all()
+# Plain loops
 
 
-@pytest.fixture(scope="module")
-def document_by_document(example):
-    """The curve of a loop in one process that gives the model each document by itself: with plain
-    causal attention, and with positions from 0 on."""
-    run = example("cp_documents", 1, "--steps 3 --grad-accum 2")
-    (path,) = re.findall(r" tokens in (\S+)", run.output)
-    parser = option_parser("")
-    args = parse_options(parser, f"{DOCUMENTS} --dtype float64 --lr 0.01 --steps 3".split())
+def settings(options):
+    return parse_options(option_parser(""), f"{TRAINING} {options}".split())
+
+
+def by_hand(args, data, trained, optimizers, mean_loss):
+    """The losses and norms of the first three steps. ``mean_loss(inputs, targets)``"""
+    dataset, curve = TokenDataset(data, args.seq_len), []
+    for step, rows in enumerate(BatchSampler(len(dataset), 24, stop=3)):
+        set_learning_rate(optimizers, step, args)
+        loss = mean_loss(*map(torch.stack, zip(*(dataset[row] for row in rows))))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, args.max_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        curve.append([loss.item(), norm.item()])
+    return curve
+
+
+def plain_model(args):
     with torch.device("meta"):
         model = Transformer(args.config).double()
-    materialise(model, "cpu", 0)
-    optimizer = torch.optim.AdamW(decay_groups(model.parameters(), args.weight_decay), args.lr,
-                                  args.betas)
-    dataset, curve, number = TokenDataset(path, 48), [], 0
-    for step, rows in enumerate(BatchSampler(len(dataset), 24, stop=3)):
-        set_learning_rate(optimizer, step, args)
+    materialise(model, "cpu", args.seed)
+    return model
+
+
+def adamw(parameters, args):
+    return torch.optim.AdamW(decay_groups(parameters, args.weight_decay), args.lr, args.betas)
+
+
+def documents_by_hand(base, corpus):
+    """Each document by itself: with plain causal attention, and with positions from 0 on."""
+    args = settings(DOCUMENTS)
+    model, numbers = plain_model(args), []
+
+    def mean_loss(inputs, targets):
         loss = 0.0
-        for inputs, targets in (dataset[row] for row in rows):
-            borders = [0, *(inputs == ord("\n")).nonzero().flatten().add(1).tolist(), 48]
-            for first, last in zip(borders, borders[1:]):
-                if first < last:
-                    document = slice(first, last)
-                    part = model(inputs[None, document], targets[None, document]) / (24 * 48)
-                    part.backward()
-                    loss, number = loss + part.item(), number + 1
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append([loss, norm.item()])
-    assert number > 3 * 24 * 4
-    return torch.tensor(curve)
+        for row, row_targets in zip(inputs, targets):
+            borders = [0, *(row == ord("\n")).nonzero().flatten().add(1).tolist(), 48]
+            for document in itertools.starmap(slice, zip(borders, borders[1:])):
+                if document.start < document.stop:
+                    loss += model(row[None, document], row_targets[None, document])
+                    numbers.append(1)
+        return loss / targets.numel()
+
+    curve = by_hand(args, f"{base}/lines", list(model.parameters()),
+                    [adamw(model.parameters(), args)], mean_loss)
+    assert len(numbers) > 3 * 24 * 4
+    return curve
 
 
-@pytest.mark.parametrize("world, attention", sampled(
-    [(1, "ring"), (4, "ring"), (4, "ulysses"), (8, "ulysses")], [(4, "ring"), (4, "ulysses")]))
-def test_packed_documents_do_not_see_each_other(example, document_by_document, world, attention):
-    """With more ranks than the 2 key/value heads."""
-    result = example("cp_documents", world, f"--steps 3 --grad-accum 2 --attention {attention}")
-    found = torch.tensor(result.curve())
-    torch.testing.assert_close(found, document_by_document, rtol=0, atol=1e-10)
-    assert result.summary["sent"] == result.summary["theory"]["sent"]["bytes"]  # as in cp.py
+def lora_by_hand(base, corpus):
+    """Without adapters as modules: the changes are added to the weights."""
+    args, config = settings("--seq-len 24"), read_config(base)
+    model, pairs = Transformer(config).double(), {}
+    load_weights(model, base)
+    for name, weight in model.requires_grad_(False).named_parameters():
+        if "_proj." in name:
+            shape = 4, weight.shape[1]
+            slices = tuple(slice(0, size) for size in shape)
+            A = draw_weight(name.replace(".weight", ".lora_A.weight"), slices, shape, config, 0)
+            pairs[name] = (A.double().requires_grad_(),
+                           torch.zeros(len(weight), 4, dtype=torch.float64, requires_grad=True))
+    assert len(pairs) == LAYERS * MATRICES
+
+    def mean_loss(inputs, targets):
+        changed = {name: model.get_parameter(name) + 6 / 4 * B @ A
+                   for name, (A, B) in pairs.items()}
+        return torch.func.functional_call(model, changed, (inputs, targets)) / targets.numel()
+
+    trained = [matrix for pair in pairs.values() for matrix in pair]
+    return by_hand(args, corpus, trained, [adamw(trained, args)], mean_loss)
 
 
-@pytest.mark.parametrize("world", sampled([1, 4, 8], [4]))
-def test_attention_within_documents(run, world):
-    """Outputs and gradients; documents of one token, of one chunk, across chunks and ranks, as long
-    as the sequence. Blocks that no query sees are not computed."""
-    assert "all agree" in run("tests/support/documents.py", world, pass_out=False).output
+def muon_by_hand(base, corpus):
+    """With torch's Muon, which would compute in bfloat16: 2.15 converts by ``to``, 2.13 by
+    ``bfloat16``."""
+    args, to = settings(MUON), torch.Tensor.to
+    model = plain_model(args)
+    matrices, rest = ([p for name, p in model.named_parameters() if ("_proj." in name) == within]
+                      for within in (True, False))
+    muon = torch.optim.Muon(matrices, args.lr, args.weight_decay, adjust_lr_fn="match_rms_adamw")
+    with mock.patch.multiple(
+        torch.Tensor, bfloat16=torch.Tensor.clone, to=lambda tensor, *args, **kwargs: (
+            tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs)
+        ),
+    ):
+        return by_hand(args, corpus, matrices + rest, [muon, adamw(rest, args)],
+                       lambda inputs, targets: model(inputs, targets) / targets.numel())
+
+
+@pytest.mark.parametrize("name, loop", [
+    ("cp_documents", documents_by_hand), ("fsdp_lora", lora_by_hand), ("fsdp_muon", muon_by_hand)])
+def test_one_process_is_a_plain_loop(example, base, corpus, name, loop):
+    found = example(name, 1, " --grad-accum 2").curve()[:3]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(loop(base, corpus)),
+                               rtol=0, atol=1e-10)
+
+
+BYTES = [  # trained tensors: the norm sends a number for each; how many of them AdamW steps
+    ("fsdp_lora", 2, "", 28, 28), ("fsdp_muon", 2, "", 39, 11),
+    ("fsdp_lora", 4, "--replicate 2 --dtype bfloat16 --grad-accum 2", 28, 28),
+    ("fsdp_lora", 2, "--no-reshard-after-forward --grad-accum 2", 28, 28),
+    ("fsdp_muon", 4, "--grad-accum 2 --dtype bfloat16", 39, 11),
+    ("fsdp_muon", 4, "--replicate 2", 39, 11),
+]
+
+
+@pytest.mark.parametrize("name, world, more, tensors, counted", sampled(BYTES, BYTES[:2]))
+def test_bytes_and_collectives(example, name, world, more, tensors, counted):
+    """Beside the formulas. On top come AdamW's count of steps, and the norm for clipping. Before
+    the counted step nothing is evaluated: see ``reshard`` on torch 2.11."""
+    layers = "--num-hidden-layers 4" if name == "fsdp_muon" else ""  # 4 ranks own equally much
+    summary = example(name, world, f"--save-every 0 --val-every 9 {layers} {more}").summary
+    theory = {kind: size["bytes"] for kind, size in summary["theory"].items()}
+    held = {kind: summary["held"][kind.replace("_", " ")] for kind in theory if kind != "sent"}
+    held["optimizer_states"] -= 4 * counted
+    assert held == {kind: theory[kind] for kind in held} and min(held.values()) > 0
+    size, n = 4 if "bfloat16" in more else 8, 2 if "--replicate" in more else world
+    norms = 2 * tensors * size * (n - 1) / n
+    assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
+    calls, sent = {}, {}
+    for part in summary["collectives"]:
+        kind = part["collective"]
+        calls[kind] = calls.get(kind, 0) + part["calls"]
+        sent[kind] = sent.get(kind, 0) + part["bytes"]
+    if name == "fsdp_lora":
+        a = 2 if "--grad-accum" in more else 1
+        assert calls["all-gather"] == (
+            LAYERS + 2 if "--no-reshard" in more else a * (2 * LAYERS + 2))
+        assert calls["reduce-scatter"] == a * LAYERS
+    else:
+        M = size * 4 * (2 * 32 * 32 + 2 * 8 * 32 + 3 * 32 * 48)  # 2 of 8 heads have keys
+        assert calls["all-to-all"] == 2 and sent["all-to-all"] == 2 * M / n * (n - 1) / n
+
+
+# fsdp_lora.py
+
+
+def test_another_base_is_refused(start, base, tmp_path):
+    """One row of one matrix is enough, in a resume or on one of two ranks."""
+    transformers = pytest.importorskip("transformers")
+    start("fsdp_lora", 1, "--steps 2", folder=tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
+    model.save_pretrained(tmp_path / "rank1" / "base")
+    shutil.copytree(base, tmp_path / "rank0" / "base")
+    for world, options, inject, words in (
+        (1, "--steps 4 --model rank1/base", "", "the hash of the base is "),
+        (2, "--no-resume --model base", "os.chdir(f'rank{rank}')", "the hash of the base is "),
+        (1, "--no-resume --model tiny", "", "tiny has no .safetensors file with weights"),
+    ):
+        result = start("fsdp_lora", world, options, tmp_path, inject=inject, expect_ok=False)
+        assert not result.ok and words in result.output
+
+
+def test_peft_reads_the_adapters(start, base, tmp_path):
+    """It computes the same logits. They are exported at the end of a run, not where it stops. A
+    checkpoint has nothing else."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = tmp_path / "adapters"
+    options = f"--export {folder} --lr 0.02"
+    start("fsdp_lora", 3, options, tmp_path, inject="at(4, signal_self, 'SIGTERM')")
+    assert not folder.exists()
+    result = start("fsdp_lora", 3, options, tmp_path)
+    assert re.search("resuming after step [45]", result.output)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
+    reference = transformers.LlamaForCausalLM.from_pretrained(base).double()
+    reference = peft.PeftModel.from_pretrained(reference, folder)
+    adapters = checkpoint_files.read(result.out / LAST)
+    assert len(adapters) == 2 * LAYERS * MATRICES and all(".lora_" in name for name in adapters)
+
+    model = Transformer(read_config(base)).double().requires_grad_(False)
+    load_weights(model, base)
+    tokens = torch.arange(48).view(2, 24) * 7 % 256
+    before = model(tokens)
+    for name, A in adapters.items():
+        if name.endswith(".lora_A.weight"):
+            B = adapters[name.replace("lora_A", "lora_B")]
+            model.get_parameter(name.replace(".lora_A", "")).add_(6 / 4 * B @ A)
+    logits = model(tokens)
+    assert (logits - before).abs().max() > 0.5
+    # Llama's norms and angles are in float32 in transformers.
+    torch.testing.assert_close(reference(tokens).logits, logits, rtol=0, atol=2e-5)
+
+
+# fsdp_muon.py
+
+
+def test_owners_have_about_equally_much():
+    sizes = [4096, 1024, 1024, 4096, 11264, 11264, 11264] * 32
+    for n in (1, 3, 8, 64):
+        owned = share_out(sizes, n)
+        assert sorted(i for indices in owned for i in indices) == list(range(len(sizes)))
+        loads = [sum(sizes[i] for i in indices) for indices in owned]
+        assert max(loads) <= sum(sizes) / n * 1.06
+    assert share_out([5, 7], 3) == [[1], [0], []]
+
+
+def test_newton_schulz():
+    """It keeps the singular vectors, and brings the singular values close to 1."""
+    for shape in ((24, 40), (40, 24), (16, 16)):
+        torch.manual_seed(0)
+        X = torch.randn(shape, dtype=torch.float64)
+        U, _, V = torch.linalg.svd(X, full_matrices=False)
+        found = newton_schulz(X)
+        values = U.mT @ found @ V.mT
+        assert found.dtype == torch.float64 and found.shape == shape
+        assert (values - values.diag().diag()).abs().max() < 1e-12
+        assert 0.6 < values.diag().min() <= values.diag().max() < 1.3
+
+
+# cp_documents.py
+
+HEADS, KV_HEADS, SIZE, CHUNK = 8, 2, 6, 3  # CHUNK: positions in half of a rank's zig-zag
+
+
+def ends_of_documents(T):
+    """(sequences, T): True where a document ends. Documents of random lengths, of the whole
+    sequence, up to its last token, of one token, of one chunk and of two halves of chunks."""
+    torch.manual_seed(1)
+    position = torch.arange(T)
+    return torch.stack([
+        torch.rand(T) < 0.05, torch.rand(T) < 0.2, torch.rand(T) < 0.5, position < 0,
+        position == T - 1, position >= 0, position % CHUNK == CHUNK - 1, position % CHUNK == 1,
+    ])
+
+
+def one_by_one(q, k, v, ends):
+    """Attention to each document as if there were no other."""
+    out = []
+    for row, row_ends in enumerate(ends):
+        borders = [0, *(row_ends.nonzero().flatten() + 1).tolist(), len(row_ends)]
+        out.append(torch.cat([scaled_dot_product_attention(
+            *(x[row:row + 1, :, a:b] for x in (q, k, v)), is_causal=True, enable_gqa=True
+        ) for a, b in zip(borders, borders[1:]) if a < b], dim=2))
+    return torch.cat(out)
+
+
+def results(attention, q, k, v, weight):
+    """The output, and the gradients of q, k and v, of a weighted sum of it."""
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    (out * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def blocks_in_sight(ends, shards, rank):
+    """The number of ranks of whose keys a query of ``rank`` sees any, found pair by pair."""
+    numbers = ends.long().cumsum(1) - ends.long()
+    seen = torch.ones(ends.shape[1], ends.shape[1], dtype=torch.bool).tril()
+    seen = (seen & (numbers[:, :, None] == numbers[:, None, :])).any(0)
+    return sum(seen[shards[rank]][:, shard].any().item() for shard in shards)
+
+
+@on_ranks(4)
+def test_attention_within_documents(mesh, rank):
+    """Outputs and gradients, of all sequences at once and one by one. Blocks that no query sees are
+    not computed."""
+    n, group = mesh.size(), mesh.get_group()
+    alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("all", "own")).get_group("own")
+    T = 2 * n * CHUNK
+    ring_of_one = functools.partial(cp.ring_attention, group=alone)
+    by_ulysses = functools.partial(cp.ulysses_attention, attention=ring_of_one)
+    for attention, ring in ((cp.ring_attention, group), (by_ulysses, alone)):
+        positions = cp.shard_positions(T, n, zigzag=ring is group)[rank]
+        shards = cp.shard_positions(T, ring.size())
+        every = ends_of_documents(T)
+        for ends in (every, *every.split(1)):
+            torch.manual_seed(2)
+            whole = [torch.randn(len(ends), heads, T, SIZE, dtype=torch.float64)
+                     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+            within = functools.partial(
+                attention, group=group, is_causal=True,
+                documents=cp.documents_in_sight(ends.long(), 1, shards, ring),
+            )
+            kernels = {name: mock.Mock(wraps=getattr(cp, name)) for name in (
+                "attend_where_visible", "attend_where_visible_backward")}
+            with mock.patch.multiple(cp, **kernels):
+                mine = (x[:, :, positions] for x in whole)
+                found = results(within, *(x.mT.contiguous().mT for x in mine))  # in columns
+            blocks = blocks_in_sight(ends, shards, ring.rank())
+            assert [kernel.call_count for kernel in kernels.values()] == [blocks] * 2
+            expected = results(functools.partial(one_by_one, ends=ends), *whole)
+            for x, y in zip(found, expected):  # also where it is NaN
+                torch.testing.assert_close(x, y[:, :, positions], rtol=0, atol=1e-12)
 
 
 def test_attention_within_documents_is_causal():
     with pytest.raises(SettingError, match="causal: give it is_causal=True"):
-        cp_documents.ring_attention(*torch.zeros(3, 1, 2, 4, 8), group=None, documents=[None],
-                                    is_causal=False)
+        cp.ring_attention(*torch.zeros(3, 1, 2, 4, 8), group=None, documents=[None],
+                          is_causal=False)
+
+
+# Others
 
 
 @thorough
-def test_the_convnet_learns(example):
-    result = example("ddp_convnet", 2, "--steps 150 --dtype bfloat16 --lr 0.05")
+def test_the_convnet_learns(start):
+    result = start("ddp_convnet", 2, "--steps 150 --dtype bfloat16 --lr 0.05")
     assert float(re.search(r"held-out set: (\S+)", result.output)[1]) > 0.6
     assert {"images", "images_per_second"} <= result.history[-1].keys()
 
 
 @thorough
-def test_the_trained_llama_is_exported(example, tmp_path):
-    result = example("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
+def test_the_trained_llama_is_exported(start, tmp_path):
+    result = start("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    trained = checkpoint_files.read(result.out / "step-00000008")
+    trained = checkpoint_files.read(result.out / LAST)
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
@@ -194,7 +469,7 @@ def test_the_trained_llama_is_exported(example, tmp_path):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def start(*command, cwd=ROOT):
+def by_a_user(*command, cwd=ROOT):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "NPROC": "2"}
     result = subprocess.run(
@@ -207,8 +482,8 @@ def start(*command, cwd=ROOT):
 @thorough
 def test_as_a_module_and_by_run_sh_from_any_folder(tmp_path):
     options = "--steps", "4", "--out", tmp_path / "out"
-    start(*TORCHRUN, "-m", "examples.ddp_convnet", *options)
-    start("bash", ROOT / "run.sh", "examples/ddp_convnet.py", "--steps", "4", cwd=tmp_path)
+    by_a_user(*TORCHRUN, "-m", "examples.ddp_convnet", *options)
+    by_a_user("bash", ROOT / "run.sh", "examples/ddp_convnet.py", "--steps", "4", cwd=tmp_path)
     first, second = (
         [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         for out in (tmp_path / "out", tmp_path / "runs" / "ddp_convnet")
@@ -218,8 +493,8 @@ def test_as_a_module_and_by_run_sh_from_any_folder(tmp_path):
 
 @thorough
 def test_the_trainer_and_the_same_with_fsdp():
-    plain = start(sys.executable, "-m", "examples.trainer")
-    sharded = start(*TORCHRUN, "-m", "examples.trainer_fsdp")
+    plain = by_a_user(sys.executable, "-m", "examples.trainer")
+    sharded = by_a_user(*TORCHRUN, "-m", "examples.trainer_fsdp")
     one, other = (
         torch.tensor([[float(word) for word in line.split()[3::2]] for line in output.splitlines()])
         for output in (plain, sharded)

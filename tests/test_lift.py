@@ -1,9 +1,9 @@
 """Promise 7: it lifts. A script copied with what it imports runs anywhere, with or without its
-services; what stands below ``main`` are functions of plain values; most of common/ can be taken
-alone."""
+services; the functions below ``main`` can be taken alone."""
 
 import ast
 import difflib
+import functools
 import re
 
 import pytest
@@ -141,56 +141,55 @@ def equal(found, expected):
 
 
 IN_USE = {  # the services of a whole script
-    "Checkpoints": "--save-every 2 --keep 1", "Report": "--log-every 1",
-    "Validation": "--val-data {corpus} --val-every 2 --val-batches 1",
+    "checkpoint": "--save-every 2 --keep 1", "report": "--log-every 1",
+    "validation": "--val-data {corpus} --val-every 2 --val-batches 1",
 }
 
 
-@pytest.mark.parametrize("name", sampled(SCRIPTS, ["single", "zero", "pp"]))
-def test_a_copy_without_services_trains_to_the_same_weights(server, corpus, tmp_path, name):
-    """In a folder with the script, or those of which it is composed, and essentials alone."""
-    whole, bare = copy(name, tmp_path / "whole"), copy(name, tmp_path / "bare", ALL)
-    services = {path for path in whole if path.startswith("common/services/")}
-    assert whole - bare == services and len(services) > 8 and bare < whole
-    (tmp_path / "bare" / "common" / "services").rmdir()  # it is empty
-    used = " ".join(IN_USE.values()).replace("{corpus}", corpus)
-    expected, records = train(server, name, tmp_path / "whole", f"--data {corpus} {used}")
-    found, none = train(server, name, tmp_path / "bare", f"--data {corpus}", pass_out=False)
-    assert equal(found, expected)
-    assert {path.name for path in (tmp_path / "whole" / "out").iterdir()} == {
-        "lock", "metrics.jsonl", "run-id", "step-00000004", "summary.json"
-    }
-    assert not (tmp_path / "bare" / "out").exists() and all(records) and not any(none)
-
-
 @pytest.fixture(scope="module")
-def whole_fsdp(server, corpus, tmp_path_factory):
-    """Its weights."""
-    folder = tmp_path_factory.mktemp("whole") / "copy"
-    copy("fsdp", folder)
-    expected, _ = train(server, "fsdp", folder, f"--data {corpus}")
-    return expected
+def whole(server, corpus, tmp_path_factory):
+    """A copy of a script with what it imports, and no others; what it has trained."""
+    @functools.cache
+    def whole(name):
+        folder = tmp_path_factory.mktemp("whole") / "copy"
+        used = " ".join(IN_USE.values()).replace("{corpus}", corpus)
+        copied = copy(name, folder)
+        return copied, *train(server, name, folder, f"--data {corpus} {used}")
+
+    return whole
 
 
-SINGLE = [  # a service, what it is called, and the files that only it needs
-    ("Checkpoints", CHECKPOINTS, {"checkpoint", "checkpoint_files", "settings", "signals"}),
-    ("Validation", VALIDATION, {"validation"}), ("compare_calls", CALLS, {"same_calls"}),
-    ("Report", REPORT, {"counting", "loggers", "metrics", "report", "theory"}),
-]
+OF_CHECKPOINTS = {"checkpoint", "checkpoint_files", "settings", "signals"}  # files only it needs
+ROWS = [("fsdp", CHECKPOINTS, OF_CHECKPOINTS), ("fsdp", VALIDATION, {"validation"}),
+        ("fsdp", CALLS, {"same_calls"}),
+        ("fsdp", REPORT, {"counting", "loggers", "metrics", "report", "theory"}),
+        *[(name, ALL, None) for name in SCRIPTS]]
 
 
-@pytest.mark.parametrize("service, names, files", sampled(SINGLE, SINGLE[:1]))
-def test_each_service_comes_off_alone(server, corpus, tmp_path, whole_fsdp, service, names, files):
-    """The others work as before."""
-    copied = copy("fsdp", tmp_path / "copy", names)
-    assert needed("fsdp.py") - copied == {f"common/services/{name}.py" for name in files}
-    used = " ".join(use for name, use in IN_USE.items() if name != service)
-    options = f"--data {corpus} {used}".replace("{corpus}", corpus)
-    found, _ = train(server, "fsdp", tmp_path / "copy", options)
-    assert equal(found, whole_fsdp)
-    out = {path.name for path in (tmp_path / "copy" / "out").iterdir()}
-    assert ("step-00000004" in out) == (service != "Checkpoints")
-    assert ("metrics.jsonl" in out) == (service != "Report")
+@pytest.mark.parametrize("name, services, files", sampled(
+    ROWS, [row for row in ROWS if row[:2] in (("fsdp", CHECKPOINTS), ("zero", ALL))]))
+def test_a_copy_without_services_trains_to_the_same_weights(
+    server, corpus, tmp_path, whole, name, services, files
+):
+    """In a folder with the script, or those of which it is composed. The other services work."""
+    copied, expected, records = whole(name)
+    bare = copy(name, tmp_path / "copy", services)
+    left = {path for path in copied - bare if path.startswith("common/services/")}
+    assert bare < copied and left == copied - bare
+    used = ""
+    if files:
+        assert left == {f"common/services/{name}.py" for name in files}
+        used = " ".join(use for name, use in IN_USE.items() if name not in files)
+    else:
+        (tmp_path / "copy" / "common" / "services").rmdir()  # it is empty
+    found, own_records = train(server, name, tmp_path / "copy",
+                               f"--data {corpus} {used}".replace("{corpus}", corpus),
+                               pass_out=bool(files))
+    assert equal(found, expected)
+    assert all(records) and (files or not any(own_records))
+    out = {path.name for path in (tmp_path / "copy" / "out").glob("*")}
+    assert ("step-00000004" in out) == bool(files and "checkpoint" not in files)
+    assert ("metrics.jsonl" in out) == bool(files and "report" not in files)
 
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
@@ -198,28 +197,6 @@ def test_the_functions_below_main_lift_into_another_trainer(run):
 
 
 # The shape of a script
-
-
-PLAIN = "common.errors", "common.attention", "common.experts", "common.torch_versions"
-
-
-def test_below_main_stands_the_strategy_in_plain_values_then_check():
-    """What stands there takes no options, and nothing of common/ but errors and helpers of torch.
-    """
-    for name, source in SOURCES.items():
-        tree = ast.parse(source)
-        main, *below = [node for node in tree.body
-                        if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        assert main.name == "main"
-        sections = re.findall(r"^    # (Model|Optimizer|Data|Resume|Loop)\b", source, re.M)
-        assert sections == ["Model", "Optimizer", "Data", "Resume", "Loop"]
-        common = {alias.name for node in tree.body
-                  if isinstance(node, ast.ImportFrom) and node.module.startswith("common")
-                  and node.module not in PLAIN for alias in node.names}
-        for node in below[:-1] if below and below[-1].name == "check" else below:
-            arguments = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
-            assert not (names_in(node) | arguments) & (common | {"args"}), (name, node.name)
-
 
 MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
 

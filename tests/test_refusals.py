@@ -33,14 +33,16 @@ def started(*_, **__):
     raise Started
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_type_of_each_option(script, monkeypatch):
+def test_the_type_of_each_option(monkeypatch):
     """No option takes a value that nothing checks."""
-    module, parsers = importlib.import_module(script), []
-    monkeypatch.setattr(module, "parse_options", lambda parser, _: started(parsers.append(parser)))
-    with pytest.raises(Started):
-        module.main([])
-    for action in parsers[0]._actions:
+    parsers = []
+    for script in SCRIPTS:
+        module = importlib.import_module(script)
+        monkeypatch.setattr(
+            module, "parse_options", lambda parser, _: started(parsers.append(parser)))
+        with pytest.raises(Started):
+            module.main([])
+    for action in (action for parser in parsers for action in parser._actions):
         (name, *_), parse, refused = action.option_strings, action.type, []
         if parse and parse.__name__ == "whole number":
             least = 1 - (name in MAY_BE_0)
@@ -51,7 +53,7 @@ def test_the_type_of_each_option(script, monkeypatch):
         else:
             assert action.nargs == 0 or action.choices or name in TEXTS, name
         for text in refused:
-            with pytest.raises(argparse.ArgumentTypeError, match="it must be (at|greater than)"):
+            with pytest.raises(argparse.ArgumentTypeError):
                 parse(text)
 
 
@@ -60,31 +62,24 @@ def test_the_type_of_each_option(script, monkeypatch):
 # what is allowed or what to do.
 
 SINGLE = [
-    ("--steps 0", "--steps: 0 ... at least 1"), ("--lr ''", "--lr: ... ''"),
-    ("--workers 1.5", "--workers ... whole number ... '1.5'"), ("--beta2 1", "--beta2: 1 ... most"),
-    ("--batch-size 1000000000000", "--batch-size: 1000000000000 ... at most 16777216"),
+    ("--lr ''", "--lr: ... ''"), ("--beta2 1", "--beta2: 1 ... most"),
     ("--num-hidden-layers 100000", "num_hidden_layers ... 100000 ... at most 10000"),
     ("--head-dim 7", "head_dim 7 ... odd"),
     ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
     ("--num-key-value-heads 3", "3 does not divide num_attention_heads 8"),
     ("--model nowhere", "--model nowhere ... choose from tiny, small ... config.json"),
-    ("--model ''", "--model : no such ... choose"),
-    ("--model empty", "empty/config.json cannot be read (No such file"),
+    ("--model empty", "empty/config.json cannot be read"),
     ("--model file", "file cannot be read (JSONDecodeError"),
     ("--model deep", "deep/config.json: num_hidden_layers ... 1000000000 ... at most 10000"),
-    ("--dtype wrong", "--dtype: invalid choice: 'wrong'"),
-    ("--unknown", "unrecognized arguments: --unknown"), ("--steps", "--steps: expected one"),
+    ("--dtype wrong", "--dtype: invalid choice: 'wrong'"), ("--unknown", "--unknown"),
     ("--device cuda", "--device cuda ... no GPU ... --device cpu"),
     ("--profile --steps 3", "--steps 3 ... at least 4"),
-    ("--out ''", "--out: ... empty"), ("--out file", "file ... File exists"),
-    ("--out file/run", "file/run ... Not a directory"), ("--out /proc/none/run", "/proc/none"),
+    ("--out ''", "--out: ... empty"), ("--out file/run", "file/run ... Not a directory"),
     ("--data ''", "--data '' ... 'stdlib'"), ("--data nowhere", "--data nowhere: no such file"),
-    ("--data dangling", "dangling: no such"), ("--data with-loop", "loop cannot be read"),
+    ("--data with-loop", "loop cannot be read"), ("--data odd.bin", "odd.bin has 301 bytes"),
     ("--data empty", "--data empty holds 0 tokens ... --seq-len 128 takes 129"),
-    ("--data file --seq-len 2000000000", "--seq-len 2000000000 takes 2000000001"),
-    ("--data wide.bin", "--data wide.bin ... uint32"), ("--data odd.bin", "odd.bin has 301 bytes"),
+    ("--data wide.bin", "--data wide.bin ... uint32"), ("--data mixed", "mixed mixes .bin files"),
     ("--data big.bin", "token 256, beyond a vocabulary of 256: raise --vocab-size"),
-    ("--data mixed", "--data mixed mixes .bin files"),
     ("--val-data ''", "--val-data: ... empty"), ("--val-data nowhere", "--val-data nowhere: no"),
     ("--val-data file --batch-size 79", "--val-data has 78 samples ... --batch-size 79"),
 ]
@@ -114,8 +109,6 @@ STRATEGIES = {
     ],
     "pp": [
         (4, "--microbatches 3", "--microbatches 3 ... 1f1b on 4 ranks: use at least 4"),
-        (2, "--schedule dualpipev --stages-per-rank 2 --microbatches 3",
-         "--microbatches 3 ... dualpipev on 2"),
         (2, "--schedule 1f1b --stages-per-rank 2", "--stages-per-rank 2 ... 1f1b ... use 1"),
         (2, "--schedule zbv --stages-per-rank 1", "--stages-per-rank 1 ... zbv ... use 2"),
         (4, "--schedule loopedbfs --stages-per-rank 2", "4 ranks x 2 stages are 8, but 4 layers"),
@@ -128,7 +121,6 @@ STRATEGIES = {
     ],
     "hybrid_3d": [
         (4, "--dp 2 --tp 2 --cp 3", "(4) ... dp (2) x tp (2) x cp (3) x pp (1) = 12"),
-        (4, "--tp 8", "(4) ... dp (1) x tp (8) x cp (1) x pp (1) = 8"),
         (4, "--tp 4 --num-key-value-heads 2", "--num-key-value-heads 2 ... multiple of 4"),
         (4, "--cp 4 --seq-len 36", "--seq-len 36 ... 8 equal parts (2 x --cp)"),
         (8, "--cp 2 --tp 4 --seq-len 20", "--cp 2 is 10 positions ... --tp 4"),
@@ -139,8 +131,7 @@ STRATEGIES = {
         (2, SELECTIVE, "selective with --num-experts ... use full"),
         (4, "--tp 2 --ep 2", "--ep 2 ... give --num-experts"),
         (2, "--tp 2 --num-experts 4 --no-sequence-parallel", "--no-sequence-parallel with --num"),
-        (2, "--tp 2 --num-experts 4 --seq-len 31",
-         "--cp 1 is 31 positions ... --tp 2 equal parts: use a multiple of 4\n"),
+        (2, "--tp 2 --num-experts 4 --seq-len 31", "31 positions ... --tp 2 ... multiple of 4\n"),
         (4, "--tp 2 --pp 2 --num-experts 4 --ep 4", "--ep 4 ... the 2 ranks ... use 1 or 2"),
         (8, "--replicate 2 --tp 2 --num-experts 6 --ep 4", "--ep 4 ... --num-experts 6: use 1 or"),
         (1, "--balance-rate 1e-3", "--balance-rate 0.001"),
@@ -155,10 +146,8 @@ STRATEGIES = {
         (4, "--num-experts 6", "--ep 4 does not divide --num-experts 6: use 1 or 2"),
         # What is proposed is not refused in its turn.
         (4, "--num-experts 6 --expert-size 25", "--num-experts 6: use a multiple of 4 as --num"),
-        (6, "--num-experts 6 --expert-size 25 --ep 4", "--ep 4 ... use 1 or 2 or 3 or 6"),
         (4, "--num-experts 6 --expert-size 25 --ep 3",
          "use a multiple of 4 as --num-experts, and an --ep that divides 4"),
-        (4, "--num-experts 6 --expert-size 26 --ep 3", "--ep 3 ... 4 ranks ... use 2"),
         (4, "--num-experts 6 --ep 2 --expert-size 25",
          "--ep 2 leaves 2 ranks ... --hidden-size 128 and --expert-size 25"),
         (1, "--num-experts 2 --experts-per-token 3", "experts_per_token 3 ... num_experts 2"),
@@ -196,7 +185,6 @@ def folder(server, tmp_path_factory):
     (folder / "file").write_text("text " * 2000)
     (folder / "other").write_text("test " * 2000)
     (folder / "empty").mkdir()
-    (folder / "dangling").symlink_to("nowhere")
     (folder / "with-loop").mkdir()
     (folder / "with-loop" / "loop").symlink_to("loop")
     (folder / "mixed").mkdir()
@@ -290,21 +278,7 @@ def refused(server, folder):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("command, world, words", [
-    ("single.py --data '\udcff\udcfe'", 0, r"--data \udcff\udcfe: no such file"),
-    ("single.py --data '\x1b[2Jx'", 0, r"--data \x1b[2Jx: no such file"),
-    ("fsdp.py --replicate 2", 3, "--replicate 2"),
-    ("ddp.py", 3, "--batch-size 16 ... 3 data-parallel ranks ... 15 or 18"),
-    ("ddp.py --batch-size 4 --grad-accum 3", 2, "3 accumulation steps: use a multiple of 6"),
-    ("ddp.py --device cuda", 2, "--device cuda"), ("fsdp.py --cpu-offload", 2, "--cpu-offload"),
-    ("ddp.py --backend nccl", 2, "--backend nccl ... use gloo"),
-])
-def test_a_command(refused, command, world, words):
-    refused(command, world, words)
-
-
-@pytest.mark.parametrize("script, world", [("single.py", 0), ("fsdp.py", 2)])
-def test_a_folder_of_another_run(refused, script, world):
+def test_a_folder_of_another_run(refused):
     for options, words in [
         ("--steps 1", "finished step 2 ... --steps is 1: raise --steps"),
         *[(f"--steps 4 {name} {now}", f"{name} is {saved} in done/step-00000002 and {now} ... "
@@ -315,26 +289,33 @@ def test_a_folder_of_another_run(refused, script, world):
         ("--steps 4 --resume-from 1", "--resume-from 1 ... it has 2"),
         ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2"),
     ]:
-        refused(f"{script} --out done {options}", world, words)
+        refused(f"single.py --out done {options}", 0, words)
+
+
+def test_a_finished_run_is_done(server, folder):
+    """Started again it ends with status 0 and a line that says so, and writes nothing."""
+    before = contents(folder)
+    again = server.run(f"zero.py {DONE} --data file", 2, folder=folder, out="done")
+    assert "finished step 2, its last: raise --steps" in again.lines[-1]
+    assert contents(folder) == before
 
 
 CONNECT = "rank 0 cannot connect ... MASTER_ADDR {}, MASTER_PORT {}"
 
 
-CONNECTIONS = [  # the first five without --all
-    ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+CONNECTIONS = [  # the first three without --all
     ({"MASTER_ADDR": "no-such-machine.invalid"}, CONNECT.format("no-such-machine.invalid", "")),
     ({"RANK": "1", "TIMEOUT": "2"}, "rank 1 cannot connect ... --timeout"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
     ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"}, "cannot connect ... eth99 ... IFNAME"),
     ({"TORCH_FR_BUFFER_SIZE": "x"}, "TORCH_FR_BUFFER_SIZE is 'x'"),
     ({"MASTER_PORT": "-5"}, "MASTER_PORT is '-5'"),
-    *[({"MASTER_PORT": port}, CONNECT.format("127.0.0.1", port)) for port in ("99999", None)],
-    *[({"MASTER_ADDR": name}, CONNECT.format(name, "")) for name in ("", "a" * 250, None)],
+    ({"MASTER_PORT": "99999"}, CONNECT.format("127.0.0.1", "99999")),
+    ({"MASTER_ADDR": None}, CONNECT.format(None, "")),
 ]
 
 
-@pytest.mark.parametrize("change, words", sampled(CONNECTIONS, CONNECTIONS[:5]))
+@pytest.mark.parametrize("change, words", sampled(CONNECTIONS, CONNECTIONS[:3]))
 def test_ranks_that_cannot_connect(refused, change, words):
     options = f"--timeout {change['TIMEOUT']}" if "TIMEOUT" in change else ""
     with socket.create_server(("127.0.0.1", 0)) as taken, free_port() as free:
@@ -346,69 +327,69 @@ def test_ranks_that_cannot_connect(refused, change, words):
 
 BOTH = "{} is ... on rank 0 and {} on rank 1: start all ranks with the same"
 OTHER = "os.chdir(str(rank))"  # there the same names are other files
-# A command on two ranks, and what is run before it on each of them
-DIFFERENCES = [  # the first ten without --all
-    *[(command, f"rank_1_has('{option}', '{value}')", BOTH.format(option, value))
-      for command, option, value in [
-        ("ddp.py", "--lr", "0.5"), ("pp.py", "--hidden-size", "64"), ("cp.py", "--out", "other"),
-        ("ddp.py --backend gloo", "--backend", "auto")]],
-    ("fsdp.py --model . --data ../file", OTHER, BOTH.format("--hidden-size", 64)),
-    ("ddp.py", "other_pythons()", BOTH.format("Python", "3.99.1")),
-    ("ddp.py", "other_code('model.py')", BOTH.format("the hash of common/model.py", " ... ")),
+TIED = "model.embed_tokens.weight ... lm_head.weight"
+COMMANDS = [  # what is run before the command on each rank; the first ones without --all
+    (r"single.py --data '\udcff\udcfe'", 0, "", r"--data \udcff\udcfe: no such file"),
+    ("single.py --data '\x1b[2Jx'", 0, "", r"--data \x1b[2Jx: no such file"),
+    ("ddp.py", 3, "", "--batch-size 16 ... 3 data-parallel ranks ... 15 or 18"),
+    ("ddp.py --batch-size 4 --grad-accum 3", 2, "", "3 accumulation steps: use a multiple of 6"),
+    # Models that a strategy cannot take
+    ("zero.py", 2, "tied()", "weight is in 2 of the units"),
+    ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
+    ("pp.py --schedule zbv", 1, "tied()", TIED), ("pp.py", 2, "own_parameter()", "model.gate: del"),
+    # Ranks that differ
+    ("ddp.py", 2, "rank_1_has('--lr', '0.5')", BOTH.format("--lr", "0.5")),
+    ("fsdp.py --model . --data ../file", 2, OTHER, BOTH.format("--hidden-size", 64)),
+    ("ddp.py", 2, "other_pythons()", BOTH.format("Python", "3.99.1")),
+    ("ddp.py", 2, "other_code('model.py')", BOTH.format("the hash of common/model.py", " ... ")),
     # Before they connect over NCCL, which would wait for the rank on the CPU
-    ("ddp.py", "other_devices()", BOTH.format("the type of device", "cuda")),
-    ("ddp.py --out ../out --data ../file --val-data letters", OTHER, "samples in --val-data is"),
+    ("ddp.py", 2, "other_devices()", BOTH.format("the type of device", "cuda")),
+    ("ddp.py --out ../out --data ../file --val-data letters", 2, OTHER,
+     "samples in --val-data is"),
     # Before the earlier run is moved aside
-    ("ddp.py --out ../done --data letters --no-resume", OTHER, "samples in --data is"),
-    ("ddp.py", "os.environ.update(TORCH_GLOO_LAZY_INIT=str(rank))",
+    ("ddp.py --out ../done --data letters --no-resume", 2, OTHER, "samples in --data is"),
+]
+MORE = [
+    ("fsdp.py --cpu-offload", 2, "", "--cpu-offload"),
+    ("ddp.py --backend nccl", 2, "", "--backend nccl ... use gloo"),
+    ("hybrid_3d.py --pp 2", 2, "tied()", TIED),
+    ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate: add its module"),
+    ("ddp.py --backend gloo", 2, "rank_1_has('--backend', 'auto')",
+     BOTH.format("--backend", "auto")),
+    ("cp.py", 2, "rank_1_has('--out', 'other')", BOTH.format("--out", "other")),
+    ("ddp.py", 2, "os.environ.update(TORCH_GLOO_LAZY_INIT=str(rank))",
      BOTH.format("TORCH_GLOO_LAZY_INIT", 1)),
-    ("ddp.py --timeout 2", "slow(1, 30)", "rank 0 cannot connect ... --timeout"),
-    ("pp.py --out ../out --data letters", OTHER, "samples in --data is ... on rank 1"),
-    ("ddp.py --out ../out --data length", OTHER, "--data is 78 on rank 0 and 79 on rank 1"),
-    # A setting of a foreign model
-    ("fsdp.py", "other_models()", BOTH.format("--n-layer", 3)),
+    ("ddp.py --timeout 2", 2, "slow(1, 30)", "rank 0 cannot connect ... --timeout"),
+    ("ddp.py --out ../out --data length", 2, OTHER, "--data is 78 on rank 0 and 79 on rank 1"),
+    ("fsdp.py", 2, "other_models()", BOTH.format("--n-layer", 3)),  # a setting of a foreign model
 ]
 
 
-@pytest.mark.parametrize("command, code, words", sampled(DIFFERENCES, DIFFERENCES[:10]))
-def test_ranks_that_differ(refused, command, code, words):
-    refused(command, 2, words, inject=code)
-
-
-# Models that a strategy cannot take
-TIED = "several stages have ... model.embed_tokens.weight = lm_head.weight: delete"
-
-
-@pytest.mark.parametrize("command, world, code, words", [
-    ("pp.py --schedule zbv", 1, "tied()", TIED), ("hybrid_3d.py --pp 2", 2, "tied()", TIED),
-    ("pp.py", 2, "own_parameter()", "model.gate: delete"),
-    ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate: add its module"),
-])
-def test_a_model(refused, command, world, code, words):
+@pytest.mark.parametrize("command, world, code, words", sampled(COMMANDS + MORE, COMMANDS))
+def test_a_command(refused, command, world, code, words):
     refused(command, world, words, inject=code)
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-RUN_SH = [  # the first six without --all
+RUN_SH = [  # the first four without --all
     ("README.md", {}, "README.md is no Python script ... ddp.py"),
-    ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere'"),
     ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
     ("ddp.py", {"NODE_RANK": "08"}, "NODE_RANK is '08' ... at least 0"),
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"MASTER_ADDR": "no..host"}, "MASTER_ADDR is no..host"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
+    ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere'"),
     ("ddp.py", {"PYTHON": "/bin/true"}, "PYTHON is '/bin/true'"),
     ("ddp.py", {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1' ... at least 0"),
     ("ddp.py", {"MASTER_PORT": "x"}, "MASTER_PORT is 'x' ... at least 1"),
     ("ddp.py", {"NPROC": "2.5"}, "NPROC is '2.5' ... at least 1"),
     ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 but NNODES is not set"),
-    ("ddp.py", NODES | {"MASTER_ADDR": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
 ]
 
 
-@pytest.mark.parametrize("command, environment, words", sampled(RUN_SH, RUN_SH[:6]))
+@pytest.mark.parametrize("command, environment, words", sampled(RUN_SH, RUN_SH[:4]))
 def test_run_sh(tmp_path, command, environment, words):
     result = subprocess.run(
         ["bash", ROOT / "run.sh", *command.split()], cwd=tmp_path, text=True, capture_output=True,
@@ -416,18 +397,3 @@ def test_run_sh(tmp_path, command, environment, words):
     )
     (line,) = result.stderr.splitlines()
     assert line.startswith("run.sh: error: ") and result.returncode == 1 and in_order(words, line)
-
-
-def test_a_right_that_is_missing(tmp_path):
-    """Root, who has all rights, gives them up."""
-    (tmp_path / "text").write_text("text " * 1000)
-    os.chmod(tmp_path, 0o500)
-    prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] * (os.getuid() == 0)
-    result = subprocess.run(
-        [*prefix, sys.executable, ROOT / "single.py", "--data", "text", "--steps", "1"],
-        cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE,
-    )
-    os.chmod(tmp_path, 0o700)
-    (line,) = result.stderr.splitlines()
-    assert "--out runs/single cannot be written (Permission denied)" in line
-    assert result.returncode == 1

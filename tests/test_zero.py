@@ -23,7 +23,7 @@ def refused(words, model, units, mesh):
         zero.make_buckets(model, units, mesh)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_shards_carry_the_names_of_their_parameters(mesh):
     """In any order of the units. A parameter in no unit, or in two, is refused."""
     model, a, b, c = three()
@@ -45,7 +45,7 @@ def test_shards_carry_the_names_of_their_parameters(mesh):
     refused("scale has no rows to split, its shape is ", model, [*units, [model.scale]], mesh)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_at_most_two_buckets_are_on_their_way(mesh):
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
     buckets, _ = zero.make_buckets(model, [[layer] for layer in model], mesh)
@@ -59,7 +59,7 @@ def test_at_most_two_buckets_are_on_their_way(mesh):
     assert moving == [[1, 2], [2, 3], [3, 4], [4, 5], [5], []], moving
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_module_of_the_unit_must_be_called(mesh):
     """Otherwise its parameters would be used as they were."""
     model, a, b, c = three()
