@@ -136,7 +136,7 @@ def holds_and_sends(found, command, world):
     assert not summary["theory"]
     for kind in ("parameters", "gradients"):
         assert summary["held"][kind] == theory[kind] or SIX in command
-    if "--ep 1" in command or (command.startswith("hybrid") and "--ep" not in command):
+    if "--ep 1" in command:
         sends(summary, theory, command, world)
 
 

@@ -77,13 +77,11 @@ EXACT = [Row(command, world) for command, world in [
     ("cp.py --attention ring", 1),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ring {SELECTIVE}", 3),
-    ("cp.py --attention ring", 4),
     (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ulysses {SELECTIVE}", 4),
     (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-    (f"pp.py --schedule 1f1b --microbatches 4 {AGAIN}", 3),
     (f"pp.py --schedule 1f1b --grad-accum 2 --microbatches 6 {SELECTIVE}", 4),
     ("pp.py --schedule interleaved1f1b --microbatches 6", 3),
     ("pp.py --schedule loopedbfs --stages-per-rank 3 --grad-accum 2 --microbatches 3", 2),
@@ -136,8 +134,8 @@ COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in com
     ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: each script on one number of ranks, with all claims. BRIEF: the curve, and what
-# is held and sent, of other things that a script does
+# Without --all: each script on one number of ranks (SAMPLE), and other things that a script does
+# (BRIEF), of which test_bytes.py then looks at no peak
 BRIEF = [row for row in EXACT if (row.command, row.world) in [
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("zero.py --stage 1 --grad-accum 2", 3),
