@@ -105,40 +105,47 @@ B, H, KV, T, K = 1, 6, 2, 88, 10
 class Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.add_.Tensor:
+            self.sums.add(out.dtype)
         self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out)
                          if isinstance(leaf, torch.Tensor))
         return out
 
 
 def shapes_of(attention, n, group):
-    """All shapes that were seen, and those kept from the forward to the backward pass."""
-    q, k, v = (torch.randn(B, heads, T // n, K, requires_grad=True) for heads in (H, KV, KV))
+    """All shapes that were seen; those kept from the forward to the backward pass, with types; the
+    types of sums."""
+    q, k, v = (torch.randn(B, heads, T // n, K, dtype=torch.bfloat16, requires_grad=True)
+               for heads in (H, KV, KV))
     mode, kept = Shapes(), set()
-    mode.seen = set()
+    mode.seen, mode.sums = set(), set()
     with mode:
         def keep(tensor):
-            kept.add(tuple(tensor.shape))
+            kept.add((tuple(tensor.shape), tensor.dtype))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = attention(q, k, v, group=group, is_causal=True)
         out.sum().backward()
-    return mode.seen, kept
+    return mode.seen, kept, mode.sums
 
 
 @on_ranks(4)
 def test_no_whole_sequence_in_the_ring(mesh):
     group, n = mesh.get_group(), mesh.size()
-    ring, kept = shapes_of(cp.ring_attention, n, group)
-    assert (B, H, T // n) in kept, "the log-sum-exp should be kept"
+    ring, kept, sums = shapes_of(cp.ring_attention, n, group)
     most = 2 * B * H * T // n * K  # elements of two queries
     for shape in ring:
         assert all(size < T for size in shape), f"{shape} has a whole sequence"
         assert torch.Size(shape).numel() <= most, f"{shape} has scores"
     # The same eyes see whole sequences where there are some; but none is kept.
-    gathered, kept_gathered = shapes_of(cp.allgather_attention, n, group)
+    gathered, kept_gathered, sums_gathered = shapes_of(cp.allgather_attention, n, group)
     assert (n, 2, B, KV, T // n, K) in gathered
-    assert kept_gathered == kept == {(B, H, T // n, K), (B, KV, T // n, K), (B, H, T // n)}
+    assert kept_gathered == kept == {
+        ((B, H, T // n, K), torch.bfloat16), ((B, KV, T // n, K), torch.bfloat16),
+        ((B, H, T // n), torch.float32),  # the log-sum-exp
+    }
+    assert sums == sums_gathered == {torch.float32}
 
 
 @on_ranks(2)
