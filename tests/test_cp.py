@@ -20,7 +20,7 @@ from tests.test_same_run import furthest
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-@on_ranks(3)
+@on_ranks(4)
 def test_all_agree_with_plain_attention(mesh, rank):
     """Outputs and gradients, grouped heads, float64, float32 and bfloat16."""
     group, n = mesh.get_group(), mesh.size()
@@ -32,7 +32,7 @@ def test_all_agree_with_plain_attention(mesh, rank):
         (ulysses, False, True), (ulysses, False, False),
     ]
     for attention, zigzag, is_causal in cases:
-        shared = (2 * n, 1) if attention is ulysses else (3, 1)  # by more ranks than there are
+        shared = (2 * n, 2) if attention is ulysses else (3, 1)  # by more ranks than there are
         for (heads, kv_heads), dtype in itertools.product([(2 * n, 2 * n), (3 * n, n), shared],
                                                           BOUND):
             torch.manual_seed(heads)
