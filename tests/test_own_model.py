@@ -4,6 +4,7 @@ with models of one's own: test_porting.py."""
 import argparse
 import copy
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+import common.model
 import fsdp
 import tp
 from common.errors import SettingError
@@ -48,6 +50,18 @@ def test_initial_values_of_other_layers():
     model.model.register_buffer("inv_freq", torch.empty(4), persistent=False)
     with pytest.raises(SettingError, match="the buffer model.inv_freq"):
         materialise(model, "cpu", 0)
+
+
+def test_rotary_angles_stay_in_float32(monkeypatch):
+    """Of a model in bfloat16, whose layers FSDP casts: see below."""
+    rotate = mock.Mock(wraps=common.model.rotate)
+    monkeypatch.setattr(common.model, "rotate", rotate)
+    model = meta_model().bfloat16()
+    materialise(model, "cpu", 0)
+    model(torch.arange(64).view(2, 32))
+    for x, cos, sin in (call.args for call in rotate.call_args_list):
+        assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+        assert (cos**2 + sin**2 - 1).abs().max() < 1e-6  # bfloat16: 4e-3
 
 
 def test_the_seed_of_a_step_is_a_function_of_its_numbers():
