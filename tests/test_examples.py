@@ -93,8 +93,9 @@ def example(start):
 
 RUNS = [  # an example, ranks, its model, other options
     ("cp_documents", 2, "", ""), ("fsdp_lora", 3, "", ""), ("fsdp_muon", 3, "", ""),
-    ("tp_llama", 2, "", ""), ("fsdp_gpt2", 3, "--dropout 0", ""), ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"),
-    ("ddp_convnet", 3, "", ""), ("tp_llama", 2, "", "--no-sequence-parallel"),
+    ("tp_llama", 2, "", ""), ("tp_llama", 2, "", "--no-sequence-parallel"),
+    ("fsdp_gpt2", 3, "--dropout 0", ""), ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"),
+    ("ddp_convnet", 3, "", ""),
     ("cp_documents", 4, "", "--attention ulysses"),
     ("cp_documents", 4, "", "--activation-checkpointing selective"),
     ("fsdp_lora", 4, "", "--replicate 2"),
