@@ -61,7 +61,7 @@ def build(name, p, M, V):
 
 def allowed(name, p, M, V):
     args = argparse.Namespace(
-        schedule=name, microbatches=M, grad_accum=1, batch_size=M, compile=False,
+        schedule=name, microbatches=M, grad_accum=1, batch_size=M, seq_len=1, compile=False,
         activation_checkpointing=False, config=ModelConfig(num_hidden_layers=99),
     )
     try:
