@@ -16,7 +16,7 @@ from common.materialise import materialise
 from common.model import Transformer
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
-from common.services.hf_weights import Weights, load_weights
+from common.services.hf_weights import load_weights
 from tests.support import oracles
 from tests.support.edits import edited
 from tests.support.processes import Result
@@ -300,8 +300,6 @@ def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
     """ep.py starts from one on 4 ranks, each with rows of 3 of its 6 experts, at a learning rate of
     0. What is exported then is the same, to the bit, and gives the same logits, as ours does."""
     transformers = pytest.importorskip("transformers")
-    from safetensors.torch import load_file, save_file
-
     torch.manual_seed(0)
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(
         vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -322,12 +320,6 @@ def test_a_mixtral_goes_in_and_out(run, corpus, tmp_path):
     load_weights(own, tmp_path / "exported")
     tokens = torch.arange(60).view(3, 20)
     torch.testing.assert_close(own(tokens), exported(tokens).logits)
-    (path,), first = (tmp_path / "mixtral").glob("*.safetensors"), "experts.0.w1.weight"
-    tensors = load_file(path)
-    rounded = {name: t.bfloat16() for name, t in tensors.items() if name.endswith(first)}
-    save_file(tensors | rounded, path)  # experts of several types have the widest
-    weights = Weights(tmp_path / "mixtral", own.config)
-    assert rounded and weights.dtype("model.layers.0.mlp.experts.gate_proj") == torch.float32
 
 
 def test_a_lost_auxiliary_loss_is_said(tmp_path, capsys, monkeypatch):
