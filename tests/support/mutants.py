@@ -228,7 +228,8 @@ def run(mutant):
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", "-x", *words], cwd=folder / "tree",
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {  # what a fault lets torch compile is not to be found again
+                    "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"},
             )
             try:
                 output, _ = process.communicate(timeout=max(1, ends - time.monotonic()))
