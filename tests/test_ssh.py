@@ -1,6 +1,7 @@
 """The loop over ssh of docs/launching.md, typed into a shell. An sshd on this machine plays both
 hosts. Skipped without an sshd (see .ci/run), and says so."""
 
+import fcntl
 import os
 import pathlib
 import re
@@ -8,12 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 
 from tests.support.processes import ROOT, SMALL, free_port
 from tests.support.sample import thorough
-from tests.test_launch import finish, has_logged, has_saved, left_over, start, wait_until
+from tests.test_launch import (
+    ENVIRONMENT, finish, has_logged, has_saved, left_over, wait_until
+)
 
 SSHD = """ListenAddress 127.0.0.1:{port}
 HostKey {folder}/key
@@ -23,6 +27,12 @@ StrictModes no
 UsePAM no
 SetEnv PYTHON={python} NPROC=1 OMP_NUM_THREADS=1 MASTER_PORT={master}
 """
+
+
+def take_terminal():
+    """Before a shell starts: Ctrl-C in the terminal at its stdin is for it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture
@@ -48,8 +58,11 @@ def typed(tmp_path, corpus):
                             f"{ROOT}/run.sh ddp.py {options}")
         assert text.count(options) == 1
         terminal, end = os.openpty()
-        shells.append(start(["bash", "--norc", "--noediting", "-i"], tmp_path, end,
-                            PATH=f"{folder}:{os.environ['PATH']}"))
+        shells.append(subprocess.Popen(
+            ["bash", "--norc", "--noediting", "-i"], cwd=tmp_path, text=True, stdin=end,
+            env=ENVIRONMENT | {"PATH": f"{folder}:{os.environ['PATH']}"}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=take_terminal,
+        ))
         os.close(end)
         os.write(terminal, text.encode())
         return shells[0], lambda more: os.write(terminal, more.encode())
