@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import shutil
 import weakref
 
 import pytest
@@ -178,8 +179,11 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     assert not any("epoch" in line or "tokens/s" in line for line in result.lines)
 
 
-def test_bad_input_is_one_line(server):
+def test_bad_input_is_one_line(server, tmp_path):
+    (tmp_path / "common").mkdir()
+    copy = shutil.copy(ROOT / "fsdp.py", tmp_path)
     for options, words in (
+        (f"--rank 0 4 {copy}", f"{copy} has a common/ of its own"),
         ("--rank 0 6 hybrid_3d.py --tp 4", "World size (6)"),
         ("--rank 0 4 nothing.py", "nothing.py is no script: give the path of a .py file"),
         ("--rank 0 4 tools/bench.py", "tools/bench.py has no load_steps, Checkpoints, Report"),

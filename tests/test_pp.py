@@ -59,6 +59,15 @@ def build(name, p, M, V):
     return pp.SCHEDULES[name](stages[0] if name in pp.ONE_STAGE else stages, M, loss_fn=len)
 
 
+def test_before_torch_2_13_a_loss_in_chunks_is_refused(monkeypatch):
+    """Where its backward pass would have two parts. No other schedule is refused."""
+    monkeypatch.setattr(pp, "keeps_last_function", False)
+    monkeypatch.setattr(pp, "MAX_LOGITS", 255)  # a micro-batch has 256
+    refused = {name for name in pp.SCHEDULES if not allowed(name, 2, 4, 1 + (
+        name not in pp.ONE_STAGE))}
+    assert refused == set(pp.SPLIT_BACKWARD)
+
+
 def allowed(name, p, M, V):
     args = argparse.Namespace(
         schedule=name, microbatches=M, grad_accum=1, batch_size=M, seq_len=1, compile=False,
