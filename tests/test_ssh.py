@@ -44,7 +44,8 @@ def typed(tmp_path, corpus):
         pytest.skip("needs an sshd")
     folder = tmp_path / "ssh"
     folder.mkdir()
-    pathlib.Path("/run/sshd").mkdir(exist_ok=True)
+    if os.getuid() == 0:  # an sshd of root needs it
+        pathlib.Path("/run/sshd").mkdir(exist_ok=True)
     key = folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     page = (ROOT / "docs" / "launching.md").read_text()
