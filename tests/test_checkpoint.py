@@ -75,7 +75,7 @@ def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     }
 
 
-# On several ranks. DCP caches plans in its classes: a save alone comes before one of a group
+# On several ranks
 
 
 def checkpoints_of_tensors(folder, tensors, **options):
@@ -122,6 +122,23 @@ def test_two_folders_are_noticed(folder, rank):
         assert "is not one folder for all machines" in str(error), error
     else:
         raise AssertionError("the ranks mix two checkpoints")
+
+
+@on_ranks(2)
+def test_each_file_has_one_writer(folder, rank):
+    """Also after each rank has saved the same tensors alone. (Plans that DCP caches belong to a
+    process, not to a group.)"""
+    weight = nn.Parameter(torch.zeros(2))
+    alone, dist.is_initialized = dist.is_initialized, lambda: False
+    checkpoints_of_tensors(folder / str(rank), {"weight": weight}).save(1)
+    dist.is_initialized = alone
+    writers = []
+    with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
+            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
+        checkpoints_of_tensors(folder, {"weight": weight}).save(1)
+    written = [name for names in checkpoint.gather(list(writers[0].sums), dist.group.WORLD)
+               for name in names]
+    assert len(written) == len(set(written)) == 1, written
 
 
 @on_ranks(2)

@@ -340,8 +340,7 @@ class Checkpoints:
             with raise_on_all_ranks(self.background_group, *failed):
                 writer = HashingWriter(temporary)
                 dcp.save(
-                    tensors, storage_writer=writer, process_group=self.background_group,
-                    planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
+                    tensors, storage_writer=writer, process_group=self.background_group
                 )
                 of_ranks = gather(writer.sums, self.background_group)
                 if _rank() == 0:
