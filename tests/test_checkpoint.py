@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data import BatchSampler
@@ -126,16 +127,20 @@ def test_two_folders_are_noticed(folder, rank):
 
 @on_ranks(2)
 def test_each_file_has_one_writer(folder, rank):
-    """Also after each rank has saved the same tensors alone. (Plans that DCP caches belong to a
-    process, not to a group.)"""
+    """Also after each rank has saved the same tensors alone. Rank 0 makes the plan once."""
     weight = nn.Parameter(torch.zeros(2))
     alone, dist.is_initialized = dist.is_initialized, lambda: False
     checkpoints_of_tensors(folder / str(rank), {"weight": weight}).save(1)
     dist.is_initialized = alone
     writers = []
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
-            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
-        checkpoints_of_tensors(folder, {"weight": weight}).save(1)
+            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])), \
+            mock.patch.object(DefaultSavePlanner, "_create_global_plan", autospec=True,
+                              side_effect=DefaultSavePlanner._create_global_plan) as planned:
+        checkpoints = checkpoints_of_tensors(folder, {"weight": weight})
+        checkpoints.save(1)
+        checkpoints.save(2)
+    assert planned.call_count == (rank == 0)
     written = [name for names in checkpoint.gather(list(writers[0].sums), dist.group.WORLD)
                for name in names]
     assert len(written) == len(set(written)) == 1, written

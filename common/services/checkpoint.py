@@ -91,6 +91,7 @@ class Checkpoints:
         self.asked, self.vote = 0, None  # whether any rank was asked to stop, and its all-reduce
         self.saving = None  # the Future of a save in the background
         self.background = concurrent.futures.ThreadPoolExecutor(1)  # the loop does not wait for it
+        self.plans = object()  # the key of this object's plans in DCP's cache
         self.staged = {}  # the copies in host memory, which the first save in the background makes
         # For collectives on the CPU, which wait for no GPU. The thread needs a group of its own.
         self.group = self.background_group = None
@@ -339,9 +340,12 @@ class Checkpoints:
                     temporary.mkdir(parents=True)  # nobody else's: it would fail
             with raise_on_all_ranks(self.background_group, *failed):
                 writer = HashingWriter(temporary)
-                dcp.save(
-                    tensors, storage_writer=writer, process_group=self.background_group
-                )
+                planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+                # DCP keeps plans by the name of the planner's class. Those of another group of
+                # ranks must not be taken: two ranks would write one file.
+                planner._cached_plans_key = self.plans
+                dcp.save(tensors, storage_writer=writer, planner=planner,
+                         process_group=self.background_group)
                 of_ranks = gather(writer.sums, self.background_group)
                 if _rank() == 0:
                     complete(temporary, dict(collections.ChainMap(*of_ranks)), step=step,
