@@ -1,5 +1,6 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
+import datetime
 import errno
 import itertools
 import os
@@ -118,7 +119,9 @@ def test_two_folders_are_noticed(folder, rank):
     checkpoints.lock.close()
     dist.is_initialized = alone
     try:
-        checkpoints_of_tensors(own, {"weight": weight}).resume()
+        with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
+                               datetime.timedelta(seconds=1)):  # it waits half of it
+            checkpoints_of_tensors(own, {"weight": weight}).resume()
     except SettingError as error:
         assert "is not one folder for all machines" in str(error), error
     else:
@@ -316,7 +319,8 @@ def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
     checkpoints = checkpoints_of(tmp_path / "out", Small())
     checkpoints.resume()
     options = f"{SMALL} --steps 1 --save-every 0 --data {corpus}"
-    result = run("single.py", 0, options, expect_ok=False)
+    result = run("single.py", 0, options, expect_ok=False,
+                 inject="time.sleep = lambda _: None")
     assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
     checkpoints.lock.close()
     run("single.py", 0, options)
