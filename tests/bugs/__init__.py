@@ -104,7 +104,8 @@ def short(says):
     """Its first clause, in the width of a table."""
     says = verdict(says)
     wrong = re.search(r"wrong up to [\w.]+, right after it", says)
-    return wrong[0] if wrong else re.split(r";|: neither|, elsewhere", says)[0]
+    ends = ";|: neither|: all differ|: with losses|, elsewhere|, by up to"
+    return wrong[0] if wrong else re.split(ends, says)[0]
 
 
 def change(bug):
@@ -114,12 +115,12 @@ def change(bug):
 
 
 def index(bugs):
-    yield ("| bug | found in | what went wrong | lines | loss | what parity says |\n"
-           "|---|---|---|---|---|---|\n")
+    yield ("| what went wrong | found in | lines | loss | what parity says |\n"
+           "|---|---|---|---|---|\n")
     for number, bug in enumerate(bugs, 1):
         name, address = found_in(bug)[0]
         lines = max(len(re.findall(rf"(?m)^{sign}(?!--|\+\+)", bug.diff)) for sign in ("-", r"\+"))
-        yield (f"| [{number}](#bug-{number}) | [{name}]({address}) | {bug.title} | {lines} | "
+        yield (f"| [{number}. {bug.title}](#bug-{number}) | [{name}]({address}) | {lines} | "
                f"{change(bug)} | {short(bug.says)} |\n")
 
 
