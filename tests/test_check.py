@@ -1,10 +1,7 @@
 """tools/check.py: what it finds in edited scripts, and what it says of those that are right."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -18,26 +15,27 @@ SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
 NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
 
 
-def check(folder, words):
-    """(status, output) of the tool, run in ``folder``, which stays as it is."""
-    before = sorted(folder.iterdir())
-    found = subprocess.run(
-        [sys.executable, "-m", "tools.check", *words.split()], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-    )
-    assert sorted(folder.iterdir()) == before
-    return found.returncode, found.stdout
+@pytest.fixture
+def check(server, tmp_path):
+    """A function of the tool's words: (status, output), run in a folder, which stays as it is."""
+    def check(words):
+        before = sorted(tmp_path.iterdir())
+        found = server.run("tools/check.py", 0, words, folder=tmp_path, pass_out=False,
+                           expect_ok=False, env={"TMPDIR": str(tmp_path)})
+        assert sorted(tmp_path.iterdir()) == before
+        return found.statuses[0], found.output
+
+    return check
 
 
 @pytest.mark.parametrize("command", sampled([
     "ddp.py --grad-accum 3", "zero.py", "zero.py --stage 1 --grad-accum 3", "fsdp.py",
     "fsdp.py --grad-accum 3", "tp.py --grad-accum 3", "cp.py", "cp.py --attention ulysses",
     "pp.py --num-hidden-layers 4", "ep.py", "hybrid_3d.py", "diloco.py",
-], ["zero.py --stage 1 --grad-accum 3", "fsdp.py"]))
-def test_scripts_are_equal(tmp_path, command):
+], ["zero.py --stage 1 --grad-accum 3"]))
+def test_scripts_are_equal(check, command):
     script, _, more = command.partition(" ")
-    status, said = check(tmp_path, f"{script} --ranks 2 {SMALL} {more}")
+    status, said = check(f"{script} --ranks 2 {SMALL} {more}")
     assert status == 0 and "2 processes  EQUAL      up to " in said, said
     assert ("--replicas 1" in said) == (script == "diloco.py")
 
@@ -49,14 +47,9 @@ ACROSS = (
 )
 
 
-@pytest.mark.parametrize("script, edits, words", [
+WRONG = [
     ("fsdp.py", [*HEADS, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: the "),
-    ("fsdp.py", [*HEADS, APART, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: "),
     ("fsdp.py", [ACROSS], "DIFFERENT  step 0: "),
-    ("cp.py", SHIFTED, "DIFFERENT  step 0: "),
-    ("cp.py", [("model(inputs, targets, positions) / count", "model(inputs, targets) / count")],
-     "DIFFERENT  step 0: "),
-    ("cp.py", DIRECT, "DIFFERENT  step 0: "),
     ("fsdp.py", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
     ("fsdp.py", HEADS, "FAILED     rank 1 calls lm_head.parts."),
@@ -64,45 +57,59 @@ ACROSS = (
      "REFUSED    it needs a GPU"),
     ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
-], ids=["heads", "heads apart", "across samples", "shift", "own positions", "direct attention",
-        "1/n", "calls", "refused", "crash"])
-def test_what_is_wrong_is_found(tmp_path, script, edits, words):
+]
+MORE = [
+    ("fsdp.py", [*HEADS, APART, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: "),
+    ("cp.py", SHIFTED, "DIFFERENT  step 0: "),
+    ("cp.py", [("model(inputs, targets, positions) / count", "model(inputs, targets) / count")],
+     "DIFFERENT  step 0: "),
+    ("cp.py", DIRECT, "DIFFERENT  step 0: "),
+]
+
+
+@pytest.mark.parametrize("script, edits, words", sampled(WRONG + MORE, WRONG), ids=[
+    "heads", "across samples", "1/n", "calls", "refused", "crash", "heads apart", "shift",
+    "own positions", "direct attention"])
+def test_what_is_wrong_is_found(check, tmp_path, script, edits, words):
     copy = edited(tmp_path / "copy", script, *edits)
-    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
+    status, said = check(f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
     assert status == 1 and re.search(f"2 processes  {words}", said), said
 
 
 LISTED = (UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n")
 
 
-@pytest.mark.parametrize("script, more", [
-    ("ddp.py", []), ("zero.py", []),
-    *([("fsdp.py", []), ("fsdp.py", [LISTED])] if REDUCES_UNUSED else [])])
-def test_parts_that_some_ranks_skip_are_equal(tmp_path, script, more):
+SKIPPING = [("ddp.py", []), ("zero.py", []), ("fsdp.py", []), ("fsdp.py", [LISTED])]
+if not REDUCES_UNUSED:
+    SKIPPING = SKIPPING[:2]
+
+
+@pytest.mark.parametrize("script, more", sampled(SKIPPING, SKIPPING[1::2]))
+def test_parts_that_some_ranks_skip_are_equal(check, tmp_path, script, more):
     copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script], *more)
-    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
+    status, said = check(f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
     assert status == 0, said
 
 
-def test_tied_weights_are_equal(tmp_path):
+def test_tied_weights_are_equal(check, tmp_path):
     """zero.py records shards, under both names."""
     tied = ("    layers = model", "    model.lm_head.weight = model.model.embed_tokens.weight\n"
             "    layers = model")
     one = edited(tmp_path / "one", "single.py", tied)
     copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
         "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
-    status, said = check(tmp_path, f"{copy} --ranks 2 --against {one} {SMALL}")
+    status, said = check(f"{copy} --ranks 2 --against {one} {SMALL}")
     assert status == 0, said
 
 
-def test_a_copy_uses_its_own_common(tmp_path):
+def test_a_copy_uses_its_own_common(check, tmp_path):
     copy = edited(tmp_path / "copy", "fsdp.py")
     (tmp_path / "copy" / "common").unlink()
     shutil.copytree(ROOT / "common", tmp_path / "copy" / "common")
     step = tmp_path / "copy" / "common" / "step.py"
     step.write_text(step.read_text().replace("def count_targets(", "def count_targets(*_):\n"
                                              "    return 1 / 0\n\n\ndef other("))
-    status, said = check(tmp_path, f"{copy} --ranks 2 {SMALL}")
+    status, said = check(f"{copy} --ranks 2 {SMALL}")
     assert status == 1 and "ZeroDivisionError: division by zero, step.py:" in said, said
 
 
@@ -111,10 +118,10 @@ OF_SCRIPTS = [bug for bug in bugs.read() if "/" not in bug.script]
 
 @thorough
 @pytest.mark.parametrize("bug", OF_SCRIPTS, ids=lambda bug: bug.name)
-def test_a_published_bug_is_found(tmp_path, bug):
+def test_a_published_bug_is_found(check, tmp_path, bug):
     copy = edited(tmp_path / "copy", bug.script, *bug.edits)
     more = " ".join(bug.run.split()[1:])
     against = "--against " + bug.against.split()[0]
     options = f"{SMALL} --lr 0.01 --steps 3 {more}"
-    status, said = check(tmp_path, f"{copy} --ranks 2 {against} {options}")
+    status, said = check(f"{copy} --ranks 2 {against} {options}")
     assert status == 1 and "2 processes  DIFFERENT  step " in said, said

@@ -21,7 +21,7 @@ from common import torch_versions
 from docs import draw
 from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
-from tests.support.sample import sampled, thorough
+from tests.support.sample import thorough
 from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, needed, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
@@ -145,7 +145,8 @@ def indented(page):
     return re.findall(r"(?m)^    ([a-zA-Z].*)", outside(page))
 
 
-@pytest.mark.parametrize("page", sampled(["README.md", "AGENTS.md"], ["README.md"]))
+@thorough
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
 def test_every_command_works_as_typed(page, clone):
     """In one shell, in their order, in a fresh clone without an environment; some with a smaller
     model."""
