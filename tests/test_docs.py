@@ -203,9 +203,9 @@ def difference(script, folder, after=""):
     Git may pair a closing parenthesis with another one, so these are left out."""
     for name in ("single.py", script):
         (folder / name).write_text(main_of(name).partition(after)[2] if after else main_of(name))
-    words = f"git diff --no-index -U0 single.py {script}".split()
+    words = f"git diff --no-index -U999 single.py {script}".split()
     real = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE).stdout
-    return [line for line in real.splitlines()[4:] if re.match(r"[+-](?! *\)$)", line)]
+    return [line for line in real.splitlines()[4:] if re.match(r"[ +-](?! *\)$)", line)]
 
 
 @pytest.mark.parametrize("page, script", [
