@@ -14,7 +14,7 @@ from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
 from tests.support.table import (
-    AGAIN, BRIEF, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, SELECTIVE, Row
+    AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, SELECTIVE, Row
 )
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
@@ -35,7 +35,7 @@ def furthest(curve, other):
 @functools.lru_cache(9)
 def read(out):
     """The tensors of the last checkpoint of a run, by name."""
-    return checkpoint_files.read(out / "step-00000006", prefix="")
+    return checkpoint_files.read(out / "step-00000004", prefix="")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.
@@ -47,12 +47,12 @@ def curve(row, run):
     names = ("step", "loss", "grad_norm") if row.dtype != "bfloat16" else ("step", "loss")
     assert furthest(found.curve(*names), expected.curve(*names)) < WITHIN[row.dtype]
     losses = [loss for (loss,) in found.curve("loss")]
-    assert len(losses) == 6 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 4 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.5
 
 
 def validation(row, run):
     found, names = run(row), ("step", "val_loss")
-    assert [step for step, _ in found.curve(*names)] == [4, 6]
+    assert [step for step, _ in found.curve(*names)] == [3, 4]
     assert furthest(found.curve(*names), run(reference(row)).curve(*names)) < WITHIN[row.dtype]
     assert found.summary["val_loss"] == found.curve("val_loss")[-1][0]
 
@@ -75,7 +75,7 @@ def resumed(row, run):
     other steps are evaluated."""
     out = run(row).out
     again = Result([0], "", out / "again-0")
-    assert again.curve() == run(row).curve()[4:]
+    assert again.curve() == run(row).curve()[2:]
     last, own = read(again.out), read(out)
     assert last.keys() == own.keys()
     for name, tensor in own.items():
@@ -139,12 +139,13 @@ def expected_collectives(row):
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
-        all-reduces; and one each for embedding and head. The loss: 3 numbers per token."""
-        calls = a * (4 * LAYERS + 2)
+        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, and in
+        chunks once more in the backward pass, for each of 16."""
+        calls, numbers = a * (4 * LAYERS + 2), 6 * 16 if "chunks" in row.inject else 3
         if "--no-sequence-parallel" in row.command:
-            return {"all-reduce": calls + a * LAYERS * again + 3 * a + 1}
+            return {"all-reduce": calls + a * (LAYERS * again + numbers) + 1}
         return {"all-gather": calls + 2 * a * LAYERS * again,
-                "reduce-scatter": calls + a * LAYERS * again, "all-reduce": 3 * a + 2}
+                "reduce-scatter": calls + a * LAYERS * again, "all-reduce": a * numbers + 2}
     if row.script == "cp.py":
         attention = row.command.partition("--attention ")[2].split()[:1] or ["ring"]
         passes, times = 3 if again else 2, a * LAYERS
@@ -177,7 +178,7 @@ def compiled(row, run):
     if eager in EXACT:
         assert found.summary["peak"]["parameters"] == run(eager).summary["peak"]["parameters"]
     (first, *rest), graphs = compiled_calls(found)
-    assert len(rest) == 5 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
+    assert len(rest) == 3 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
     # One for training and one without gradients, of a layer and of the loss; where a ring breaks a
     # layer's graph, for each part
     assert graphs <= (10 if row.command.startswith("cp.py") else 4)
@@ -201,12 +202,11 @@ def claims_of(row):
         yield resumed
     if row in COMPILED:
         yield compiled
-    if (row in EXACT + LOOSE and row.world in (2, 4) and row.script != "hybrid_3d.py"
-            and "chunks" not in row.inject):
+    if row in EXACT + LOOSE and row.world in (2, 4) and row.script != "hybrid_3d.py":
         yield collectives
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, SAMPLE + BRIEF), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", sampled(ROWS, SAMPLE), ids=lambda row: row.name)
 def test_a_row(once, row):
     for claim in claims_of(row):
         claim(row, lambda row: row.run(once))

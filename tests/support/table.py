@@ -1,8 +1,9 @@
 """The table of runs: each is started once, and all tests that claim something of it share it.
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
-sample some targets are ignored. Held-out data is evaluated, and a checkpoint saved, after step 4
-and at the end. Then each of ``EXACT`` resumes its own checkpoint of step 4, in the same processes.
+sample some targets are ignored. A checkpoint is saved after step 2, held-out data is evaluated after
+step 3, after the count of bytes, and both once more at the end. Then each of ``EXACT`` resumes its
+own checkpoint of step 2, in the same processes.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ from common.torch_versions import keeps_last_function
 # the rows of a matrix, 2 and 4 ranks do.
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-attention-heads 8 "
          "--num-key-value-heads 4")
-TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 6 --log-every 1 --warmup-steps 3 "
-            "--lr 0.01 --save-every 4")
-OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 4 --val-batches 2"
+TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 4 --log-every 1 --warmup-steps 2 "
+            "--lr 0.01 --save-every 2")
+OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 2"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
 
@@ -44,7 +45,7 @@ class Row:
         return int(words[words.index(name) + 1]) if name in words else otherwise
 
     def run(self, once):
-        inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
+        inject = f"{self.inject}; resumed([], step=2)" if self in EXACT else self.inject
         return once(self.command, self.world, f"{OPTIONS} --dtype {self.dtype}", inject=inject)
 
 
@@ -103,7 +104,7 @@ EXACT = [Row(command, world) for command, world in [
     (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0),
-    ("ddp.py --grad-accum 2", 3),
+    ("ddp.py --grad-accum 2", 2),
     ("zero.py --stage 2", 3),
     ("fsdp.py --grad-accum 2", 4),
     (f"tp.py {AGAIN}", 2),
@@ -134,23 +135,17 @@ COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in com
     ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: each script on one number of ranks (SAMPLE), and other things that a script does
-# (BRIEF), of which test_bytes.py then looks at no peak
-BRIEF = [row for row in EXACT if (row.command, row.world) in [
-    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
-    ("zero.py --stage 1 --grad-accum 2", 3),
-    (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
-    ("fsdp.py --replicate 2 --grad-accum 2", 4),
-    (f"tp.py {AGAIN}", 2),
-    ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-    ("hybrid_3d.py --cp 2 --replicate 2", 4),
-]]
-SAMPLE = [row for row in EXACT if (row.command, row.world) in [
-    ("ddp.py --grad-accum 2", 3), ("zero.py --stage 2", 2),
-    ("fsdp.py --grad-accum 2", 3), ("tp.py", 2),
-    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
-    ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --dp 2 --tp 2", 4),
-    (f"single.py {AGAIN}", 0), (f"{ONE_REPLICA} --inner-steps 2", 2),
-]] + [row for row in LOOSE if (row.script, row.dtype) in [
-    ("fsdp.py", "bfloat16"), ("pp.py", "float32"), ("pp.py", "bfloat16"),
-]]
+# Without --all: at least one row of each script, on as few ranks as show it
+SAMPLE = [row for row in ROWS if (row.command, row.world, row.dtype) in [
+    *[(command, world, "float64") for command, world in [
+        (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0), ("ddp.py --grad-accum 2", 2),
+        ("zero.py --stage 1 --grad-accum 2", 3),
+        (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
+        (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
+        ("fsdp.py --replicate 3 --grad-accum 2", 3), ("hybrid_3d.py --grad-accum 2", 2),
+        (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
+        ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
+        ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --cp 2 --replicate 2", 4),
+        (f"{ONE_REPLICA} --inner-steps 2", 2),
+    ]], ("fsdp.py", 2, "bfloat16"), ("pp.py --schedule zbv", 2, "bfloat16"),
+]] + [row for row in EXACT if row.script == "tp.py" and "chunks" in row.inject]
