@@ -3,12 +3,14 @@ with models of one's own: test_porting.py."""
 
 import argparse
 import copy
-import re
+import importlib
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -18,14 +20,13 @@ import fsdp
 import tp
 from common.errors import SettingError
 from common.materialise import materialise
-from common.model import ModelConfig, Transformer
+from common.model import Layer, ModelConfig, Transformer
 from common.options import option_parser, parse_options
+from common.services.report import Report
 from common.services.settings import fingerprint
 from common.step import seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import Result
 from tests.test_porting import OPTIONS
-from tests.test_same_run import furthest
 
 
 def meta_model():
@@ -73,30 +74,55 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
     assert len({draw(*map(int, f"{i:03b}")) for i in range(8)}) == 8  # seed, step, rank: 0 or 1
 
 
-def test_each_step_and_rank_draws_its_own_dropout(run, corpus):
+def write_text(rank, folder):
+    if rank == 0:
+        folder.mkdir()
+        (folder / "text").write_text("seven wizards box " * 999)
+    dist.barrier()
+
+
+def train(command, folder, more=""):
+    """Run ``main`` of a script in this process. Returns its history."""
+    script, _, options = command.partition(" ")
+    argv = f"{OPTIONS} --data {folder}/text --out {folder}/out {options} {more}".split()
+    return importlib.import_module(script.removesuffix(".py")).main(argv)
+
+
+@on_ranks(2)
+def test_each_step_and_rank_draws_its_own_dropout(rank, folder):
     """Ranks have other samples, parts of the sequence or layers; or all compute the same."""
-    for number, command in enumerate([
+    log = Report.log
+    write_text(rank, folder)
+    for command in (
         "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
-    ]):
-        inject = "before(Report, 'log', lambda *_, **__: print('seed', torch.initial_seed()))"
-        result = run(command, 2, f"{OPTIONS} --steps 2 --save-every 0 --data {corpus}",
-                     out=f"out-{number}", inject=inject)
-        seeds = re.findall(r"seed \d+", result.output)
-        assert len(seeds) == 4 and len(set(seeds)) == (2 if "--no" in command else 4), command
+    ):
+        own, seeds = [], [None, None]
+        with mock.patch.object(Report, "log", lambda *args, **more: (
+            own.append(torch.initial_seed()), log(*args, **more)
+        )):
+            train(command, folder, "--steps 2 --save-every 0 --no-count")
+        dist.all_gather_object(seeds, own)
+        different = {seed for both in seeds for seed in both}
+        assert len(own) == 2 and len(different) == (2 if "--no" in command else 4), command
 
 
-def test_dropout_repeats_itself(once):
-    """Bit for bit, at the same number of ranks; and where a layer is computed again. It is not what
-    it is without dropout."""
-    options = f"{OPTIONS} --grad-accum 2"
-    result = once("tp.py", 2, f"{options} --activation-checkpointing",
-                  inject="dropout(); resumed([])")
-    assert Result([0], "", result.out / "again-0").curve() == result.curve()[4:]
-    kept = once("tp.py", 2, options, inject="dropout()").curve()
-    assert furthest(result.curve(), kept) < 1e-10
-    assert furthest(kept, once("single.py", 0, OPTIONS).curve()) > 1e-3
+@on_ranks(2)
+def test_dropout_repeats_itself(rank, folder):
+    """Bit for bit in a run that resumes, and where a layer is computed again."""
+    write_text(rank, folder)
+    forward = Layer.forward
+    plain = train("tp.py", folder, "--save-every 0")
+    with mock.patch.object(Layer, "forward", lambda self, *args: F.dropout(
+        forward(self, *args), 0.1, self.training
+    )):
+        kept = train("tp.py", folder)
+        resumed = train("tp.py", folder, "--resume-from 2")
+        again = train("tp.py", folder, "--no-resume --save-every 0 --activation-checkpointing")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in kept][2:]
+    for one, other, different in zip(kept, again, plain, strict=True):
+        assert abs(one["loss"] - other["loss"]) < 1e-10 < abs(one["loss"] - different["loss"])
 
 
 def test_no_clipping_is_an_infinite_norm():

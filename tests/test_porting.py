@@ -16,8 +16,8 @@ from tests.support.table import ONE_REPLICA
 from tests.test_same_run import furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
-           "--num-key-value-heads 2 --seq-len 32 --batch-size 12 --steps 6 --log-every 1 "
-           "--warmup-steps 3 --save-every 4 --dtype float64")
+           "--num-key-value-heads 2 --seq-len 32 --batch-size 12 --steps 4 --log-every 1 "
+           "--warmup-steps 3 --save-every 2 --dtype float64")
 
 
 def with_model(new, *names):
@@ -198,28 +198,28 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     }, "unrounded_muon()"),
 }
 SAMPLE = [
-    ("frozen", "zero.py", 2), ("frozen", "tp.py", 2), ("tied", "tp.py", 2),
-    ("tied across stages", "pp.py", 3), ("only layer 1", "pp.py", 2),
-    ("windows", "cp.py --attention ulysses", 2), ("heads", "ddp.py --grad-accum 4", 3),
-    ("heads", "zero.py --stage 1 --grad-accum 4", 3),
-    ("heads of FSDP", "fsdp.py --grad-accum 4", 3), ("contrast", "fsdp.py", 3),
-    ("EMA", "fsdp.py", 3), ("LoRA", "tp.py", 2), ("condition", "pp.py", 2),
-    ("condition", "tp.py", 2), ("Muon", "fsdp.py", 3),
+    ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
+    ("windows", "cp.py --attention ulysses", 2), ("heads", "zero.py --grad-accum 6", 2),
+    ("heads of FSDP", "fsdp.py --grad-accum 6", 2), ("LoRA", "tp.py", 2),
+    ("condition", "pp.py", 2), ("condition", "tp.py", 2),
 ]
 ROWS = SAMPLE + [
-    ("frozen", "fsdp.py", 2), ("frozen", "cp.py", 2), ("frozen", "hybrid_3d.py --tp 2 --cp 2", 4),
-    ("frozen", f"{ONE_REPLICA} --inner-steps 4", 2), ("tied", "ddp.py", 2), ("tied", "cp.py", 2),
-    ("tied", "pp.py", 1), ("tied in one unit", "zero.py", 2), ("tied in one unit", "fsdp.py", 2),
-    ("tied across stages", "pp.py --schedule interleaved1f1b", 2), ("a frozen tie", "pp.py", 2),
-    ("a frozen tie", "hybrid_3d.py --pp 2", 2), ("only layer 0", "pp.py", 2),
+    ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2), ("frozen", "cp.py", 2),
+    ("frozen", "hybrid_3d.py --tp 2 --cp 2", 4), ("frozen", f"{ONE_REPLICA} --inner-steps 4", 2),
+    ("tied", "tp.py", 2), ("tied", "ddp.py", 2), ("tied", "cp.py", 2), ("tied", "pp.py", 1),
+    ("tied in one unit", "zero.py", 2), ("tied in one unit", "fsdp.py", 2),
+    ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
+    ("a frozen tie", "pp.py", 2), ("a frozen tie", "hybrid_3d.py --pp 2", 2),
+    ("only layer 0", "pp.py", 2), ("only layer 1", "hybrid_3d.py --pp 2", 2),
     ("only layer 1", "pp.py --schedule zerobubble --stages-per-rank 1", 2),
-    ("only layer 1", "hybrid_3d.py --pp 2", 2), ("heads", "zero.py --grad-accum 6", 2),
-    ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4), ("contrast", "zero.py", 3),
-    ("EMA", "tp.py", 2), ("EMA", "zero.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "fsdp.py", 3),
+    ("heads", "ddp.py --grad-accum 4", 3), ("heads", "zero.py --stage 1 --grad-accum 4", 3),
+    ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
+    ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "tp.py", 2),
+    ("EMA", "fsdp.py", 3), ("EMA", "zero.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "fsdp.py", 3),
     ("LoRA", "tp.py --no-sequence-parallel", 2), ("LoRA", "pp.py", 2),
     ("LoRA", "hybrid_3d.py --cp 2", 4), ("condition", "pp.py --schedule zbv", 2),
-    ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
-    ("Muon", "tp.py", 2), ("Muon", "pp.py", 2),
+    ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3),
+    ("Muon", "fsdp.py", 3), ("Muon", "zero.py", 2), ("Muon", "pp.py", 2),
 ]
 if not REDUCES_UNUSED:
     SAMPLE, ROWS = ([row for row in rows if row[0] != "heads of FSDP"] for rows in (SAMPLE, ROWS))
@@ -239,17 +239,20 @@ def ported(tmp_path_factory):
 
 @pytest.mark.parametrize("kind, command, world", sampled(ROWS, SAMPLE))
 def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
-    """Losses, norms and weights. Then it resumes its own checkpoint, and that of one process."""
+    """Losses, norms and weights, which are other ones than those of the plain model. Then it resumes
+    its own checkpoint, and that of one process."""
     script, _, more = command.partition(" ")
     inject = KINDS[kind][2]
     expected = once(ported(kind, "single.py"), 0, OPTIONS, inject=inject)
     others = [str(expected.out)] if script != "diloco.py" else []
     train = kind != "a frozen tie"  # both stages have a copy of the weights that were loaded
     found = once(ported(kind, script), world, f"{OPTIONS} {more}",
-                 inject=f"{inject}; resumed({others}, {train})".strip("; "))
+                 inject=f"{inject}; resumed({others}, {train}, 2)".strip("; "))
+    plain = once("single.py", 0, OPTIONS).curve()
+    assert kind == "EMA" or furthest(expected.curve(), plain) > 1e-3
     if train:
         assert furthest(found.curve(), expected.curve()) < 1e-10
-        saved, weights = (checkpoint_files.read(result.out / "step-00000006")
+        saved, weights = (checkpoint_files.read(result.out / "step-00000004")
                           for result in (found, expected))
         saved = {name.replace("replica0.", ""): tensor for name, tensor in saved.items()}
         assert saved.keys() == weights.keys()
@@ -257,17 +260,9 @@ def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
             torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-10, msg=name)
     for number in range(train + len(others)):
         again = Result([0], "", found.out / f"again-{number}").curve()
-        assert furthest(again, expected.curve()[4:]) < 1e-10
+        assert furthest(again, expected.curve()[2:]) < 1e-10
         if number < train:  # its own: bit for bit
-            assert again == found.curve()[4:]
-
-
-def test_it_is_another_model(once, ported):
-    """Each kind trains otherwise than the plain model."""
-    plain = once("single.py", 0, OPTIONS).curve()
-    for kind, (_, _, inject) in KINDS.items():
-        found = once(ported(kind, "single.py"), 0, OPTIONS, inject=inject).curve()
-        assert kind == "EMA" or furthest(found, plain) > 1e-3, kind
+            assert again == found.curve()[2:]
 
 
 def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
@@ -276,14 +271,14 @@ def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
                      "torch.optim.AdamW([p for p in P if p.ndim < 2], args.lr)]")
     options = f"{OPTIONS} --data {corpus}"
     result = run(edited(tmp_path / "copy", "single.py", *two), 0, options)
-    saved = checkpoint_files.read(result.out / "step-00000006", "optimizer.")
+    saved = checkpoint_files.read(result.out / "step-00000004", "optimizer.")
     assert {name.rpartition(".")[2] for name in saved} == {
         "momentum_buffer", "exp_avg", "exp_avg_sq", "step"
     }
     assert result.summary["held"]["optimizer states"] == sum(t.nbytes for t in saved.values())
     assert result.history[2]["lr"] == 0.05  # that of the first group, at the peak
     changed = edited(tmp_path / "copy", "single.py", *two, ("0.05, 0.9, nesterov=True", "0.05"))
-    result = run(changed, 0, f"{options} --steps 8")
+    result = run(changed, 0, f"{options} --steps 6")
     (line,) = [line for line in result.lines if "changed since" in line]
     assert "momentum was [0.9, None], is [0, None]" in line
     assert "nesterov was [True, None], is [False, None]" in line
@@ -292,13 +287,13 @@ def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
 # Refused
 
 
-@pytest.mark.parametrize("script, edits", [
+@pytest.mark.parametrize("script, edits", sampled([
     ("ddp.py", []), ("fsdp.py", []), ("fsdp.py", [APART]),
     *([("fsdp.py", [APART, *DATA_PARALLEL["fsdp.py"]])] if REDUCES_UNUSED else []),
-])
+], [("ddp.py", []), ("fsdp.py", [])]))
 def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path, script, edits):
     copy = edited(tmp_path / "copy", script, *HEADS, *edits)
-    result = run(copy, 3, f"{OPTIONS} --data {corpus} --grad-accum 4", expect_ok=False)
+    result = run(copy, 2, f"{OPTIONS} --data {corpus} --grad-accum 6", expect_ok=False)
     assert set(result.statuses) <= {1, -15}
     words = "error: lm_head.parts" if script == "ddp.py" else "calls lm_head.parts"
     assert any(words in line for line in result.lines), result.output
