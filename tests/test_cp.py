@@ -80,13 +80,13 @@ def test_strides(mesh, rank):
 
 
 @pytest.mark.parametrize("attention", ["allgather", "ulysses"])
-def test_two_numbers_in_a_head(run, corpus, attention):
+def test_two_numbers_in_a_head(once, attention):
     """The rotation concatenates halves of one number: the last stride is not 1. Under Ulysses two
     ranks share one head of keys and values."""
-    options = (f"--data {corpus} --hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1 "
+    options = ("--hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1 "
                "--head-dim 2 --seq-len 16 --batch-size 4 --steps 3 --dtype float64 --save-every 0")
-    found = run(f"cp.py --attention {attention}", 2, options)
-    assert furthest(found.curve(), run("single.py", 0, options).curve()) < 1e-10
+    found = once(f"cp.py --attention {attention}", 2, options)
+    assert furthest(found.curve(), once("single.py", 0, options).curve()) < 1e-10
     assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]
 
 

@@ -43,7 +43,8 @@ SAMPLE = [("ep.py --ep 1 --grad-accum 2", 2), (f"ep.py --ep 2 --grad-accum 2 {AG
           ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 2)]
 ROWS = [
     *SAMPLE, (f"ep.py --grad-accum 2 {AGAIN}", 0), ("ep.py --ep 1 --grad-accum 2", 4),
-    ("ep.py", 4), ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4), (f"ep.py --ep 2 {SIX}", 4), ("ep.py --ep 2 --no-reshard-after-forward --grad-accum 2", 4),
+    ("ep.py", 4), ("hybrid_3d.py --tp 2 --ep 4 --grad-accum 2", 4), (f"ep.py --ep 2 {SIX}", 4),
+    ("ep.py --ep 2 --no-reshard-after-forward --grad-accum 2", 4),
     (f"hybrid_3d.py --ep 2 {AGAIN}", 4), ("hybrid_3d.py --cp 2 --ep 2 --grad-accum 2", 2),
     (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4),
     (f"hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW}", 4),

@@ -167,7 +167,7 @@ ROWS = [("fsdp", CHECKPOINTS, OF_CHECKPOINTS), ("fsdp", VALIDATION, {"validation
 
 
 @pytest.mark.parametrize("name, services, files", sampled(
-    ROWS, [row for row in ROWS if row[:2] in (("fsdp", CHECKPOINTS), ("zero", ALL))]))
+    ROWS, [row for row in ROWS if row[:2] in (("fsdp", CHECKPOINTS), ("fsdp", ALL))]))
 def test_a_copy_without_services_trains_to_the_same_weights(
     server, corpus, tmp_path, whole, name, services, files
 ):

@@ -19,6 +19,7 @@ from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wra
 from common.services.counting import StepCounter
 from common.step import decay_groups
 from tests.support.on_ranks import on_ranks
+from tests.support.sample import sampled
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -235,7 +236,8 @@ def test_bytes_per_logit(monkeypatch, dtype):
         assert least < counter.peak["activations"] / 2**21 < most
 
 
-@pytest.mark.parametrize("checkpointed, norms", [(None, 0), ("selective", 2)])
+@pytest.mark.parametrize("checkpointed, norms", sampled(
+    AGAIN := [(None, 0), ("selective", 2)], AGAIN[1:]))
 def test_what_a_compiled_layer_computes_again(monkeypatch, checkpointed, norms):
     """In the backward pass of a layer: 2 gradients for each of 7 products, and the norms if
     checkpointing is selective, but no product."""

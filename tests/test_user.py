@@ -27,6 +27,7 @@ def test_the_terminal(run, corpus):
     assert re.fullmatch(r"[\d,]+ samples of 32 tokens in .*corpus.txt", data)
     for words in ("4/4", "loss", "val loss", "grad norm", "tokens/s"):
         assert words in bars[-1]
+    # Without MFU: of no CPU the peak is known
     assert re.match(r"final loss [\d.]+ \| val loss [\d.]+ \| [\d,]+ tokens/s \| .*out", final)
     assert re.split("  +", table[0]) == [
         "bytes on rank 0", "after backward", "at the peak", "theory"
@@ -57,8 +58,6 @@ def test_metrics_lines_and_the_share_of_the_peak(run, corpus):
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 0.2e12)
     assert f"MFU {result.summary['mfu']:.1%}" in result.output
     assert [step_of(path) for path in list_checkpoints(result.out)] == [5, 7]
-    # Of no CPU the peak is known.
-    assert "MFU" not in run("ddp.py", 2, f"{SMALL} --steps 3 --data {corpus}", out="cpu").output
 
 
 def test_what_speed_counts():
@@ -129,7 +128,7 @@ def test_profile_writes_a_trace_per_rank(run, corpus):
 def test_help_comes_once_and_waits_for_no_rank(run):
     """Rank 0 has printed it and ended before rank 1 begins."""
     result = run("ddp.py", 2, "--help", pass_out=False, timeout=60,
-                 inject="time.sleep(3 * rank)")
+                 inject="time.sleep(rank)")
     assert result.output.count("usage:") == 1
     for words in ("all-reduce of the gradients", "--num-key-value-heads N",
                   "optimizer steps in the whole run", "run folder:"):

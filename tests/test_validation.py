@@ -175,17 +175,16 @@ def test_held_out_data_is_read_before_training(run, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("command, world, stop", sampled(
-    RUNS := [("fsdp.py", 2, 4), ("fsdp.py", 2, 6), ("pp.py", 2, 6)], RUNS[:2]))
-def test_an_evaluation_that_is_missing_comes_first(run, corpus, held_out, command, world, stop):
+    RUNS := [("single.py", 0, 4), ("fsdp.py", 2, 2), ("fsdp.py", 2, 4), ("pp.py", 2, 4)], RUNS[:2]))
+def test_a_missing_evaluation_comes_first(run, once, corpus, held_out, command, world, stop):
     """The run dies after it has saved a step, and before it evaluates it; also its last step."""
-    options = (f"{TRAINING} --data {corpus} --val-data {held_out} --val-every 4 --val-batches 2 "
-               f"--dtype float64 --save-every 2")
-    whole = run(command, world, options, out="whole")
-    number = {4: 1, 6: 2}[stop]  # of the evaluation
+    options = f"{OPTIONS} --val-every 2 --dtype float64"
+    whole = once(command, world, options)
+    options = f"{options} --data {corpus}".replace("{val}", held_out)
     die = ("before(Validation, 'loss', lambda *_, calls=[]: "
-           f"calls.append(1) or len(calls) == {number} and kill_self())")
+           f"calls.append(1) or len(calls) == {stop // 2} and kill_self())")
     dead = run(command, world, options, inject=die, expect_ok=False)
-    assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 6]
+    assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 4]
     again = run(command, world, options)
     assert again.curve("step", "val_loss") == whole.curve("step", "val_loss")
     assert again.curve() == whole.curve()

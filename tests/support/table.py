@@ -1,9 +1,9 @@
 """The table of runs: each is started once, and all tests that claim something of it share it.
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
-sample some targets are ignored. A checkpoint is saved after step 2, held-out data is evaluated after
-step 3, after the count of bytes, and both once more at the end. Then each of ``EXACT`` resumes its
-own checkpoint of step 2, in the same processes.
+sample some targets are ignored. A checkpoint is saved after step 2 and at the end. Held-out data is
+evaluated after step 3, in which bytes are counted, and at the end. Then each of ``EXACT`` resumes
+its own checkpoint of step 2, in the same processes.
 """
 
 import dataclasses
