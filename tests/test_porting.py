@@ -239,8 +239,8 @@ def ported(tmp_path_factory):
 
 @pytest.mark.parametrize("kind, command, world", sampled(ROWS, SAMPLE))
 def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
-    """Losses, norms and weights; the plain model has others. Then it resumes its own checkpoint, and
-    that of one process."""
+    """Losses, norms and weights; those of the plain model differ. Then it resumes its own checkpoint
+    and that of one process."""
     script, _, more = command.partition(" ")
     inject = KINDS[kind][2]
     expected = once(ported(kind, "single.py"), 0, OPTIONS, inject=inject)
