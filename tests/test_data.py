@@ -76,6 +76,8 @@ def test_replicas_are_equal():
 
     for rank in range(8):
         assert rows(rank, world_size=8, replication=2) == rows(rank // 2, world_size=4)
+    with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
+        rows(0, world_size=4, replication=3)
 
 
 def test_large_data_costs_what_small_data_costs(monkeypatch):
@@ -178,11 +180,6 @@ def test_any_structure_of_tensors_is_moved(workers):
 
 
 Point = collections.namedtuple("Point", "x y")
-
-
-def test_a_replication_that_does_not_divide_the_ranks_is_refused():
-    with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
-        BatchSampler(SIZE, 12, rank=0, world_size=4, replication=3)
 
 
 def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):

@@ -31,6 +31,7 @@ from examples import cp_documents as cp
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, ProcessServer
 from tests.support.sample import sampled, thorough
+from tests.test_cp import results
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
@@ -368,14 +369,6 @@ def one_by_one(q, k, v, ends):
     return torch.cat(out)
 
 
-def results(attention, q, k, v, weight):
-    """The output, and the gradients of q, k and v, of a weighted sum of it."""
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    (out * weight).sum().backward()
-    return [out.detach(), *(x.grad for x in inputs)]
-
-
 def blocks_in_sight(ends, shards, rank):
     """The number of ranks of whose keys a query of ``rank`` sees any, found pair by pair."""
     numbers = ends.long().cumsum(1) - ends.long()
@@ -448,26 +441,14 @@ def test_the_trained_llama_is_exported(start, tmp_path):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def by_a_user(*command, cwd=ROOT):
+def by_a_user(*command):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "NPROC": "2"}
     result = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-@thorough
-def test_as_a_module_and_by_run_sh_from_any_folder(tmp_path):
-    options = "--steps", "4", "--out", tmp_path / "out"
-    by_a_user(*TORCHRUN, "-m", "examples.ddp_convnet", *options)
-    by_a_user("bash", ROOT / "run.sh", "examples/ddp_convnet.py", "--steps", "4", cwd=tmp_path)
-    first, second = (
-        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (tmp_path / "out", tmp_path / "runs" / "ddp_convnet")
-    )
-    assert len(first) == 2 and first == second
 
 
 @thorough

@@ -2,13 +2,12 @@
 of the table resumes its own checkpoint bit for bit: test_same_run.py."""
 
 import pytest
-import torch
 
 from common.services import checkpoint_files
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
 from tests.support.table import EXACT, OPTIONS
-from tests.test_same_run import furthest
+from tests.test_same_run import assert_near, furthest
 
 SCRIPTS = sorted({row.script for row in EXACT} - {"diloco.py"})
 READERS = [("single.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("fsdp.py --replicate 2", 4),
@@ -48,6 +47,5 @@ def test_saving_while_training_goes_on(once, command, world):
     found = checkpoint_files.list_checkpoints(result.out)
     assert [checkpoint_files.step_of(path) for path in found] == [1, 2, 3, 4]
     for name in ("step-00000002", "step-00000004"):  # as it was then, not as training has made it
-        expected = checkpoint_files.read(EXACT[0].run(once).out / name, prefix="")
-        for key, tensor in checkpoint_files.read(result.out / name, prefix="").items():
-            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-10)
+        assert_near(*(checkpoint_files.read(run.out / name, prefix="")
+                      for run in (result, EXACT[0].run(once))))

@@ -22,7 +22,8 @@ from tests.support.edits import edited
 from tests.support.processes import Result
 from tests.support.sample import sampled
 from tests.support.table import OLD
-from tests.test_same_run import furthest
+from tests.test_checkpoint import assert_bit_equal
+from tests.test_same_run import assert_near, furthest
 from tools import export, import_hf
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
@@ -101,10 +102,9 @@ def test_every_row_trains_the_same(trained, command, world):
     assert furthest(others.curve(*NAMES), expected.curve(*NAMES)[2:]) < 1e-10
     assert own.curve(*NAMES) == found.curve(*NAMES)[2:]
     tensors, resumed, others = saved(found), saved(own), saved(expected)
-    assert tensors.keys() == resumed.keys() == others.keys()
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
+    assert_bit_equal(resumed, tensors)
+    assert_near(tensors, others)
     for name, tensor in others.items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
         if name.endswith("mlp.bias"):
             assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name
     if world > 1:

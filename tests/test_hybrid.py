@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 
 from common.data import BatchSampler
 from common.tokens import TokenDataset
@@ -12,7 +11,7 @@ from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
 from tests.support.table import OPTIONS, Row
-from tests.test_same_run import furthest, read
+from tests.test_same_run import assert_near, furthest, read
 
 
 @thorough
@@ -69,7 +68,4 @@ def test_without_the_lines_that_the_docs_delete(once, shared):
     expected = Row("single.py", 0).run(once)
     for names in ("loss", "grad_norm"), ("step", "val_loss"):
         assert furthest(found.curve(*names), expected.curve(*names)) < 1e-10
-    saved, tensors = read(found.out), read(expected.out)
-    assert saved.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-10, msg=name)
+    assert_near(read(found.out), read(expected.out))

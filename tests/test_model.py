@@ -1,13 +1,10 @@
 """The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
 
-import functools
 import itertools
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,7 +16,6 @@ from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wra
 from common.services.counting import StepCounter
 from common.step import decay_groups
 from tests.support.on_ranks import on_ranks
-from tests.support.sample import sampled
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -145,25 +141,6 @@ def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_the_sizes_of_chunks(monkeypatch):
-    """16 chunks, and more or fewer if one had too many or too few logits; at least one token each.
-    """
-    head = common.model.Head(8, 96, bias=False)
-    seen, loss = [], head.loss
-    head.loss = lambda logits, targets: seen.append(len(targets)) or loss(logits, targets)
-    for tokens, least, most, sizes in (
-        (111, 1, 2**28, [6] * 18 + [3]), (111, 1, 96 * 5, [5] * 22 + [1]),
-        (1600, 1, 96 * 100, [100] * 16), (1600, 96 * 400, 2**28, [400] * 4),
-        (3, 1, 2**28, [1, 1, 1]), (2, 1, 95, [1, 1]),
-    ):
-        monkeypatch.setattr(common.model, "MAX_LOGITS", least)
-        monkeypatch.setattr(common.model, "MAX_CHUNK", most)
-        seen.clear()
-        with torch.no_grad():
-            head(torch.ones(1, tokens, 8), targets=torch.zeros(1, tokens, dtype=torch.int64))
-        assert seen == sizes
-
-
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
     """About as near to float64 with 100 chunks as in one piece, where one product adds all up: of a
     weight in bfloat16, as FSDP gives it, and of one that autocast converts. Gradients that are
@@ -234,26 +211,6 @@ def test_bytes_per_logit(monkeypatch, dtype):
         with counter, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             head(x, targets=targets).backward()
         assert least < counter.peak["activations"] / 2**21 < most
-
-
-@pytest.mark.parametrize("checkpointed, norms", sampled(
-    AGAIN := [(None, 0), ("selective", 2)], AGAIN[1:]))
-def test_what_a_compiled_layer_computes_again(monkeypatch, checkpointed, norms):
-    """In the backward pass of a layer: 2 gradients for each of 7 products, and the norms if
-    checkpointing is selective, but no product."""
-    graphs = []
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph),
-        bw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    model, tokens = Transformer(CONFIG), torch.arange(64).view(2, 32)
-    materialise(model, "cpu", 0)
-    wrap_layers(model.model.layers.values(), True, checkpointed)
-    model(tokens, tokens).backward()
-    names = [str(node.target) for node in graphs[0].graph.nodes]
-    assert names.count("aten.mm.default") == 14 and names.count("aten.rsqrt.default") == norms
 
 
 def test_large_presets_have_their_size():

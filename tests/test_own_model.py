@@ -74,25 +74,17 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
     assert len({draw(*map(int, f"{i:03b}")) for i in range(8)}) == 8  # seed, step, rank: 0 or 1
 
 
-def write_text(rank, folder):
-    if rank == 0:
-        folder.mkdir()
-        (folder / "text").write_text("seven wizards box " * 999)
-    dist.barrier()
-
-
 def train(command, folder, more=""):
     """Run ``main`` of a script in this process. Returns its history."""
     script, _, options = command.partition(" ")
-    argv = f"{OPTIONS} --data {folder}/text --out {folder}/out {options} {more}".split()
+    argv = f"{OPTIONS} --out {folder}/out {options} {more}".split()
     return importlib.import_module(script.removesuffix(".py")).main(argv)
 
 
 @on_ranks(2)
-def test_each_step_and_rank_draws_its_own_dropout(rank, folder):
+def test_each_step_and_rank_draws_its_own_dropout(folder):
     """Ranks have other samples, parts of the sequence or layers; or all compute the same."""
     log = Report.log
-    write_text(rank, folder)
     for command in (
         "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
@@ -109,9 +101,8 @@ def test_each_step_and_rank_draws_its_own_dropout(rank, folder):
 
 
 @on_ranks(2)
-def test_dropout_repeats_itself(rank, folder):
+def test_dropout_repeats_itself(folder):
     """Bit for bit in a run that resumes, and where a layer is computed again."""
-    write_text(rank, folder)
     forward = Layer.forward
     plain = train("tp.py", folder, "--save-every 0")
     with mock.patch.object(Layer, "forward", lambda self, *args: F.dropout(

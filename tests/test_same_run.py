@@ -32,6 +32,13 @@ def furthest(curve, other):
     return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
 
 
+def assert_near(tensors, others):
+    """Tensors by name: the same names, and to 1e-10 the same values."""
+    assert tensors.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
+
+
 @functools.lru_cache(9)
 def read(out):
     """The tensors of the last checkpoint of a run, by name."""
@@ -63,9 +70,9 @@ def saved(row, run):
     tensors, others = (read(run(row).out) for row in (row, reference(row)))
     if row.script == "diloco.py":  # its common tensors, over which come those of its one replica
         tensors = {name.replace("replica0.", ""): tensor for name, tensor in tensors.items()}
-    assert tensors.keys() == others.keys() and len(others) == 4 * TENSORS
-    for name, tensor in others.items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
+    assert_near(tensors, others)
+    assert len(tensors) == 4 * TENSORS
+    for name, tensor in tensors.items():
         if name.endswith("exp_avg"):
             assert tensor.norm() > 1e-5, name
 

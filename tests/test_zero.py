@@ -1,15 +1,14 @@
-"""zero.py: its units and buckets. Curves, bytes and the number of collectives: test_same_run.py."""
+"""zero.py: its units and buckets. Curves, bytes and the number of collectives: test_same_run.py.
+How many buckets are whole at a time: test_bytes.py."""
 
 import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero
 from common.errors import SettingError
-from common.services.counting import StepCounter
 from tests.support.on_ranks import on_ranks
 
 
@@ -46,20 +45,6 @@ def test_shards_carry_the_names_of_their_parameters(mesh):
 
 
 @on_ranks(2)
-def test_at_most_two_buckets_are_on_their_way(mesh):
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
-    buckets, _ = zero.make_buckets(model, [[layer] for layer in model], mesh)
-    zero.start_gathering(buckets)
-    moving = []
-    for layer in model:
-        layer.register_forward_hook(
-            lambda *_: moving.append([i for i, bucket in enumerate(buckets) if bucket.all_gather])
-        )
-    model(torch.ones(1, 6))
-    assert moving == [[1, 2], [2, 3], [3, 4], [4, 5], [5], []], moving
-
-
-@on_ranks(2)
 def test_a_module_of_the_unit_must_be_called(mesh):
     """Otherwise its parameters would be used as they were."""
     model, a, b, c = three()
@@ -69,28 +54,6 @@ def test_a_module_of_the_unit_must_be_called(mesh):
     x = torch.ones(1, 6)
     with pytest.raises(SettingError, match="was used without a call"):
         (b(a(x)) + x @ c.weight + c.bias).sum().backward()
-
-
-@on_ranks(1, 2)
-def test_gradients_exist_twice_only_while_they_are_copied(mesh):
-    """Over one rank they are not averaged."""
-    n = mesh.size()
-    model, called, reduce_scatter = nn.Linear(64, 64), [], zero.reduce_scatter_single
-    (bucket,), _ = zero.make_buckets(model, [[model]], mesh)
-    zero.reduce_in_backward([bucket], False)
-    counter = StepCounter(torch.optim.SGD(model.parameters()), [model])
-    with counter:
-        model(torch.ones(1, 64)).sum().backward()
-        counter.peak.clear()
-        whole = zero.take_gradients(bucket)
-    assert counter.peak["in all"] == 3 * 4 * (64 * 64 + 64) and whole.shape == (n, 4160 // n)
-    assert model.weight.grad is None and counter.now["gradients"] == 0
-    zero.reduce_scatter_single = lambda own, whole, op, *args, **kwargs: (
-        called.append(op), reduce_scatter(own, whole, op, *args, **kwargs)
-    )[1]
-    zero.reduce_in_backward([bucket], True)
-    model(torch.ones(1, 64)).sum().backward()
-    assert called == [dist.ReduceOp.AVG if n > 1 else dist.ReduceOp.SUM], called
 
 
 def test_parameters_are_whole_after_the_loop(run, corpus):
