@@ -3,8 +3,6 @@
 import json
 import re
 
-import pytest
-
 from common.data import BatchSampler
 from common.tokens import TokenDataset
 from tests.support.edits import edited
@@ -12,16 +10,6 @@ from tests.support.processes import ROOT
 from tests.support.sample import thorough
 from tests.support.table import OPTIONS, Row
 from tests.test_same_run import assert_near, furthest, read
-
-
-@thorough
-def test_without_a_pipeline_it_is_zero_3(once):
-    """The peaks of fsdp.py: under PipelineStage parameters and gradients would stay whole."""
-    peaks = Row("hybrid_3d.py --grad-accum 2", 2).run(once).summary["peak"]
-    options = f"{OPTIONS} --dtype float64 --steps 3 --save-every 0 --grad-accum 2"
-    other = once("fsdp.py", 2, options, inject="ignored()").summary["peak"]
-    for kind in ("parameters", "gradients"):
-        assert peaks[kind] == pytest.approx(other[kind], rel=0.02), peaks
 
 
 @thorough

@@ -15,21 +15,6 @@ from common.errors import SettingError
 from common.services.validation import Validation
 from tests.support.sample import sampled, thorough
 from tests.support.table import OPTIONS, TRAINING
-from tests.test_same_run import furthest
-
-
-@thorough
-def test_without_dropout(once):
-    """Weights stay as they are drawn: so each evaluation gives what it gives without dropout. And
-    the dropout of training is what it is without evaluations."""
-    frozen = f"{OPTIONS} --dtype float64 --lr 0 --steps 3 --val-every 1"
-    result = once("pp.py", 2, frozen, inject="dropout()")
-    expected = once("single.py", 0, frozen)
-    names = "step", "val_loss"
-    assert furthest(result.curve(*names), expected.curve(*names)) < 1e-10
-    assert furthest(result.curve(), expected.curve()) > 1e-3  # dropout is on in training
-    plain = f"{TRAINING} --dtype float64 --lr 0 --steps 3"
-    assert once("pp.py", 2, plain, inject="dropout()").curve() == result.curve()
 
 
 @thorough
