@@ -67,14 +67,14 @@ def base(tmp_path_factory, corpus):
 def start(base, corpus, tmp_path_factory):
     """Run an example: ``start(name, world, options)``. Evaluations change nothing; before the step
     that is counted there is none: see ``reshard`` on torch 2.11."""
-    held_out = f"--val-data {corpus} --val-every 3 --val-batches 1"
+    val = "--val-every 3 --val-batches 1 --val-data"
+    text = f"--data {corpus} {val} {corpus}"
     own = {
         "ddp_convnet": "", "fsdp_gpt2": f"--data {base}/lines --seq-len 24",
-        "tp_llama": f"--from-pretrained {base} --data {corpus} --val-data {corpus} --seq-len 32",
-        "cp_documents": f"--data {base}/lines --val-data {base}/lines {DOCUMENTS}",
-        "fsdp_lora": f"--model {base} --data {corpus} {held_out} --seq-len 24 --lora-rank 4 "
-                     "--lora-alpha 6",
-        "fsdp_muon": f"--data {corpus} {held_out} {MUON}",
+        "tp_llama": f"--from-pretrained {base} {text} --seq-len 32",
+        "cp_documents": f"--data {base}/lines {val} {base}/lines {DOCUMENTS}",
+        "fsdp_lora": f"--model {base} {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
+        "fsdp_muon": f"{text} {MUON}",
     }
     with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
         def start(name, world, options="", folder=None, **kwargs):
