@@ -1,5 +1,7 @@
 """The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
 
+import collections
+import dataclasses
 import itertools
 
 import pytest
@@ -8,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.materialise
 import common.model
@@ -95,9 +98,9 @@ def test_init_does_not_depend_on_what_else_is_drawn():
 
 def test_the_sizes_of_initial_weights():
     """GPT-2's: what enters the residual stream is smaller. Blocks of 64 rows differ."""
-    std = CONFIG.initializer_range
-    for name, expected in ("layers.0.self_attn.o_proj.weight", std / 2), ("q_proj.weight", std):
-        whole = draw_weight(name, (slice(0, 256), slice(0, 256)), (256, 256), CONFIG, 0)
+    config = dataclasses.replace(CONFIG, initializer_range=0.05)
+    for name, expected in ("layers.0.self_attn.o_proj.weight", 0.025), ("q_proj.weight", 0.05):
+        whole = draw_weight(name, (slice(0, 256), slice(0, 256)), (256, 256), config, 0)
         assert whole.std().item() == pytest.approx(expected, rel=0.02)
         assert len({block.sum().item() for block in whole.split(64)}) == 4
 
@@ -124,6 +127,32 @@ def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
     wrap_layers(layers, compiled, "full")
     model(torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)).backward()
     assert len(calls) == 2 * len(layers)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of matrix products and of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_keeps_products_and_attention(model):
+    """It calls them as often as without checkpointing, and others more often."""
+    tokens, found = torch.arange(8).view(1, 8), []
+    for checkpointed in (None, "selective"):
+        wrap_layers(model.model.layers.values(), False, checkpointed)
+        with Calls() as calls:
+            model(tokens, tokens).backward()
+        found.append(calls.names)
+    plain, selective = found
+    more = {name for name in selective if selective[name] > plain[name]}
+    assert "silu" in more and not [
+        name for name in more if name == "mm" or name.startswith("_scaled_dot_product")]
 
 
 def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):

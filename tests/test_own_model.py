@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -24,7 +25,7 @@ from common.model import Layer, ModelConfig, Transformer
 from common.options import option_parser, parse_options
 from common.services.report import Report
 from common.services.settings import fingerprint
-from common.step import seed_step, set_learning_rate
+from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS
 
@@ -72,6 +73,20 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
 
     assert draw(0, 3, 1) == draw(0, 3, 1)
     assert len({draw(*map(int, f"{i:03b}")) for i in range(8)}) == 8  # seed, step, rank: 0 or 1
+
+
+def test_a_batch_without_targets_counts_one():
+    """The loss is then 0, and not 0/0."""
+    assert count_targets([(None, torch.full((2, 3), -100))]) == 1
+
+
+def test_a_buffer_with_two_names_stays_one():
+    model = nn.ModuleList(nn.Module() for _ in "ab")
+    buffer = torch.ones(2)
+    for module in model:
+        module.register_buffer("mask", buffer)
+    fsdp.move_buffers(model, "meta")
+    assert model[0].mask.is_meta and model[0].mask is model[1].mask
 
 
 def train(command, folder, more=""):
@@ -260,6 +275,9 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     model = Net()
     tp.parallelize(model, mesh, PLAN | {"embed": split})
-    assert model.embed(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 8, 4)
+    assert type(model.embed(torch.zeros(2, 16, dtype=torch.int64))) is AsyncCollectiveTensor
+    tp.wait_for_output(model.embed)  # which a compiled layer could not take
+    found = model.embed(torch.zeros(2, 16, dtype=torch.int64))
+    assert type(found) is torch.Tensor and found.shape == (2, 8, 4)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
         model.embed(torch.zeros(2, 15, dtype=torch.int64))

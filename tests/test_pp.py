@@ -1,24 +1,29 @@
 """pp.py: how layers are split, and what its schedules are. Curves and bytes: test_same_run.py."""
 
 import argparse
+import copy
 import itertools
 import types
+
+import pytest
+import torch
+from torch import nn
 
 import pp
 from common.errors import SettingError
 from common.model import ModelConfig
+from tests.support.on_ranks import on_ranks
 from tests.support.table import MODEL
 
 
 def test_the_picture(run, corpus):
-    result = run("pp.py", 4, f"{MODEL} --num-hidden-layers 7 --seq-len 16 --batch-size 12 "
-                             f"--steps 1 --data {corpus} --schedule zbv --microbatches 6 "
+    result = run("pp.py", 4, f"{MODEL} --num-hidden-layers 7 --seq-len 16 --batch-size 14 "
+                             f"--steps 1 --data {corpus} --schedule zbv --microbatches 7 "
                              "--save-every 0")
     assert result.lines[0] == "pp.py: 4 processes on cpu (gloo), rank grid pp 4 x dp 1"
     assert result.lines[1] == "model tiny: 70,624 parameters, float32"  # of all stages
     assert result.lines[4:9] == [
-        "pipeline zbv: 6 micro-batches through 8 stages, "
-        "bubble at least (n-1)/(3vM+n-1) = 7.7%",
+        "pipeline zbv: 7 micro-batches through 8 stages, bubble (n-1)/(3vM+n-1) = 6.7%",
         "rank 0: embedding, layer 0 | head", "rank 1: layer 1 | layer 6",
         "rank 2: layer 2 | layer 5", "rank 3: layer 3 | layer 4",
     ]
@@ -44,6 +49,27 @@ def test_split_layers():
                 for cut in cuts
             )
             assert slowest == best
+
+
+@on_ranks(2)
+def test_only_frozen_parameters_may_be_in_several_stages(mesh, rank):
+    whole = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+    whole["a"].weight = whole["b"].weight
+    part = copy.deepcopy(whole)
+    del part["ab"[rank]]
+    with pytest.raises(SettingError, match="several stages have the parameter a.weight = b.weight"):
+        pp.check_stages(whole, [part], mesh.get_group())
+    whole.requires_grad_(False)
+    pp.check_stages(whole, [part], mesh.get_group())
+
+
+@on_ranks(2)
+def test_the_norm_over_stages_is_in_float32(mesh):
+    """Also of weights in bfloat16."""
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter) * 129
+    norm = pp.clip_over_stages([parameter], 1.0, mesh.get_group())
+    assert norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * 129, rel=0.01)
 
 
 # Schedule, p, M, V

@@ -2,8 +2,9 @@
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
 sample some targets are ignored. A checkpoint is saved after step 2 and at the end. Held-out data is
-evaluated after step 3, in which bytes are counted, and at the end. Then each of ``EXACT`` resumes
-its own checkpoint of step 2, in the same processes.
+evaluated after each step: also before and after step 3, in which bytes are counted. (By pp.py after
+step 3 on: after an evaluation its stages exchange messages of 4 bytes first.) Then each of
+``EXACT`` resumes its own checkpoint of step 2, in the same processes.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-at
          "--num-key-value-heads 4")
 TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 4 --log-every 1 --warmup-steps 2 "
             "--lr 0.01 --save-every 2")
-OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 2"
+OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 1 --val-batches 1"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
 
@@ -46,7 +47,8 @@ class Row:
 
     def run(self, once):
         inject = f"{self.inject}; resumed([], step=2)" if self in EXACT else self.inject
-        return once(self.command, self.world, f"{OPTIONS} --dtype {self.dtype}", inject=inject)
+        options = OPTIONS + " --val-every 3" * (self.script == "pp.py")
+        return once(self.command, self.world, f"{options} --dtype {self.dtype}", inject=inject)
 
 
 CHUNKS = "ignored(); loss_in_chunks()"
@@ -98,7 +100,7 @@ EXACT = [Row(command, world) for command, world in [
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
     ("hybrid_3d.py --cp 2 --pp 2", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
-    ("hybrid_3d.py --cp 2 --replicate 2", 4),
+    ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
     # One replica and plain steps between its meetings: the algorithm of all other scripts
     (f"{ONE_REPLICA} --inner-steps 2", 2),
     (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
@@ -143,9 +145,11 @@ SAMPLE = [row for row in ROWS if (row.command, row.world, row.dtype) in [
         (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
         (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
         ("fsdp.py --replicate 3 --grad-accum 2", 3), ("hybrid_3d.py --grad-accum 2", 2),
+        (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
+        ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
         (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
         ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-        ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --cp 2 --replicate 2", 4),
+        ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
         (f"{ONE_REPLICA} --inner-steps 2", 2),
     ]], ("fsdp.py", 2, "bfloat16"), ("pp.py --schedule zbv", 2, "bfloat16"),
 ]] + [row for row in EXACT if row.script == "tp.py" and "chunks" in row.inject]
