@@ -118,7 +118,7 @@ def main(argv=None):
             (micro_loss * n).backward()  # ZeRO: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        reduce_gradients(buckets)  # ZeRO: reduce what the last backward pass did not reach
+        reduce_gradients(buckets)  # ZeRO: reduce the buckets that lack a gradient; wait for all
         # ZeRO: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
         grad_norm = torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()
         optimizer.step()

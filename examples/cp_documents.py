@@ -122,7 +122,7 @@ def main(argv=None):
     dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # CP: of one rank, so that all ranks read the same samples
+        mesh=mesh["dp"],  # CP: dp has one rank, so all ranks read the same samples
     )
     validation = Validation(
         open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
