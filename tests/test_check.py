@@ -12,6 +12,8 @@ from tests.support.sample import sampled, thorough
 from tests.test_porting import APART, DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS, with_model
 
 SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
+# After the first failure the tool waits 5 seconds for what other ranks have to say: here half a one
+FASTER = "clock = time.monotonic; time.monotonic = lambda: 10 * clock()"
 NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
 
 
@@ -21,7 +23,7 @@ def check(server, tmp_path):
     def check(words):
         before = sorted(tmp_path.iterdir())
         found = server.run("tools/check.py", 0, words, folder=tmp_path, pass_out=False,
-                           expect_ok=False, env={"TMPDIR": str(tmp_path)})
+                           expect_ok=False, env={"TMPDIR": str(tmp_path)}, inject=FASTER)
         assert sorted(tmp_path.iterdir()) == before
         return found.statuses[0], found.output
 
@@ -49,7 +51,6 @@ ACROSS = (
 
 WRONG = [
     ("fsdp.py", [*HEADS, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: the "),
-    ("fsdp.py", [ACROSS], "DIFFERENT  step 0: "),
     ("fsdp.py", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
     ("fsdp.py", HEADS, "FAILED     rank 1 calls lm_head.parts."),
@@ -59,6 +60,7 @@ WRONG = [
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
 ]
 MORE = [
+    ("fsdp.py", [ACROSS], "DIFFERENT  step 0: "),
     ("fsdp.py", [*HEADS, APART, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: "),
     ("cp.py", SHIFTED, "DIFFERENT  step 0: "),
     ("cp.py", [("model(inputs, targets, positions) / count", "model(inputs, targets) / count")],
@@ -68,11 +70,12 @@ MORE = [
 
 
 @pytest.mark.parametrize("script, edits, words", sampled(WRONG + MORE, WRONG), ids=[
-    "heads", "across samples", "1/n", "calls", "refused", "crash", "heads apart", "shift",
+    "heads", "1/n", "calls", "refused", "crash", "across samples", "heads apart", "shift",
     "own positions", "direct attention"])
 def test_what_is_wrong_is_found(check, tmp_path, script, edits, words):
     copy = edited(tmp_path / "copy", script, *edits)
-    status, said = check(f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
+    options = f"{SMALL} --steps 1 --batch-size 6 --grad-accum 3"
+    status, said = check(f"{copy} --ranks 2 {options}")
     assert status == 1 and re.search(f"2 processes  {words}", said), said
 
 
@@ -84,7 +87,7 @@ if not REDUCES_UNUSED:
     SKIPPING = SKIPPING[:2]
 
 
-@pytest.mark.parametrize("script, more", sampled(SKIPPING, SKIPPING[1::2]))
+@pytest.mark.parametrize("script, more", sampled(SKIPPING, SKIPPING[1:2]))
 def test_parts_that_some_ranks_skip_are_equal(check, tmp_path, script, more):
     copy = edited(tmp_path / "copy", script, *HEADS, *DATA_PARALLEL[script], *more)
     status, said = check(f"{copy} --ranks 2 {SMALL} --batch-size 6 --grad-accum 3")
