@@ -5,7 +5,6 @@ import ast
 import functools
 import importlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -16,7 +15,6 @@ from unittest import mock
 
 import pytest
 
-import pp
 from common import torch_versions
 from docs import draw
 from tests import bugs
@@ -169,15 +167,6 @@ def test_every_command_works_as_typed(page, clone):
         assert int(found) == status and words in output, (line, output[-3000:])
 
 
-@thorough
-def test_the_dry_run_of_the_readme_prints_what_it_says():
-    (line,) = (line for line in indented(README) if "dry_run" in line)
-    (said,) = re.findall(r"(?m)^    # (in all .*)", README)
-    result = subprocess.run(line.split(), cwd=ROOT, text=True, capture_output=True,
-                            env=os.environ | {"PYTHON": sys.executable}, timeout=PATIENCE)
-    assert said in result.stdout
-
-
 def test_the_help_of_run_sh():
     result = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, text=True, capture_output=True)
     assert result.returncode == 0 and result.stdout.count("bash run.sh ") > 5
@@ -313,15 +302,6 @@ def test_a_dry_run_counts_what_the_table_says(tmp_path, name):
     subprocess.run([*words[:at], "--json", tmp_path / "row.json", *words[at:]], cwd=ROOT,
                    check=True, capture_output=True, timeout=PATIENCE)
     assert cells(json.loads((tmp_path / "row.json").read_text())) == cells(row)
-
-
-@pytest.mark.parametrize("name", pp.SCHEDULES)
-def test_the_waiting_of_a_schedule(name):
-    """In the table and in its picture, as the formula of pp.py says."""
-    waiting = f"{draw.waiting(draw.read('schedules')[name]):.1%}"
-    v = 1 if name in pp.ONE_STAGE else 2
-    assert pp.bubble(name, 4, v, 8)[1].endswith(f"= {waiting}")
-    assert re.search(rf"\| `{name}` \| .* \| {waiting} \|", PAGES["docs/strategies.md"])
 
 
 @pytest.mark.parametrize("page, heading, least", [
