@@ -84,5 +84,5 @@ def test_the_formulas_of_ep_and_hybrid_3d(command, n, rank, stage):
 @pytest.mark.parametrize("command", ["tp.py --activation-checkpointing", "zero.py --grad-accum 2"])
 def test_a_term_that_an_option_adds(command):
     """Beside what a dry run counts. On top are the norms for clipping."""
-    found = count(command, 2)
+    found = count(f"{command} --num-hidden-layers 2", 2)
     assert 0 <= found["sent"] - found["theory"]["sent"]["bytes"] < 1000

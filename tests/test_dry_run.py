@@ -1,6 +1,7 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
 import concurrent.futures
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -59,8 +60,8 @@ def test_floating_point_operations(monkeypatch):
     checkpointing repeats no product and no attention, and keeps more."""
     # A fork of a process that has run a backward pass on CUDA cannot run one itself.
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("this process was forked"))
-    config, T, B = PRESETS["small"], 256, 2
-    options = f"single.py --model small --seq-len {T} --batch-size {B}"
+    config, T, B = dataclasses.replace(PRESETS["small"], num_hidden_layers=2), 256, 2
+    options = f"single.py --model small --num-hidden-layers 2 --seq-len {T} --batch-size {B}"
     plain, selective, full = (count(f"{options} {more}", 1) for more in (
         "", "--activation-checkpointing selective", "--activation-checkpointing"))
     width = config.num_attention_heads * config.head_dim

@@ -279,7 +279,7 @@ def test_an_error_is_one_line(tmp_path):
 def test_processes_meet_without_a_launcher(run, corpus):
     """Rank 0 starts late. accelerate sets torchrun's variables, but one; its own change nothing. If
     one process does not come: test_refusals.py."""
-    result = run("ddp.py", 2, f"{OPTIONS} --steps 2 --data {corpus}", inject="slow(0, 2)",
+    result = run("ddp.py", 2, f"{OPTIONS} --steps 2 --data {corpus}", inject="slow(0, 0.3)",
                  env={"LOCAL_WORLD_SIZE": None, "ACCELERATE_USE_CPU": "true"})
     assert "2 data-parallel ranks" in result.output
 

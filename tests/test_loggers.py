@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.processes import PATIENCE, ROOT
+from tests.support.sample import thorough
 
 OPTIONS = ("--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
            "--num-key-value-heads 2 --num-hidden-layers 1 --seq-len 16 --batch-size 8 --steps 4 "
@@ -93,6 +94,7 @@ def test_a_logger_that_raises_is_said_once_and_left_out(log, option, inject, nam
     assert f"{name} failed" in line and "metrics.jsonl" in line
 
 
+@thorough
 def test_w_and_b_without_a_login_does_not_ask_at_a_terminal(corpus, tmp_path):
     spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
     options = f"{OPTIONS} --data {corpus} --wandb mine --out {tmp_path / 'out'}"

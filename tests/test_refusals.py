@@ -104,13 +104,10 @@ STRATEGIES = {
         (4, "--seq-len 6", "such as 8"),
         (2, "--seq-len 7 --attention ulysses", "--seq-len 7 ... 2 equal chunks, 1 for each"),
         (3, "--seq-len 36 --attention ulysses", "--num-attention-heads 8 ... by 3 ranks"),
-        (3, "--seq-len 36 --num-attention-heads 6 --num-key-value-heads 2 --hidden-size 96 "
-         "--attention ulysses", "--num-key-value-heads 2 ... by 3 ranks"),
     ],
     "pp": [
         (4, "--microbatches 3", "--microbatches 3 ... 1f1b on 4 ranks: use at least 4"),
         (2, "--schedule 1f1b --stages-per-rank 2", "--stages-per-rank 2 ... 1f1b ... use 1"),
-        (2, "--schedule zbv --stages-per-rank 1", "--stages-per-rank 1 ... zbv ... use 2"),
         (4, "--schedule loopedbfs --stages-per-rank 2", "4 ranks x 2 stages are 8, but 4 layers"),
         (2, "--schedule zerobubble --microbatches 5 --batch-size 20",
          "multiple of 2, such as 4 or 6"),
@@ -121,7 +118,6 @@ STRATEGIES = {
     ],
     "hybrid_3d": [
         (4, "--dp 2 --tp 2 --cp 3", "(4) ... dp (2) x tp (2) x cp (3) x pp (1) = 12"),
-        (4, "--tp 4 --num-key-value-heads 2", "--num-key-value-heads 2 ... multiple of 4"),
         (4, "--cp 4 --seq-len 36", "--seq-len 36 ... 8 equal parts (2 x --cp)"),
         (8, "--cp 2 --tp 4 --seq-len 20", "--cp 2 is 10 positions ... --tp 4"),
         (2, "--pp 2 --microbatches 1", "--microbatches 1 ... at least --pp 2"),
@@ -299,18 +295,14 @@ def test_a_finished_run_is_done(server, folder):
     assert contents(folder) == before
 
 
-CONNECT = "rank 0 cannot connect ... MASTER_ADDR {}, MASTER_PORT {}"
-
-
 CONNECTIONS = [  # the first three without --all
-    ({"MASTER_ADDR": "no-such-machine.invalid"}, CONNECT.format("no-such-machine.invalid", "")),
-    ({"RANK": "1", "TIMEOUT": "2"}, "rank 1 cannot connect ... --timeout"),
+    ({"MASTER_ADDR": "no-such-machine.invalid"},
+     "rank 0 cannot connect ... MASTER_ADDR no-such-machine.invalid, MASTER_PORT"),
+    ({"RANK": "1", "TIMEOUT": "1"}, "rank 1 cannot connect ... --timeout"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
     ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth99"}, "cannot connect ... eth99 ... IFNAME"),
     ({"TORCH_FR_BUFFER_SIZE": "x"}, "TORCH_FR_BUFFER_SIZE is 'x'"),
     ({"MASTER_PORT": "-5"}, "MASTER_PORT is '-5'"),
-    ({"MASTER_PORT": "99999"}, CONNECT.format("127.0.0.1", "99999")),
-    ({"MASTER_ADDR": None}, CONNECT.format(None, "")),
 ]
 
 
@@ -326,7 +318,6 @@ def test_ranks_that_cannot_connect(refused, change, words):
 
 BOTH = "{} is ... on rank 0 and {} on rank 1: start all ranks with the same"
 OTHER = "os.chdir(str(rank))"  # there the same names are other files
-TIED = "model.embed_tokens.weight ... lm_head.weight"
 COMMANDS = [  # what is run before the command on each rank; the first ones without --all
     (r"single.py --data '\udcff\udcfe'", 0, "", r"--data \udcff\udcfe: no such file"),
     ("single.py --data '\x1b[2Jx'", 0, "", r"--data \x1b[2Jx: no such file"),
@@ -335,14 +326,18 @@ COMMANDS = [  # what is run before the command on each rank; the first ones with
     # Models that a strategy cannot take
     ("zero.py", 2, "tied()", "weight is in 2 of the units"),
     ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
-    ("pp.py --schedule zbv", 1, "tied()", TIED), ("pp.py", 2, "own_parameter()", "model.gate: del"),
+    ("pp.py --schedule zbv", 1, "tied()", "model.embed_tokens.weight ... lm_head.weight"),
+    ("pp.py", 2, "own_parameter()", "model.gate: del"),
     # Ranks that differ
     ("ddp.py", 2, "rank_1_has('--lr', '0.5')", BOTH.format("--lr", "0.5")),
     ("fsdp.py --model . --data ../file", 2, OTHER, BOTH.format("--hidden-size", 64)),
-    ("ddp.py", 2, "other_pythons()", BOTH.format("Python", "3.99.1")),
+    ("ddp.py", 2, "platform.python_version = lambda: f'3.99.{rank}'",
+     BOTH.format("Python", "3.99.1")),
     ("ddp.py", 2, "other_code('model.py')", BOTH.format("the hash of common/model.py", " ... ")),
     # Before they connect over NCCL, which would wait for the rank on the CPU
-    ("ddp.py", 2, "other_devices()", BOTH.format("the type of device", "cuda")),
+    ("ddp.py", 2,
+     "common.launch.pick_device = lambda *_, **__: torch.device('cuda' if rank else 'cpu')",
+     BOTH.format("the type of device", "cuda")),
     ("ddp.py --out ../out --data ../file --val-data letters", 2, OTHER,
      "samples in --val-data is"),
     # Before the earlier run is moved aside
@@ -351,11 +346,7 @@ COMMANDS = [  # what is run before the command on each rank; the first ones with
 MORE = [
     ("fsdp.py --cpu-offload", 2, "", "--cpu-offload"),
     ("ddp.py --backend nccl", 2, "", "--backend nccl ... use gloo"),
-    ("hybrid_3d.py --pp 2", 2, "tied()", TIED),
     ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate: add its module"),
-    ("ddp.py --backend gloo", 2, "rank_1_has('--backend', 'auto')",
-     BOTH.format("--backend", "auto")),
-    ("cp.py", 2, "rank_1_has('--out', 'other')", BOTH.format("--out", "other")),
     ("ddp.py", 2, "os.environ.update(TORCH_GLOO_LAZY_INIT=str(rank))",
      BOTH.format("TORCH_GLOO_LAZY_INIT", 1)),
     ("ddp.py --timeout 2", 2, "slow(1, 30)", "rank 0 cannot connect ... --timeout"),
@@ -380,10 +371,7 @@ RUN_SH = [  # the first four without --all
     ("ddp.py", NODES | {"MASTER_ADDR": "no..host"}, "MASTER_ADDR is no..host"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere'"),
-    ("ddp.py", {"PYTHON": "/bin/true"}, "PYTHON is '/bin/true'"),
-    ("ddp.py", {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1' ... at least 0"),
     ("ddp.py", {"MASTER_PORT": "x"}, "MASTER_PORT is 'x' ... at least 1"),
-    ("ddp.py", {"NPROC": "2.5"}, "NPROC is '2.5' ... at least 1"),
     ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 but NNODES is not set"),
 ]
 

@@ -28,12 +28,6 @@ from tests.support.sample import thorough
 
 BASES = {
     "small": lambda n: {command: f"{SMALL} {more}" for command, more in gpus.curves(n).items()},
-    "references": lambda n: {
-        f"{gpus.reference(more)} {more}": SMALL for more in gpus.curves(n).values()
-    },
-    "deterministic": lambda n: dict.fromkeys(
-        gpus.each_script(n), f"{SMALL} --dtype bfloat16 --deterministic --save-every 10"
-    ),
     "1b": lambda n: dict.fromkeys([*gpus.each_script(n), *UNCOUNTED_1B], llama_1b(n)),
 }
 

@@ -9,10 +9,10 @@ script, in each rank. What is no run of the process server gets it in the variab
 import atexit
 import functools
 import json
-import multiprocessing
+import multiprocessing  # noqa: F401
 import os
 import pathlib
-import platform
+import platform  # noqa: F401
 import resource
 import runpy
 import shutil
@@ -336,20 +336,10 @@ def fill_disk_under(name):
     os.open = open_full
 
 
-def cannot_remove():
-    """Folders cannot be removed."""
-    pathlib.Path.rmdir = lambda path: fail("busy", OSError)
-
-
 def replace(name):
     """The file ``name``, which is read, by another one of the same size."""
     pathlib.Path("new").write_text("news " * (os.path.getsize(name) // 5))
     os.replace("new", name)
-
-
-def kill_a_worker():
-    """One of the processes that read data ahead."""
-    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
 def fail_to_count():
@@ -374,20 +364,6 @@ def other_code(name):
         return text + b"# edited" if rank == 1 and path.name == name else text
 
     pathlib.Path.read_bytes = read_and_change
-
-
-def nan_weights():
-    after(common.materialise, "materialise", lambda _, model, *args: (
-        next(model.parameters()).data.fill_(torch.nan)
-    ))
-
-
-def other_pythons():
-    platform.python_version = lambda: f"3.99.{rank}"
-
-
-def other_devices():
-    common.launch.pick_device = lambda *_, **__: torch.device(["cpu", "cuda"][rank])
 
 
 def other_models():

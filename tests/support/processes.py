@@ -122,12 +122,15 @@ def serve():
     import tempfile
 
     # All that a script imports sooner or later, torch._dynamo by its first optimizer.
+    import encodings.idna  # noqa: F401
+    import numpy.ma  # noqa: F401
     import torch._dynamo  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
     import torch.distributed.fsdp  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
     import torch.distributed.tensor.parallel  # noqa: F401
     import torch.utils.data  # noqa: F401
+    import torch.utils.serialization.config  # noqa: F401
     from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
 
     for name in ("materialise", "services.checkpoint", "services.report", "services.validation"):
