@@ -18,6 +18,7 @@ PROJECTED = 1e-12  # rounding of the projections, in float64
 COPIES = 1e-6  # further apart, two numbers of float32 are no copies
 CLIPPED = 1e-5  # how inexact the length of all gradients is, which each rank computes
 EVEN = 6  # measured: rounding of one parameter beside that of another 5; tanh for GELU 8
+FLOAT32_INSIDE = 2**-16  # measured: rotary angles in float32 1e-6; a wrong eps of a norm 5e-5
 MISSING = 1e-3  # a gradient that is so much shorter is missing; what is left is rounding
 EXPLAINED = 0.1  # of a difference, what a cause may leave over
 SAME_OUTPUT = 8  # roundings of the mean square of a module's output; measured: 0.3
@@ -68,25 +69,12 @@ def group(it, chosen):
 
 def same_samples(run, whose=""):
     """How many ranks read the same samples, or ""."""
-    alike = max(collections.Counter(str(rank["samples"]) for rank in run.ranks).values())
-    several = alike > 1 and run.ranks[0]["samples"]
-    return f"{alike} ranks{whose} read the same samples" if several else ""
-
-
-def zero_in_both(it):
-    """(N,) bool: the gradient of a parameter is there, and 0, in both runs."""
-    there = torch.tensor([all(name in run.line["gradients"] for run in (it.reference, it.run))
-                          for name in it.names])
-    return there & (it.reference.gradients.length + it.run.gradients.length == 0)
+    several = run.alike > 1 and run.ranks[0]["samples"]
+    return f"{run.alike} ranks{whose} read the same samples" if several else ""
 
 
 def whose(it):
-    return f"those of {group(it, it.off)}" if not it.everywhere or zero_in_both(it).any() else "all"
-
-
-def how_far(it):
-    share = it.share[it.off]
-    return f"{whose(it)} differ, by {share.min():.1g} to {share.max():.1g}"
+    return "all" if it.everywhere and not it.dead.any() else f"those of {group(it, it.off)}"
 
 
 def about_the_loss(it):
@@ -94,11 +82,11 @@ def about_the_loss(it):
     want, have = it.reference.loss, it.run.loss
     if not it.loss_known:
         return ""
-    if it.loss_right:
-        module = wrong_module(it)
-        look = f", but {module}" if module else ": look at the backward pass and the reduction"
-        return f"; the loss is right ({have:.7g} and {want:.7g}){look}"
-    return f"; the loss is wrong too ({have:.7g}, not {want:.7g}): {forward_pass_of(it)}"
+    if not it.loss_right:
+        return f"; the loss is wrong too ({have:.7g}, not {want:.7g}): {forward_pass_of(it)}"
+    module = wrong_module(it)
+    look = f", but {module}" if module else ": look at the backward pass and the reduction"
+    return f"; the loss is right ({have:.7g} and {want:.7g}){look}"
 
 
 def where_it_begins(it):
@@ -112,9 +100,18 @@ def where_it_begins(it):
 
 def about_dropout(it):
     active = sorted({x for rank in it.reference.ranks + it.run.ranks for x in rank["dropout"]})
-    if not active:
+    words = f"; dropout is on, so no two layouts can agree: {', '.join(active[:2])}"
+    return words if active else ""
+
+
+def about_float32(it):
+    """A hint, if gradients in float64 differ by no more than a softmax in float32 makes of them."""
+    near = (it.share.max() <= FLOAT32_INSIDE and
+            not (it.loss_known and abs(it.loss_ratio - 1) > FLOAT32_INSIDE))
+    if it.tolerance.eps > PROJECTED or it.history.compared or not near:
         return ""
-    return f"; dropout is on, so no two layouts can agree: {', '.join(active[:2])}"
+    return (". It is as if float32 was in between: if both runs compute something in float32, such "
+            "as a softmax, a norm or rotary angles, give --float32-inside")
 
 
 def outputs_of(run):
@@ -128,34 +125,29 @@ def outputs_of(run):
     return {name: (square / max(numbers, 1), numbers) for name, (square, numbers) in sums.items()}
 
 
-def modules_are_comparable(it):
-    """Not if ranks may hold parts of them, as in a pipeline, or if they have read other inputs."""
+def wrong_module(it):
+    """Say which is the first module whose output differs, in the order in which modules of the
+    reference return; "" if all agree. None if they cannot be compared: ranks may hold parts of
+    them, as in a pipeline, or they have read other inputs."""
     runs = it.reference, it.run
     want, have = map(outputs_of, runs)
     for run in runs:
         held = {str([*rank["outputs"]]) for rank in run.ranks}
-        if run.replicas > 1 and (run.ranks[0]["by_hand"] or len(held) > 1):
-            return False
+        if run.alike > 1 and (run.ranks[0]["by_hand"] or len(held) > 1):
+            return None
     # Ranks that read the same samples may compute the same, or each a part.
-    m, n = (run.replicas for run in runs)
-    one, two = (sum(rank["numbers"] for rank in run.ranks) / run.replicas for run in runs)
-    return one == two and any(have.get(name, (0, 0))[1] in (size, size * n / m, size * n, size / m)
-                              for name, (_, size) in want.items())
-
-
-def wrong_module(it):
-    """Say which is the first module whose output differs, in the order in which modules of the
-    reference return; "" if the outputs of all agree or cannot be compared."""
-    if it.history.compared or not modules_are_comparable(it):
-        return ""
-    before, have = "the first of all", outputs_of(it.run)
-    room = max(SAME_OUTPUT * it.tolerance.eps, PROJECTED)
-    for name, (square, _) in outputs_of(it.reference).items():
-        if name in have:
-            called = f"`{name or 'the model itself'}`"
-            if not abs(have[name][0] - square) <= room * square:
-                return f"the first module whose output differs is {called}, {before}"
-            before = f"after {called}"
+    m, n = (run.alike for run in runs)
+    one, two = (sum(rank["numbers"] for rank in run.ranks) / run.alike for run in runs)
+    both = [name for name in want if name in have]
+    sizes = [(want[name][1], have[name][1]) for name in both]
+    if one != two or not any(b in (a, a * n / m, a * n, a / m) for a, b in sizes):
+        return None
+    before, room = "the first of all", max(SAME_OUTPUT * it.tolerance.eps, PROJECTED)
+    for name in both:
+        called = f"`{name or 'the model itself'}`"
+        if not abs(have[name][0] - want[name][0]) <= room * want[name][0]:
+            return f"the first module whose output differs is {called}, {before}"
+        before = f"after {called}"
     return ""
 
 
@@ -164,10 +156,11 @@ def forward_pass_of(it):
     if it.history.compared:
         return ("it was right in the step before: look at weights that are stale or not gathered, "
                 "at buffers and caches, or at the loss")
-    if not modules_are_comparable(it):
+    module = wrong_module(it)
+    if module is None:
         return ("look at the forward pass (outputs of modules are not compared: ranks hold parts "
                 "of them, or they have read other inputs)")
-    if module := wrong_module(it):
+    if module:
         return module
     want, have = (sum(run.targets) for run in (it.reference, it.run))
     counts = f"; the run has {have} targets, the reference {want}" if want != have else ""
@@ -176,13 +169,6 @@ def forward_pass_of(it):
 
 
 # Checks of every step
-
-
-def step_numbers(it):
-    """Whether both runs have recorded the same steps."""
-    want, have = it.reference.line["step"], it.run.line["step"]
-    if want != have:
-        return f"steps: the run has recorded step {have} in place of step {want}"
 
 
 def parameter_names(it):
@@ -210,12 +196,6 @@ def types(it):
         want, have = (coarsest(run.ranks, kind) for run in (it.reference, it.run))
         if want and have and want != have:
             return f"types: {kind} in {have}, and in the reference in {want}"
-
-
-def weights_in_16_bits(it):
-    """Whether weights or optimizer states are kept in 16 bits: a check that one asks for."""
-    if coarse := sixteen_bits(it.run.ranks):
-        return f"types: {', '.join(coarse)}"
 
 
 def sixteen_bits(ranks):
@@ -261,27 +241,27 @@ def initial_weights(it):
 def samples(it):
     """Whether the run has read the samples of the reference, each equally often; and if not, which
     of a batch's tensors differ."""
-    lines, messages, agree = (it.reference.line, it.run.line), [], []
-    for key in tensors_in(all, *lines):
-        want, have = ([rank["samples"].get(key, []) for rank in line["ranks"]] for line in lines)
+    wrong, both = {}, tensors_in(it, all)
+    for key in both:
+        want, have = ([rank["samples"].get(key, []) for rank in run.ranks]
+                      for run in (it.reference, it.run))
         if message := other_rows(want, have):
             distinct = len({str(row) for rows in want for row in rows})
-            messages.append((distinct, message, key))
-        else:
-            agree.append(key)
-    if messages:
-        which = f"{listed(key for *_, key in messages)}, not {listed(agree)}: " if agree else ""
+            wrong[key] = distinct, message
+    if wrong:
+        which = f"{listed(wrong)}: " if len(wrong) < len(both) else ""
         # A mask has few distinct rows, and says least.
-        return f"samples: {which}{max(messages, key=lambda message: message[0])[1]}"
+        return f"samples: {which}{max(wrong.values(), key=lambda pair: pair[0])[1]}"
 
 
 def listed(keys):
     return ", ".join(f"`{key}`" for key in keys)
 
 
-def tensors_in(how, *lines):
+def tensors_in(it, how):
     """The names of tensors that ``all`` or ``any`` of the runs have recorded of their batches."""
-    keys = [[key for rank in line["ranks"] for key in rank["samples"]] for line in lines]
+    keys = [[key for rank in run.ranks for key in rank["samples"]]
+            for run in (it.reference, it.run)]
     return [key for key in dict.fromkeys(sum(keys, [])) if how(key in own for own in keys)]
 
 
@@ -292,10 +272,9 @@ def other_rows(want_of_ranks, have_of_ranks):
     n, m = len(want), len(have)
     if n and m and all(isinstance(row, list) for row in want + have):  # floats, up to rounding
         times = math.gcd(n, m)
-        want, have = (torch.tensor(sorted(rows), dtype=torch.float64).repeat_interleave(k, 0)
-                      for rows, k in ((want, m // times), (have, n // times)))
-        far = (want - have)[:, 0].abs() > want[:, 1] + have[:, 1]
-        return "other samples are read, or some are repeated" if far.any() else None
+        pairs = zip(sorted(want * (m // times)), sorted(have * (n // times)))
+        far = any(abs(a - b) > room + more for (a, room), (b, more) in pairs)
+        return "other samples are read, or some are repeated" if far else None
     want, have = (collections.Counter(map(str, rows)) for rows in (want, have))
     more = [row for row in have if have[row] * n > want[row] * m]
     if not more:
@@ -331,108 +310,17 @@ def update(it):
 
 def reduction(it):
     """Whether ranks that hold the same part of a parameter hold the same gradient of it."""
-    y, run = it.run.gradients, it.run
+    y = it.y
     bad = y.spread > it.tolerance.gradients * (y.length + it.floor) + it.loose
     if not bad.any():
         return None
     i = (bad * y.length).argmax()
-    gaps = [(it.reference.gradients.sketch - of_ranks)[i].norm() for of_ranks in (y.mean, y.total)]
+    gaps = [(it.x.sketch - of_ranks)[i].norm() for of_ranks in (y.mean, y.total)]
     why = f"they must be {'averaged' if gaps[0] < gaps[1] else 'added up'}"
     if min(gaps) > it.allowed[i]:
         why = f"neither their sum nor their mean is right{where_it_begins(it)}{about_the_loss(it)}"
-    ranks = run.line["gradients"][it.names[bad.nonzero()[0]]]["ranks"]
-    return (f"reduction: ranks {ranks} hold different gradients of {group(it, bad)}: {why}"
-            f"{about_dropout(it)}")
-
-
-def lost_tie(it):
-    """Whether the gradients of two names add up to that of one tensor in the reference."""
-    x, y = it.reference.gradients, it.run.gradients
-    for i, j in itertools.combinations(it.off.nonzero().flatten().tolist(), 2):
-        tied = [z.sketch[i].equal(z.sketch[j]) for z in (x, y)]
-        gap = (x.sketch[i] - y.sketch[i] - y.sketch[j]).norm()
-        if tied == [True, False] and gap <= it.allowed[i]:
-            return (f"gradients: a tie is lost: those of {it.names[i]} and {it.names[j]} must add "
-                    f"up")
-
-
-def scaled(it):
-    """Whether one factor makes the gradients right: an average in place of a sum, a loss scale."""
-    x, y = it.reference.gradients, it.run.gradients
-    i = (it.off * (x.length + y.length)).argmax()
-    r = ((x.sketch[i] @ y.sketch[i]).sign() * y.length[i] / x.length[i]).item()
-    limit = it.tolerance.gradients * (y.length + abs(r) * it.floor) + abs(r) * it.loose
-    if not r or not (distance(x, y, r) <= limit)[it.off | it.everywhere].all():
-        return None
-    near = max(1e-3, min(0.1, 2 * it.tolerance.gradients))
-    loss = about_the_loss(it)
-    if it.loss_known and not it.loss_right and abs(it.loss_ratio / r - 1) < min(near, abs(r - 1)):
-        loss = "; the loss too"
-    elif it.loss_right and zero_in_both(it).any():
-        loss = (": the reduction, or the scale of an adapter whose output is still 0, such as "
-                "LoRA's alpha / r; the loss is right")
-    return f"gradients: {whose(it)}: {factor(it.run, r, near)}{loss}"
-
-
-def missing(it):
-    """Whether some gradients are 0 or nearly so in one run alone."""
-    x, y = it.reference.gradients.length, it.run.gradients.length
-    if (bad := it.off & (x < MISSING * y)).any():
-        return f"gradients: only the run has those of {group(it, bad)}: frozen in the reference?"
-    if not it.run.line["gradients"]:
-        return ("gradients: missing: the run has none: it records after zero_grad, or gradients "
-                "are never synchronised (FSDP2: set_requires_gradient_sync)")
-    if (bad := it.off & (y < MISSING * x)).any():
-        return f"gradients: missing: those of {group(it, bad)}{about_the_loss(it)}"
-
-
-def not_cleared(it):
-    """Whether gradients are, or hold, those of the step before."""
-    if not it.history.compared:
-        return None
-    x, y, old = (z.sketch[it.off].flatten() for z in (
-        it.reference.gradients, it.run.gradients, it.history.before))
-    shares = torch.linalg.pinv(torch.stack([x, old], 1)) @ y
-    rest = (shares[0] * x + shares[1] * old - y).norm()
-    if rest < EXPLAINED * (y - x).norm():
-        if abs(shares[0]) < EXPLAINED:
-            return (f"gradients: late: {whose(it)} are those of the step before: a reduction that "
-                    f"nobody waits for?")
-        return (f"gradients: not cleared: {whose(it)} hold {shares[1]:.3g} of those of the step "
-                f"before")
-
-
-def rounding(it):
-    """Whether gradients are as far apart as the rounding of a type with fewer bits. Rounding is
-    even over the parameters; the difference that another formula makes is not."""
-    x = it.reference.gradients
-    share = (distance(x, it.run.gradients) / x.length)[it.off]
-    middle, most = share.median(), share.max()
-    if it.everywhere and it.loss_right and most < EVEN * share.min():
-        for word, low in ("bfloat16", 2**-11), ("float16", 2**-15), ("float32", 2**-28):
-            if low < middle and most < 64 * low:
-                return (f"gradients: rounding: they differ by {middle:.0e}, as if {word} was in "
-                        f"between (see dtype)")
-
-
-def some_gradients(it):
-    """Some gradients are wrong, and others are right: says where it begins."""
-    if not it.everywhere:
-        return (f"gradients: {whose(it)} differ, by up to {it.share[it.off].max():.1g}"
-                f"{where_it_begins(it)}{about_the_loss(it)}")
-
-
-def part_of_the_batch(it):
-    """All gradients are wrong, and the loss is right."""
-    if it.loss_right:
-        counts = [sum(rank["targets"]) for rank in it.run.ranks]
-        if module := wrong_module(it):
-            return f"gradients: forward pass: {how_far(it)}, and the loss hardly: {module}"
-        uneven = f" (ranks have {min(counts)} to {max(counts)} targets: a mean of means?)"
-        return (f"gradients: part of the batch, or the backward pass of the loss: {how_far(it)}, "
-                f"and the loss is right ({it.run.loss:.7g} and {it.reference.loss:.7g}): samples "
-                f"are lost or weigh more{uneven if min(counts) < max(counts) else ''}, ranks clip "
-                f"before the reduction, or a loss has a backward of its own")
+    ranks = it.run.line["gradients"][it.names[bad.nonzero()[0]]]["ranks"]
+    return f"reduction: ranks {ranks} hold different gradients of {group(it, bad)}: {why}"
 
 
 def mean_of_means(it):
@@ -448,18 +336,98 @@ def mean_of_means(it):
         for pairs in filter(None, (of_micro_batches, of_ranks)):
             counts, losses = torch.tensor(pairs, dtype=torch.float64).T
             weighted = it.run.loss * (counts @ losses / counts.sum() / losses.mean()).item()
+            gap = abs(weighted - it.reference.loss)
             room = (it.tolerance.loss + it.history.slack) * abs(it.reference.loss)
-            if abs(weighted - it.reference.loss) <= room:
+            if gap <= min(room, EXPLAINED * abs(it.run.loss - it.reference.loss)):
                 return "loss: a mean of means: with losses weighted by targets it is right"
 
 
-def forward_pass(it):
-    """All gradients are wrong, and so is the loss."""
+def lost_tie(it):
+    """Whether the gradients of two names add up to that of one tensor in the reference."""
+    x, y = it.x, it.y
+    for i, j in itertools.combinations(it.off.nonzero().flatten().tolist(), 2):
+        tied = [z.sketch[i].equal(z.sketch[j]) for z in (x, y)]
+        gap = (x.sketch[i] - y.sketch[i] - y.sketch[j]).norm()
+        if tied == [True, False] and gap <= it.allowed[i]:
+            return f"a tie is lost: those of {it.names[i]} and {it.names[j]} must add up"
+
+
+def scaled(it):
+    """Whether one factor makes the gradients right: an average in place of a sum, a loss scale."""
+    x, y = it.x, it.y
+    i = (it.off * (x.length + y.length)).argmax()
+    r = ((x.sketch[i] @ y.sketch[i]).sign() * y.length[i] / x.length[i]).item()
+    limit = it.tolerance.gradients * (y.length + abs(r) * it.floor) + abs(r) * it.loose
+    if not r or not (distance(x, y, r) <= limit)[it.off | it.everywhere].all():
+        return None
+    near = max(1e-3, min(0.1, 2 * it.tolerance.gradients))
+    loss = about_the_loss(it)
+    if it.loss_known and not it.loss_right and abs(it.loss_ratio / r - 1) < min(near, abs(r - 1)):
+        loss = "; the loss too"
+    elif it.loss_right and it.dead.any():
+        loss = (": the reduction, or the scale of an adapter whose output is still 0, such as "
+                "LoRA's alpha / r; the loss is right")
+    return f"{whose(it)}: {factor(it.run, r, near)}{loss}"
+
+
+def missing(it):
+    """Whether some gradients are 0 or nearly so in one run alone."""
+    x, y = it.x.length, it.y.length
+    if (bad := it.off & (x < MISSING * y)).any():
+        return f"only the run has those of {group(it, bad)}: frozen in the reference?"
+    if not it.run.line["gradients"]:
+        return ("missing: the run has none: it records after zero_grad, or gradients are never "
+                "synchronised (FSDP2: set_requires_gradient_sync)")
+    if (bad := it.off & (y < MISSING * x)).any():
+        return f"missing: those of {group(it, bad)}{about_the_loss(it)}"
+
+
+def not_cleared(it):
+    """Whether gradients are, or hold, those of the step before."""
+    if not it.history.compared:
+        return None
+    x, y, old = (z.sketch[it.off].flatten() for z in (it.x, it.y, it.history.before))
+    shares = torch.linalg.pinv(torch.stack([x, old], 1)) @ y
+    rest = (shares[0] * x + shares[1] * old - y).norm()
+    if rest < EXPLAINED * (y - x).norm():
+        if abs(shares[0]) < EXPLAINED:
+            return (f"late: {whose(it)} are those of the step before: a reduction that nobody "
+                    f"waits for?")
+        return f"not cleared: {whose(it)} hold {shares[1]:.3g} of those of the step before"
+
+
+def rounding(it):
+    """Whether gradients are as far apart as the rounding of a type with fewer bits. Rounding is
+    even over the parameters; the difference that another formula makes is not."""
+    share = (distance(it.x, it.y) / it.x.length)[it.off]
+    middle, most = share.median(), share.max()
+    if it.everywhere and it.loss_right and most < EVEN * share.min():
+        for word, low in ("bfloat16", 2**-11), ("float16", 2**-15), ("float32", 2**-28):
+            if low < middle and most < 64 * low:
+                return (f"rounding: they differ by {middle:.0e}, as if {word} was in between (see "
+                        f"dtype)")
+
+
+def unexplained(it):
+    """Nothing else explains the difference: where it begins, or the loss, says where to look."""
+    want, have = it.reference.loss, it.run.loss
+    share = it.share[it.off]
+    if not it.everywhere:
+        return (f"{whose(it)} differ, by up to {share.max():.1g}{where_it_begins(it)}"
+                f"{about_the_loss(it)}")
+    differ = f"{whose(it)} differ, by {share.min():.1g} to {share.max():.1g}"
     if not it.loss_known:
-        return (f"gradients: {how_far(it)}: record the loss, to tell whether the forward pass is "
-                f"right")
-    return (f"gradients: forward pass: the loss is {it.run.loss}, not {it.reference.loss}; "
-            f"{how_far(it)}: {forward_pass_of(it)}")
+        return f"{differ}: record the loss, to tell whether the forward pass is right"
+    if not it.loss_right:
+        return f"forward pass: the loss is {have}, not {want}; {differ}: {forward_pass_of(it)}"
+    if module := wrong_module(it):
+        return f"forward pass: {differ}, and the loss hardly: {module}"
+    counts = [sum(rank["targets"]) for rank in it.run.ranks]
+    uneven = f" (ranks have {min(counts)} to {max(counts)} targets: a mean of means?)"
+    return (f"part of the batch, or the backward pass of the loss: {differ}, and the loss is right "
+            f"({have:.7g} and {want:.7g}): samples are lost or weigh more"
+            f"{uneven if min(counts) < max(counts) else ''}, ranks clip before the reduction, or a "
+            f"loss has a backward of its own")
 
 
 def gradients(it):
@@ -469,7 +437,7 @@ def gradients(it):
         return None
     for cause in CAUSES_IN_16_BITS if it.tolerance.in_16_bits else CAUSES:
         if message := cause(it):
-            return message + about_dropout(it)
+            return f"gradients: {message}{about_float32(it)}"
 
 
 def loss(it):
@@ -487,7 +455,7 @@ def clipping(it):
     if not it.given:  # the last step
         return None
     want, have = (factors or [0.0] for factors in it.given)
-    x, y = it.reference.gradients, it.run.gradients
+    x, y = it.x, it.y
     inexact = CLIPPED + 4 * it.tolerance.rounding  # the norm is computed in the type of the weights
     low, high = min(have), max(have)
     if max(want) - min(want) > inexact * max(want):
@@ -506,59 +474,49 @@ def clipping(it):
 # rounding has not yet parted the runs. ``AFTER_ROUNDING``: those of them that prove nothing if
 # training has amplified rounding. ``IN_16_BITS``: in place of ``CHECKS``. ``CAUSES``: of gradients
 # that differ; the last one always has an answer.
-ALWAYS = [step_numbers, parameter_names, shapes, types, not_finite, copies_of_weights,
-          initial_weights, samples]
-CHECKS = [update, reduction, gradients, mean_of_means, loss, clipping]
-AFTER_ROUNDING = [gradients, mean_of_means, loss, clipping]
+ALWAYS = [parameter_names, shapes, types, not_finite, copies_of_weights, initial_weights, samples]
+AFTER_ROUNDING = [mean_of_means, gradients, loss, clipping]
+CHECKS = [update, reduction, *AFTER_ROUNDING]
 IN_16_BITS = [reduction, gradients]
 CAUSES_IN_16_BITS = [lost_tie, scaled, missing]
-CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, some_gradients, mean_of_means,
-          part_of_the_batch, forward_pass]
+CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, unexplained]
 
 
 # If nothing differs
 
 
-def not_compared(it, lines, infinite, parted):
-    """What an EQUAL does not prove, in words. ``it``: the last step that was compared; ``lines``:
-    all that both runs have recorded; ``infinite``, ``parted``: steps of which little is known."""
-    left = []
-    if infinite:
-        left.append(f"steps {', '.join(map(str, infinite))} (not finite in both runs)")
-    if parted:
-        left.append(f"gradients and updates from step {parted[0]} on (rounding of the steps before "
-                    f"has parted the runs)")
-    both, either = (tensors_in(how, it.reference.line, it.run.line) for how in (all, any))
-    if not both:
-        left.append("samples (no tensor has the same name in both batches)")
-    elif both != either:
-        left.append(f"{listed(key for key in either if key not in both)} (in one batch alone)")
-    if not it.loss_known:
-        left.append("the loss (it is not recorded)")
-    trained = (it.history.scale > 0) | (it.reference.gradients.length > 0)
-    if not trained.all():
-        left.append(f"gradients of {(~trained).sum()} parameters (0 or None in both runs)")
-
-    moves = torch.maximum(*it.moved)
-    factors = [x for line in lines for rank in line["ranks"] for x in rank["factors"]]
-    if it.history.compared == 1:
-        left.append("updates and clipping (one step is compared)")
-    else:
-        small = (trained & (moves <= it.resolved)).sum()
-        if not moves.any():
-            left.append("updates (no weight moves)")
-        elif small:
-            left.append(f"updates of {small} parameters (too small for {it.tolerance.type})")
-        if not factors:
-            left.append("what the optimizer is given (Parity has no `optimizer`)")
-        elif max(abs(x - 1) for x in factors) < CLIPPED:
-            left.append("clipping (it is never active)")
-        left.append("the update after the last step")
+def not_compared(it, lines):
+    """What an EQUAL does not prove, in words; the arguments are those of ``verdict``."""
+    infinite, parted = it.history.infinite, it.history.parted
+    both, either = (tensors_in(it, how) for how in (all, any))
+    alone = [key for key in either if key not in both]
+    trained = (it.history.scale > 0) | (it.x.length > 0)
+    idle = (~trained).sum()
+    small = (trained & (torch.maximum(*it.moved) <= it.resolved)).sum()
+    factors = [abs(x - 1) for line in lines for rank in line["ranks"] for x in rank["factors"]]
     ranks = it.reference.ranks + it.run.ranks
-    for kind in ranks[0]["left_out"]:
-        if count := max(rank["left_out"][kind] for rank in ranks):
-            left.append(f"{kind} ({count})")
-    return left
+    left_out = {kind: max(rank["left_out"][kind] for rank in ranks)
+                for kind in ranks[0]["left_out"]}
+    rows = [
+        (infinite, f"steps {', '.join(map(str, infinite))} (not finite in both runs)"),
+        (parted, f"gradients and updates from step {min(parted, default=0)} on (rounding of the "
+                 f"steps before has parted the runs)"),
+        (not both, "samples (no tensor has the same name in both batches)"),
+        (both and alone, f"{listed(alone)} (in one batch alone)"),
+        (not it.loss_known, "the loss (it is not recorded)"),
+        (idle, f"gradients of {idle} parameters (0 or None in both runs)"),
+    ]
+    if it.history.compared == 1:
+        rows.append((True, "updates and clipping (one step is compared)"))
+    else:
+        rows += [
+            (small, f"updates of {small} parameters (0, or too small for {it.tolerance.type})"),
+            (not factors, "what the optimizer is given (Parity has no `optimizer`)"),
+            (factors and max(factors) < CLIPPED, "clipping (it is never active)"),
+            (True, "the update after the last step"),
+        ]
+    rows += [(count, f"{kind} ({count})") for kind, count in left_out.items()]
+    return [sentence for applies, sentence in rows if applies]
 
 
 def notes(it, lines):

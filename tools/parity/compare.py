@@ -3,12 +3,11 @@ checks of checks.py look at it, causes before their effects, and the first one t
 names what is wrong. How far sound runs are apart stands in ``tolerances``."""
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections import Counter
 
 import torch
 
@@ -20,7 +19,6 @@ from .record import K
 PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gradients
 AMPLIFIED = 100  # training that has made differences so much larger makes anything of rounding
 SHORT = 0.1  # a gradient that is shorter than this share of the usual one is as inexact as it
-FLOAT32_INSIDE = 2**-16  # measured: rotary angles in float32 1e-6; a wrong eps of a norm 5e-5
 STEPS_APART = 8  # roundings of a weight between two steps of sound runs
 
 
@@ -31,6 +29,7 @@ class Tensors:
     def __init__(self, recorded, names):
         rows = torch.tensor([recorded[name]["sums"] if name in recorded else [0.0] * (3 + 3 * K)
                              for name in names], dtype=torch.float64)
+        self.there = torch.tensor([name in recorded for name in names])  # (N,) bool
         self.spread = rows[:, 0]  # (N,) how far apart the copies are that several ranks hold
         self.length = rows[:, 1].sqrt()  # (N,) Euclidean length
         self.noise = rows[:, 2]  # (N,) share of numbers that are only rounding beside the others
@@ -52,7 +51,7 @@ class Run:
         self.gradients = Tensors(line["gradients"], names)
         self.finite = bool((self.weights.finite & self.gradients.finite).all())
         # How many ranks read the same samples
-        self.replicas = len(self.ranks) / max(len({str(x["samples"]) for x in self.ranks}), 1)
+        self.alike = max(Counter(str(rank["samples"]) for rank in self.ranks).values(), default=0)
         self.loss = None  # of the global batch
         if self.counted:
             self.loss = sum(sum(rank["losses"]) for rank in self.counted)
@@ -91,67 +90,73 @@ def names_to_compare(one, two):
             seen.add(key)
         return names
 
-    tied, also = repeated(one), repeated(two)
-    lost = {name for name in tied - also if name in two[0]["values"]}
-    own = [name for name in one[0]["values"] if name not in tied or name in lost]
-    return own + [name for name in two[0]["values"] if name not in {*one[0]["values"]} | also]
+    runs = [(lines[0]["values"], repeated(lines)) for lines in (one, two)]
+    return [name for name in {**one[0]["values"], **two[0]["values"]}
+            if not all(name in tied for values, tied in runs if name in values)]
 
 
 # Finding
 
 
-@dataclass
 class Tolerance:
-    """How far sound runs are apart in their first step, relative."""
+    """How far two sound runs are apart in their first step, relative: it follows from the types
+    that they compute in, and from their sizes."""
 
-    type: str  # of both runs: the coarsest one
-    eps: float  # its rounding
-    rounding: float  # of one number of the type of the weights
-    gradients: float
-    loss: float
-
-    @property
-    def in_16_bits(self):
-        return self.eps > 2**-12
-
-
-def tolerances(one, two, float32_inside=False):
-    """How far two sound runs are apart, from the types that they compute in and their sizes."""
-    ranks = one[0]["ranks"] + two[0]["ranks"]
-    coarsest = checks.coarsest(ranks, "modules compute", "the loss is", "weights are kept")
-    eps = torch.finfo(getattr(torch, coarsest)).eps
-    weights = torch.finfo(getattr(torch, checks.coarsest(ranks, "weights are kept"))).eps
-    float32_inside = float32_inside and eps < 2**-23
-    if float32_inside:
-        coarsest, eps = f"{coarsest} with float32 inside", 2**-23
-    parameters = len(one[0]["values"])
-    targets = max(sum(targets_of_batches(steps[0])) for steps in (one, two)) or 2**16
-    numbers = max(sum(rank["numbers"] for rank in steps[0]["ranks"]) for steps in (one, two))
-    # Roundings of products are a random walk through the layers. Sums over the batch are one, too;
-    # its length has an end, as measured: longer sums are made of blocks.
-    # 6: measured, of the bias of a convolution, whose gradient is one sum over all images.
-    sums = eps * (parameters**0.5 + 6 * min(numbers or 2**16, 2**16) ** 0.5)
-    if eps > 2**-12:  # in 16 bits a ReLU or a router flips here and there: measured, up to 0.2
-        sums = max(sums, 0.3)
-    gradients = FLOAT32_INSIDE if float32_inside else max(sums, checks.PROJECTED)
-    # The losses of few targets round as those of one. 16: measured, for sums in any order.
-    loss = eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
-    return Tolerance(coarsest, eps, weights, gradients, loss)
+    def __init__(self, one, two, float32_inside=False):
+        ranks = one[0]["ranks"] + two[0]["ranks"]
+        self.type = checks.coarsest(ranks, "modules compute", "the loss is", "weights are kept")
+        self.eps = torch.finfo(getattr(torch, self.type)).eps
+        weights = checks.coarsest(ranks, "weights are kept")
+        self.rounding = torch.finfo(getattr(torch, weights)).eps  # of one number of a weight
+        self.in_16_bits = self.eps > 2**-12
+        float32_inside = float32_inside and self.eps < 2**-23
+        if float32_inside:
+            self.type, self.eps = f"{self.type} with float32 inside", 2**-23
+        parameters = len(one[0]["values"])
+        targets = max(sum(targets_of_batches(steps[0])) for steps in (one, two)) or 2**16
+        numbers = max(sum(rank["numbers"] for rank in steps[0]["ranks"]) for steps in (one, two))
+        # Roundings of products are a random walk through the layers. Sums over the batch are one,
+        # too; its length has an end, as measured: longer sums are made of blocks.
+        # 6: measured, of the bias of a convolution, whose gradient is one sum over all images.
+        sums = self.eps * (parameters**0.5 + 6 * min(numbers or 2**16, 2**16) ** 0.5)
+        if self.in_16_bits:  # a ReLU or a router flips here and there: measured, up to 0.2
+            sums = max(sums, 0.3)
+        self.gradients = checks.FLOAT32_INSIDE if float32_inside else max(sums, checks.PROJECTED)
+        # The losses of few targets round as those of one. 16: measured, for sums in any order.
+        self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
 
 
-@dataclass
 class History:
     """What the checks of a step need to know of the steps before it."""
 
-    slack: float = 0.0  # how far rounding of earlier steps has parted the runs, relative
-    started: float = 0.0  # the largest difference of gradients in the first step, relative
-    largest: float = 0.0  # the largest one up to now
-    compared: int = 0  # steps
-    first: tuple = ()  # the weights of both runs in the first step that was compared
-    before: Tensors = None  # the gradients of the reference in the step before
-    longest: torch.Tensor = 0.0  # (N,) the longest gradient of the reference up to now
-    scale: torch.Tensor = 0.0  # (N,) the length of the first gradient that is not 0
-    noise: torch.Tensor = 0.0  # (N,) the root of the share of it that is only rounding
+    def __init__(self, parameters):
+        self.slack = 0.0  # how far rounding of earlier steps has parted the runs, relative
+        self.started = 0.0  # the largest difference of gradients in the first step, relative
+        self.largest = 0.0  # the largest one up to now
+        self.compared = 0  # steps
+        self.infinite = []  # steps in which neither run is finite
+        self.parted = []  # steps of which rounding hides too much
+        self.first = None  # the weights of both runs in the first step that was compared
+        self.before = None  # the gradients of the reference in the step before
+        self.longest = torch.zeros(parameters, dtype=torch.float64)  # gradient of the reference
+        self.scale = self.longest  # (N,) the length of the first gradient that is not 0
+        self.noise = self.longest  # (N,) the root of the share of it that is only rounding
+
+    def add(self, it):
+        """Remember a step in which nothing is wrong."""
+        x, y, share = it.x, it.y, it.share.max().item()
+        self.started = self.started or max(share, it.tolerance.eps)
+        self.largest = max(self.largest, share)
+        # How fast differences grow: the factor 10 is measured. Adam moves a number by a whole step
+        # even if its gradient is only rounding: hence the root.
+        self.slack = max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * self.largest)
+        self.compared += 1
+        self.first = self.first or (it.reference.weights, it.run.weights)
+        self.before = x
+        self.longest = self.longest.maximum(x.length)
+        unseen = self.scale == 0
+        self.scale = torch.where(unseen, x.length.maximum(y.length), self.scale)
+        self.noise = torch.where(unseen, x.noise.maximum(y.noise).sqrt(), self.noise)
 
 
 class Step:
@@ -159,38 +164,41 @@ class Step:
 
     def __init__(self, names, reference, run, after, history, tolerance):
         self.names, self.reference, self.run = names, reference, run  # N parameters
+        self.x, self.y = reference.gradients, run.gradients
         self.history, self.tolerance = history, tolerance
         self.finite = reference.finite and run.finite
         # Of both runs: what gradients were scaled by before the optimizer
         self.given = [[x for rank in line["ranks"] for x in rank["factors"]] for line in after]
         self.measure_gradients()
-        self.measure_loss()
         self.measure_weights()
+        self.measure_loss()
 
     def measure_gradients(self):
-        x, history, allowed = self.reference.gradients, self.history, self.tolerance.gradients
-        apart = checks.distance(x, self.run.gradients)
+        x, y, history = self.x, self.y, self.history
+        apart = checks.distance(x, y)
         # (N,) short gradients are as inexact as one of this length
         self.floor = SHORT * x.length.norm() / len(self.names) ** 0.5 + history.longest
         # (N,) what earlier steps allow: weights differ by rounding already
         self.loose = history.slack * (history.longest + x.length)
-        self.allowed = allowed * (x.length + self.floor) + self.loose  # (N,) in all
+        # (N,) in all
+        self.allowed = self.tolerance.gradients * (x.length + self.floor) + self.loose
         self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
         self.off = apart > self.allowed  # (N,) bool: gradients differ
         # (N,) bool: too short to prove anything
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
+        # (N,) bool: gradients are 0 in both runs
+        self.dead = x.there & y.there & (x.length + y.length == 0)
 
     def measure_loss(self):
-        x, w, history = self.reference.gradients, self.reference.weights, self.history
+        x, w, history = self.x, self.reference.weights, self.history
         want, have = self.reference.loss, self.run.loss
         self.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
         self.loss_right, self.loss_ratio = False, math.nan
         if self.loss_known:
-            way = (w.sketch - (history.first or (w,))[0].sketch).norm(dim=1)
             # What rounding of the weights, and the way that they have moved apart, do to the loss
             room = self.tolerance.eps * x.length.norm() * w.length.norm() + history.slack * (
-                (x.length + history.longest) @ way)
+                (x.length + history.longest) @ self.moved[0])
             self.loss_right = bool(abs(have - want) <= self.tolerance.loss * abs(want) + room)
             self.loss_ratio = have / (want or math.nan)
 
@@ -211,25 +219,6 @@ class Step:
             self.strayed &= (history.scale > tolerance.gradients * usual) | (history.scale == 0)
 
 
-def remember(it):
-    """The history with this step, in which nothing is wrong."""
-    old, x, y = it.history, it.reference.gradients, it.run.gradients
-    zeros = torch.zeros(len(it.names), dtype=torch.float64)
-    unseen = zeros + old.scale == 0
-    share = it.share.max().item()
-    largest = max(old.largest, share)
-    # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured. Adam
-    # moves a number by a whole step even if its gradient is only rounding: hence the root.
-    growth = min(10.0, largest / (old.largest or largest or 1.0))
-    return dataclasses.replace(
-        old, slack=max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * growth * largest),
-        started=old.started or max(share, it.tolerance.eps), largest=largest,
-        compared=old.compared + 1, first=old.first or (it.reference.weights, it.run.weights),
-        before=x, longest=x.length.maximum(zeros + old.longest),
-        scale=torch.where(unseen, x.length.maximum(y.length), old.scale),
-        noise=torch.where(unseen, x.noise.maximum(y.noise).sqrt(), old.noise))
-
-
 # Saying
 
 
@@ -241,67 +230,64 @@ def compare(one, two, float32_inside=False, full_precision=False):
         float32_inside: allow, in float64, what a softmax or a norm in float32 makes of it.
         full_precision: weights or optimizer states in 16 bits are a fault.
     """
-    names, tolerance = names_to_compare(one, two), tolerances(one, two, float32_inside)
+    if full_precision and (coarse := checks.sixteen_bits(two[-1]["ranks"])):
+        return f"DIFFERENT: types: {', '.join(coarse)}"
+    names, tolerance = names_to_compare(one, two), Tolerance(one, two, float32_inside)
     counted = [ranks_that_count(lines) for lines in (one, two)]
-    history, last, infinite, parted = History(), None, [], []
-    for lines, after in zip(zip(one, two), [*zip(one[1:], two[1:]), ()]):
+    history, last = History(len(names)), None
+    steps = [*itertools.takewhile(lambda lines: lines[0]["step"] == lines[1]["step"],
+                                  zip(one, two))]
+    for lines, after in zip(steps, [*steps[1:], ()]):
         runs = [Run(line, names, own) for line, own in zip(lines, counted)]
         it = Step(names, *runs, after, history, tolerance)
-        if message := first_fault(it, full_precision):
+        if message := first_fault(it):
             return message
         if not it.finite:
-            infinite.append(lines[0]["step"])
+            history.infinite.append(lines[0]["step"])
         elif history.slack > PARTED:
-            parted.append(lines[0]["step"])
+            history.parted.append(lines[0]["step"])
         else:
-            history, last = remember(it), it
-    if len(one) != len(two):
-        return (f"DIFFERENT: steps: the run has recorded {len(two)} and the reference {len(one)}, "
-                f"and nothing differs in the first {min(len(one), len(two))}")
+            history.add(it)
+            last = it
+    n = len(steps)
+    if n < max(len(one), len(two)):
+        want, have = (([line["step"] for line in lines] + ["none"])[n] for lines in (one, two))
+        return (f"DIFFERENT: steps: nothing differs in the first {n}, but the next one is {have} "
+                f"in the run and {want} in the reference")
     if not it.finite:
-        *_, since = itertools.takewhile(infinite.__contains__, (x["step"] for x in one[::-1]))
+        *_, since = itertools.takewhile(history.infinite.__contains__,
+                                        (line["step"] for line in one[::-1]))
         return (f"NOTHING TO COMPARE from step {since} on: weights or gradients are not finite in "
                 f"both runs")
-    return verdict(last, history, one + two, infinite, parted)
+    return verdict(last, one + two)
 
 
-def first_fault(it, full_precision):
+def first_fault(it):
     """What the first check says that finds something in a step, or None."""
-    step, history = it.reference.line["step"], it.history
-    for check in checks.ALWAYS + [checks.weights_in_16_bits] * full_precision:
-        if message := check(it):
-            return f"DIFFERENT: step {step}: {message}"
-    if not it.finite or history.slack > PARTED:
-        return None
-    for check in checks.IN_16_BITS if it.tolerance.in_16_bits else checks.CHECKS:
-        if message := check(it):
-            break
-    else:
-        return None
-    if check in checks.AFTER_ROUNDING and history.largest > AMPLIFIED * history.started > 0:
-        return (f"NOTHING TO COMPARE from step {step} on: the runs differ, and it may be rounding, "
-                f"which training has amplified {history.largest / history.started:.0e} times: "
-                f"lower the learning rate, or record fewer steps")
-    if (it.tolerance.eps < checks.PROJECTED and not history.compared
-            and it.share.max() <= FLOAT32_INSIDE and check is not checks.clipping
-            and not (it.loss_known and abs(it.loss_ratio - 1) > FLOAT32_INSIDE)):
-        message += (". It is as if float32 was in between: if both runs compute something in "
-                    "float32, such as a softmax, a norm or rotary angles, give --float32-inside")
-    return f"DIFFERENT: step {step}: {message}"
+    step, history, found = it.reference.line["step"], it.history, checks.ALWAYS
+    if it.finite and history.slack <= PARTED:
+        found = found + (checks.IN_16_BITS if it.tolerance.in_16_bits else checks.CHECKS)
+    for check in found:
+        if not (message := check(it)):
+            continue
+        if check in checks.AFTER_ROUNDING and history.largest > AMPLIFIED * history.started > 0:
+            return (f"NOTHING TO COMPARE from step {step} on: the runs differ, and it may be "
+                    f"rounding, which training has amplified "
+                    f"{history.largest / history.started:.0e} times: lower the learning rate, or "
+                    f"record fewer steps")
+        return f"DIFFERENT: step {step}: {message}{checks.about_dropout(it)}"
 
 
-def verdict(it, history, lines, infinite, parted):
-    """What to say if nothing differs: it depends on what was compared."""
-    if not any(line["gradients"] for line in lines):
-        return "NOTHING TO COMPARE: neither run has gradients: record before zero_grad"
-    if not history.scale.any():
-        return "NOTHING TO COMPARE: all gradients are 0 in both runs"
-    if not max(sums["sums"][1] for line in lines for sums in line["values"].values()):
+def verdict(it, lines):
+    """What to say if nothing differs: it depends on what was compared. ``it``: the last step that
+    was compared; ``lines``: all that both runs have recorded."""
+    if not it.history.scale.any():
+        return ("NOTHING TO COMPARE: all gradients are 0 or missing in both runs: record before "
+                "zero_grad")
+    if not it.reference.weights.length.any():
         return "NOTHING TO COMPARE: all weights are 0 in both runs"
-
     n, m = len(it.run.ranks), len(it.reference.ranks)
-    it.history = history
-    updates = (history.compared - 1) * bool(torch.maximum(*it.moved).any())
+    updates = (it.history.compared - 1) * bool(torch.maximum(*it.moved).any())
     what = (f"{n} {'rank' if n == 1 else 'ranks'} against {m}, {len(it.names)} parameters, "
             f"{updates} updates, {it.tolerance.type}")
     notes = checks.notes(it, lines)
@@ -309,10 +295,10 @@ def verdict(it, history, lines, infinite, parted):
         return (f"NOTHING PROVEN: {what}\nFactors, missing gradients and samples agree. Nothing "
                 f"else can be compared in 16 bits.\nRecord in float32: it finds 99 % of the faults "
                 f"in the same time.{notes}")
-    left = checks.not_compared(it, lines, infinite, parted)
+    left = checks.not_compared(it, lines)
     return (f"EQUAL: {what}\nIn the first step gradients may differ by {it.tolerance.gradients:.1e}"
             f", the loss by {it.tolerance.loss:.1e}; the largest difference of gradients is "
-            f"{history.largest:.1e}\nNot compared: {'; '.join(left)}{notes}")
+            f"{it.history.largest:.1e}\nNot compared: {'; '.join(left)}{notes}")
 
 
 def table(one, two, step=0):
