@@ -77,6 +77,9 @@ def test_scripts_are_equal_to_one_process(once, shared, world, dtype):
 # Small models in this process
 
 
+REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
+
+
 def tiny():
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
 
@@ -178,10 +181,6 @@ def rolled(by, growth=1):
     return spoil
 
 
-def freeze(model):
-    model[0].bias.grad = None
-
-
 def clear(model):
     model.zero_grad()
 
@@ -216,14 +215,6 @@ def shards(model):
 
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def cut(name, tensor):
-    """A ``where`` for a rank that has a matrix in four parts, which are not contiguous."""
-    if tensor.ndim == 2:
-        return tensor.shape, [
-            (tensor[rows, columns], (rows.start or 0, columns.start or 0))
-            for rows in (slice(1), slice(1, None)) for columns in (slice(3), slice(3, None))]
 
 
 def thirds(name, tensor):
@@ -275,15 +266,6 @@ def doubled(lines):
     """The recording of two ranks."""
     for line in lines:
         line["ranks"] *= 2
-
-
-def without_factors(lines):
-    for line in lines:
-        line["ranks"][0]["factors"] = []
-
-
-def every_second(x):
-    return [x[[0, 0, *range(2, 8)]]]
 
 
 def mixed(x):
@@ -345,15 +327,11 @@ FAULTS = {
         ("step 0: samples: 8 of 8 are missing, and 8 other", {
             "batch_of": lambda x: mixed(x + 1)}, {"batch_of": mixed}),
         ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
-            "batch_of": lambda x: [mixed(x[[0, 0, *range(2, 8)]])[0] | {"z": x[:, :1]}]},
+            "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]},
          {"batch_of": mixed}),
-        ("step 0: samples: other samples are read, or some", {"batch_of": every_second})],
+        ("step 0: samples: other samples are read, or some", {"batch_of": lambda x: [x[REPEATED]]})],
     "copies_of_weights": [("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")})],
-    "update": [("step 2: update: weights of down.weight", {
-        "change": lambda _, model: scale(2, "down.weight")(model)}, {
-            "make": Adapter, "data": lambda: (torch.ones(4, 6), torch.zeros(4, 6)),
-            "loss_of": squared_error, "edit": without_factors, "dtype": torch.float32})],
     "reduction": [
         ("step 0: reduction: ranks .0. and .1. .* of 0.bias: neither their sum nor their mean", {
             "spoil": scale(0.1), "edit": apart("gradients", 0, "0.bias")}),
@@ -373,9 +351,8 @@ FAULTS = {
             "spoil": scale(3, "0.weight"), "edit": other_output})],
     "missing": [
         ("step 0: gradients: only the run has those of 0.bias", {"spoil": lambda _: None}, {
-            "spoil": freeze}),
-        ("step 0: gradients: missing: those of 0.weight;", {"spoil": scale(0, "0.weight")}),
-        ("step 0: gradients: missing: those of 0.bias;", {"spoil": freeze}, {
+            "spoil": lambda model: setattr(model[0].bias, "grad", None)}),
+        ("step 0: gradients: missing: those of 0.weight;", {"spoil": scale(0, "0.weight")}, {
             "dtype": torch.bfloat16}),
         ("step 0: gradients: missing: the run has none: .*zero_grad", {"spoil": clear})],
     "not_cleared": [
@@ -408,7 +385,7 @@ FAULTS = {
         ("step 0: .*outputs of modules are not compared", {
             "edit": edit_rank(numbers=40)} | module(1, torch.sin)),
         ("step 0: .*outputs of modules are not compared", {
-            "where": cut, "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
+            "where": lambda *_: None, "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
         ("step 2: gradients: forward pass: .*right in the step before", module(
             1, in_steps([2], torch.sin)))],
     "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
@@ -438,7 +415,8 @@ def test_a_fault(tmp_path, row):
 def test_no_check_is_left_out():
     listed = [*checks.ALWAYS, *checks.CHECKS, *checks.CAUSES]
     names = {check.__name__ for check in listed} - {"gradients"}  # it calls CAUSES
-    assert names | {"steps", "about_dropout"} == {*FAULTS, "lost_tie"}  # the tie: tests/bugs
+    of_bugs = {"update", "lost_tie"}  # tests/bugs has them
+    assert names | {"steps", "about_dropout"} == {*FAULTS} | of_bugs
     assert all(check.__doc__ for check in listed)
 
 
@@ -469,10 +447,11 @@ SOUND = {
     "the same": ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 .*: clipping .it is "
                  "never active.; the update after the last step$", {}),
     "one step": ("EQUAL.* 0 updates, .*: updates and clipping .one step", {"steps": 1}),
+    "at rest": ("EQUAL.* 0 updates, .*: updates of 4 parameters", {
+        "change": lambda _, model: scale(0)(model)}),
     "dead": ("EQUAL.*: gradients of 3 parameters .0 or None", {
         "spoil": scale(0, "0.weight", "0.bias", "2.weight")}),
-    "too small": ("EQUAL.*: updates of 4 parameters .*float32", FLOAT32 | {
-        "lr": 1e-7}),
+    "too small": ("EQUAL.*: updates of 4 parameters .*float32", FLOAT32 | {"lr": 1e-7}),
     "left out": ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors "
                  "of the optimizer .* .1.$", {"start": more_left_out}),
     "no samples": ("EQUAL: 2 ranks.*: samples .no tensor.*the last step$", {}, {
@@ -490,8 +469,6 @@ SOUND = {
     "16 bits": ("NOTHING PROVEN: 1 rank against 1, .*, bfloat16 .*Note: weights are kept in "
                 "bfloat16 .4 of 4.; optimizer states are kept in bfloat16 .8 of 8.", ADAM | {
                     "dtype": torch.bfloat16}),
-    "parts": ("EQUAL", {}, {"where": cut}),
-    "optimizers": ("EQUAL", {}, {"split": True}),
     "rounded samples": ("EQUAL", {}, {
         "batch_of": lambda x: [torch.nextafter(x.float(), 2 * x.float())]}),
     # In step 1, which is not recorded, gradients are scaled otherwise than in step 2.
@@ -500,7 +477,6 @@ SOUND = {
     "a tied tensor": ("EQUAL.*, 4 parameters", TIED, {"of": shards}),
     "a tied tensor in the run": ("EQUAL.*, 4 parameters", TIED | {"of": shards}, {
         "of": lambda model: model}),
-    "complex and sparse": ("EQUAL: 1 rank against 1, 4 parameters", COMPLEX),
     # Ranks that read the same samples and have the same loss count once, as under tensor
     # parallelism. Losses of context-parallel ranks are not the same.
     "the same losses": ("EQUAL: 4 ranks against 1.*Note: 2 ranks read the same", {}, {
@@ -509,9 +485,8 @@ SOUND = {
         "edit": on_ranks(0.125, 0.25, 0.25, 0.375, parts=TWICE)}),
     # The gradient of a bias before a normalisation is nothing but noise, which Adam moves by whole
     # steps, otherwise with other micro-batches. The large loss keeps Adam's eps from damping it.
-    "noise": ("EQUAL.* float32 ", NOISE | FLOAT32, PARTS),
     "noise in float64": ("EQUAL.* float64 ", NOISE, PARTS),
-    "noise in a part": ("EQUAL", NOISE | FLOAT32 | {"where": thirds}, PARTS),
+    "noise in a part": ("EQUAL.* float32 ", NOISE | FLOAT32 | {"where": thirds}, PARTS),
     # Sums run over many more numbers than there are targets.
     "few targets": ("EQUAL", FLOAT32 | {
         "make": lambda: torch.nn.Sequential(
@@ -519,8 +494,6 @@ SOUND = {
             torch.nn.Conv2d(8, 4, 3)),
         "data": lambda: (IMAGES, torch.arange(8) % 4), "loss_of": pixels}, PARTS),
     "a loss of 0": ("EQUAL", FLOAT32 | {
-        "make": lambda: torch.nn.Linear(6, 3), "data": advantages, "loss_of": policy}, PARTS),
-    "a loss of 0 with adapters": ("EQUAL", FLOAT32 | {
         "make": Adapter, "data": advantages, "loss_of": policy}, PARTS),
     # The gradient of the bias is 0, and nothing but rounding in parts.
     "a critic": ("EQUAL", FLOAT32 | {
@@ -610,7 +583,7 @@ BATCHES = {
 @pytest.mark.parametrize("names", BATCHES)
 def test_samples_are_found_in_any_structure(names):
     x = torch.randn(8, 4)
-    one, two = (recording.read(BATCHES[names](x)) for x in (x, x[[0, 0, *range(2, 8)]]))
+    one, two = (recording.read(BATCHES[names](x)) for x in (x, x[REPEATED]))
     assert [*one[0]] == names.split() and one[0] != two[0]
 
 

@@ -106,9 +106,8 @@ def about_dropout(it):
 
 def about_float32(it):
     """A hint, if gradients in float64 differ by no more than a softmax in float32 makes of them."""
-    near = (it.share.max() <= FLOAT32_INSIDE and
-            not (it.loss_known and abs(it.loss_ratio - 1) > FLOAT32_INSIDE))
-    if it.tolerance.eps > PROJECTED or it.history.compared or not near:
+    far = it.loss_known and abs(it.loss_ratio - 1) > FLOAT32_INSIDE
+    if it.tolerance.eps > PROJECTED or it.share.max() > FLOAT32_INSIDE or far:
         return ""
     return (". It is as if float32 was in between: if both runs compute something in float32, such "
             "as a softmax, a norm or rotary angles, give --float32-inside")
@@ -219,12 +218,11 @@ def not_finite(it):
 
 def copies_of_weights(it):
     """Whether ranks that hold the same part of a parameter hold the same values."""
-    v, first = it.run.weights, not it.history.compared
-    bad = v.spread > (PROJECTED if first else COPIES) * v.length
+    bad = it.run.weights.spread > COPIES * it.run.weights.length
     if not bad.any():
         return None
     ranks = it.run.line["values"][it.names[bad.nonzero()[0]]]["ranks"]
-    if first:
+    if not it.history.compared:
         return f"initial weights: ranks {ranks} hold different values of {group(it, bad)}"
     return (f"update: ranks {ranks} hold different weights of {group(it, bad)}: a rank skips a "
             f"step, or updates them by another gradient")

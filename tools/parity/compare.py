@@ -188,7 +188,7 @@ class Step:
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
         # (N,) bool: gradients are 0 in both runs
-        self.dead = x.there & y.there & (x.length + y.length == 0)
+        self.dead = x.there & (x.length + y.length == 0)
 
     def measure_loss(self):
         x, w, history = self.x, self.reference.weights, self.history

@@ -40,7 +40,7 @@ class Parity:
     def __init__(self, path, model, optimizer=None, where=None, loss="mean", dtype=None):
         self.path, self.where, self.loss = os.fspath(path), where, loss
         self.types, self.dropout, self.squares, self.factors = {dtype} - {None}, [], {}, []
-        self.modules, self.outputs, self.buffers = {}, {}, 0
+        self.modules, self.outputs, buffers = {}, {}, 0
         if rank() == 0:
             create(self.path)
         COMPILED.clear()
@@ -53,17 +53,22 @@ class Parity:
             named = {WRAPPER.sub("", f"{name}.").rstrip("."): module
                      for name, module in model.named_modules()}  # a wrapper's name is its module's
             self.modules = {module: name for name, module in named.items()}
-            self.buffers = sum(1 for _ in model.buffers())
+            buffers = len([*model.buffers()])
             model = dict(model.named_parameters(remove_duplicate=False))
         model = {WRAPPER.sub("", name): p for name, p in model.items()}
         self.parameters = {name: p for name, p in model.items()
                            if p.is_floating_point() or p.is_complex()}
-        self.whole_numbers = len(model) - len(self.parameters)
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         # accelerate wraps an optimizer
         self.optimizers = [getattr(each, "optimizer", each) for each in optimizers if each]
         for each in self.optimizers:
             each.register_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
+        given = {id(p) for each in self.optimizers for group in each.param_groups
+                 for p in group["params"]}
+        self.left_out = {
+            "buffers": buffers, "parameters of whole numbers": len(model) - len(self.parameters),
+            "tensors of the optimizer that are not recorded": len(
+                given - {id(p) for p in self.parameters.values()})}
 
     @torch.no_grad()
     def after_forward(self, module, inputs, output):
@@ -83,7 +88,8 @@ class Parity:
             if any(place.is_partial() for place in x.placements):
                 return
             x = x.to_local()
-        self.outputs.setdefault(name, []).append((square(x), x.numel()))
+        old = self.outputs.get(name, (0.0, 0))
+        self.outputs[name] = old[0] + square(x), old[1] + x.numel()
 
     @torch.no_grad()
     def record(self, step, loss=None, batch=None):
@@ -114,12 +120,8 @@ class Parity:
         for name, p in self.parameters.items():
             if p.grad is not None:
                 gradients[name], self.squares[name] = self.summed(name, p.grad, noise=True)
-        outputs = {name: [sum(column) for column in zip(*calls)]
-                   for name, calls in self.outputs.items()}
         states = [x for each in self.optimizers for state in each.state.values()
                   for x in state.values() if torch.is_tensor(x) and x.numel() > 1]
-        own_by_optimizers = {id(p) for each in self.optimizers for group in each.param_groups
-                             for p in group["params"]}
         own = {
             "values": {name: self.summed(name, p)[0] for name, p in self.parameters.items()},
             "gradients": gradients,
@@ -130,10 +132,7 @@ class Parity:
                           p.dtype for p in self.parameters.values()),
                       "optimizer states are kept": names_of_types(x.dtype for x in states)},
             "samples": samples, "numbers": numbers, "targets": targets, "shifted": shifted,
-            "outputs": outputs, "by_hand": self.where is not None, "left_out": {
-                "buffers": self.buffers, "parameters of whole numbers": self.whole_numbers,
-                "tensors of the optimizer that are not recorded": len(
-                    own_by_optimizers - {id(p) for p in self.parameters.values()})},
+            "outputs": self.outputs, "by_hand": self.where is not None, "left_out": self.left_out,
         }
         everyone, self.factors, self.outputs = [own], [], {}
         if dist.is_available() and dist.is_initialized():
