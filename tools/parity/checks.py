@@ -484,7 +484,7 @@ CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, unexplained]
 
 
 def not_compared(it, lines):
-    """What an EQUAL does not prove, in words; the arguments are those of ``verdict``."""
+    """What an EQUAL does not prove, in words; the arguments are those of ``compare.verdict``."""
     infinite, parted = it.history.infinite, it.history.parted
     both, either = (tensors_in(it, how) for how in (all, any))
     alone = [key for key in either if key not in both]

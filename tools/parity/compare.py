@@ -29,7 +29,7 @@ class Tensors:
     def __init__(self, recorded, names):
         rows = torch.tensor([recorded[name]["sums"] if name in recorded else [0.0] * (3 + 3 * K)
                              for name in names], dtype=torch.float64)
-        self.there = torch.tensor([name in recorded for name in names])  # (N,) bool
+        self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
         self.spread = rows[:, 0]  # (N,) how far apart the copies are that several ranks hold
         self.length = rows[:, 1].sqrt()  # (N,) Euclidean length
         self.noise = rows[:, 2]  # (N,) share of numbers that are only rounding beside the others
@@ -138,9 +138,10 @@ class History:
         self.parted = []  # steps of which rounding hides too much
         self.first = None  # the weights of both runs in the first step that was compared
         self.before = None  # the gradients of the reference in the step before
-        self.longest = torch.zeros(parameters, dtype=torch.float64)  # gradient of the reference
-        self.scale = self.longest  # (N,) the length of the first gradient that is not 0
-        self.noise = self.longest  # (N,) the root of the share of it that is only rounding
+        zeros = torch.zeros(parameters, dtype=torch.float64)
+        self.longest = zeros  # (N,) the longest gradient of the reference up to now
+        self.scale = zeros  # (N,) the length of the first gradient that is not 0
+        self.noise = zeros  # (N,) the root of the share of it that is only rounding
 
     def add(self, it):
         """Remember a step in which nothing is wrong."""
@@ -180,7 +181,7 @@ class Step:
         self.floor = SHORT * x.length.norm() / len(self.names) ** 0.5 + history.longest
         # (N,) what earlier steps allow: weights differ by rounding already
         self.loose = history.slack * (history.longest + x.length)
-        # (N,) in all
+        # (N,) how far gradients may be apart
         self.allowed = self.tolerance.gradients * (x.length + self.floor) + self.loose
         self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
         self.off = apart > self.allowed  # (N,) bool: gradients differ
