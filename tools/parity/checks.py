@@ -36,7 +36,7 @@ def distance(x, y, r=1.0):
 def coarsest(ranks, *kinds):
     """The name of the coarsest recorded type of some kinds, or None."""
     names = {name for rank in ranks for kind in kinds for name in rank["types"][kind]}
-    return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps, default=None)
+    return max(sorted(names), key=lambda name: torch.finfo(getattr(torch, name)).eps, default=None)
 
 
 def factor(run, r, near):
