@@ -329,7 +329,8 @@ FAULTS = {
         ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
             "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]},
          {"batch_of": mixed}),
-        ("step 0: samples: other samples are read, or some", {"batch_of": lambda x: [x[REPEATED]]})],
+        ("step 0: samples: other samples are read, or some", {
+            "batch_of": lambda x: [x[REPEATED]]})],
     "copies_of_weights": [("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")})],
     "reduction": [
@@ -385,7 +386,8 @@ FAULTS = {
         ("step 0: .*outputs of modules are not compared", {
             "edit": edit_rank(numbers=40)} | module(1, torch.sin)),
         ("step 0: .*outputs of modules are not compared", {
-            "where": lambda *_: None, "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
+            "where": lambda *_: None,
+            "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
         ("step 2: gradients: forward pass: .*right in the step before", module(
             1, in_steps([2], torch.sin)))],
     "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
