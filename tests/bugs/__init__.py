@@ -103,7 +103,7 @@ def verdict(says):
 def short(says):
     """Its first clause, in the width of a table."""
     says = verdict(says)
-    wrong = re.search(r"wrong up to [\w.]+, right after it", says)
+    wrong = re.search(r"wrong up to [\w.]+, correct after it", says)
     ends = ";|: neither|: all differ|: with losses|, elsewhere|, by up to"
     return wrong[0] if wrong else re.split(ends, says)[0]
 

@@ -149,7 +149,8 @@ SAMPLE = [row for row in ROWS if (row.command, row.world, row.dtype) in [
         ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
         (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
         ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-        ("pp.py --schedule zbv --microbatches 2", 2), ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
+        ("pp.py --schedule zbv --microbatches 2", 2),
+        ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
         (f"{ONE_REPLICA} --inner-steps 2", 2),
     ]], ("fsdp.py", 2, "bfloat16"), ("pp.py --schedule zbv", 2, "bfloat16"),
 ]] + [row for row in EXACT if row.script == "tp.py" and "chunks" in row.inject]

@@ -94,7 +94,7 @@ def where_it_begins(it):
     last = max(it.off.nonzero(), default=0)
     share_below = (it.off | it.unclear)[:last].double().mean()
     if last + 1 < len(it.names) and it.off.sum() > 2 and share_below > 0.8:
-        return f"; wrong up to {it.names[last]}, right after it"
+        return f"; wrong up to {it.names[last]}, correct after it"
     return ""
 
 
