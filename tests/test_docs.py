@@ -264,8 +264,8 @@ def test_the_functions_to_take_are_complete():
 
 def test_the_lines_of_the_scripts():
     """And of what they import without services, to 5 %."""
-    said = re.search(r"(?s)A script has (\d+) to (\d+) lines, and imports ([\d,]+) .* `ep.py` imports "
-                     r"([\d,]+), `hybrid_3d.py`\s([\d,]+)\.", README).groups()
+    said = re.search(r"(?s)A script has (\d+) to (\d+) lines, and imports ([\d,]+) .* `ep.py` "
+                     r"imports ([\d,]+), `hybrid_3d.py`\s([\d,]+)\.", README).groups()
     least, most, *imported = (int(number.replace(",", "")) for number in said)
     own = {name: len(source.splitlines()) for name, source in SOURCES.items()}
     assert [least, most] == pytest.approx([min(own.values()), max(own.values())], rel=0.05)

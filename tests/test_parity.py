@@ -507,7 +507,7 @@ SOUND = {
         "make": lambda: torch.nn.Linear(6, 1, bias=False), "lr": 0.5, "loss_of": squared_error,
         "data": lambda: (ORTHOGONAL, ORTHOGONAL @ torch.ones(6, 1))}, {"accumulate": 2}),
     "rounding grows": ("EQUAL.*gradients and updates from step .* on .rounding", NOISE | FLOAT32 | {
-        "lr": 0.3, "steps": 25}, PARTS),
+        "lr": 0.25, "steps": 25}, PARTS),
     # It becomes as large as a fault at once.
     "rounding is amplified": ("NOTHING TO COMPARE from step .*, which training has amplified",
                               NOISE | {"lr": 1.0, "steps": 25}, PARTS),

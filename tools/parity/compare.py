@@ -146,11 +146,12 @@ class History:
     def add(self, it):
         """Remember a step in which nothing is wrong."""
         x, y, share = it.x, it.y, it.share.max().item()
-        self.started = self.started or max(share, it.tolerance.eps)
-        self.largest = max(self.largest, share)
-        # How fast differences grow: the factor 10 is measured. Adam moves a number by a whole step
-        # even if its gradient is only rounding: hence the root.
-        self.slack = max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * self.largest)
+        largest = max(self.largest, share)
+        # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured.
+        # Adam moves a number by a whole step even if its gradient is only rounding: hence the root.
+        growth = min(10.0, largest / (self.largest or largest or 1.0))
+        self.slack = max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * growth * largest)
+        self.started, self.largest = self.started or max(share, it.tolerance.eps), largest
         self.compared += 1
         self.first = self.first or (it.reference.weights, it.run.weights)
         self.before = x
