@@ -332,7 +332,9 @@ def test_a_lost_auxiliary_loss_is_said(tmp_path, capsys, monkeypatch):
     for rank, wanted, said in (("0", True, True), ("1", True, False), ("0", False, False)):
         (tmp_path / "config.json").write_text(json.dumps(found | {"output_router_logits": wanted}))
         monkeypatch.setenv("RANK", rank)
-        assert read_config(tmp_path).num_experts == 8
+        config = read_config(tmp_path)  # where it lacks a value, it has Mixtral's
+        assert (config.num_experts, config.experts_per_token) == (8, 2)
+        assert (config.rms_norm_eps, config.rope_theta) == (1e-5, 1e6)
         error = capsys.readouterr().err
         assert ("config.json has output_router_logits: with it transformers adds" in error) == said
         assert error.count("\n") == said

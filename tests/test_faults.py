@@ -214,7 +214,9 @@ def test_a_second_signal_ends_at_once(monkeypatch):
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
     before = [signal.getsignal(number) for number in numbers]
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup does with SIGHUP
         signals.catch_stop_signals()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         for now[0], expected in ((100.0, 0), (100.5, 0), (101.5, 1)):
             signal.raise_signal(signal.SIGUSR1)
             assert signals.stop_requested() and len(ended) == expected

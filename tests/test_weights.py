@@ -128,6 +128,7 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     start(tmp_path / "hf", "pp.py", 2, inject=f"load_again({str(tmp_path / 'hf')!r})")
     import_hf.main([str(tmp_path / "hf"), str(tmp_path / "out")])
     assert "embedding and head were tied" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
     change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
         ours(tmp_path / "hf")
