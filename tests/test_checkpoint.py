@@ -280,6 +280,8 @@ def test_a_checkpoint_of_another_run(tmp_path):
         options = {"must": {"sizes": (1, 2)} if name == "sgd" else {}} | options
         with pytest.raises(SettingError, match=message):
             checkpoints_of(tmp_path / name, model, optimizer, **options).resume()
+    finished = checkpoints_of(tmp_path / "sgd", Small(), must={"sizes": (1, 2)}, stop=1)
+    assert finished.resume() == 1  # the loop then has no step
 
 
 def test_tensors_and_optimizers_belong_together(tmp_path):

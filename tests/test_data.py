@@ -118,6 +118,9 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
         assert found.dtype.itemsize == size
     tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
     assert torch.equal(TokenDataset(tmp_path / "wide.bin", 16, "uint32")[3][0], inputs)
+    with pytest.raises(SettingError, match="every second number is 0"):
+        TokenDataset(tmp_path / "wide.bin", 16)
+    TokenDataset(tmp_path / "wide.bin", 16, "uint16")  # whoever names the type has looked
 
 
 def test_a_folder_is_its_files_one_after_another(tmp_path):

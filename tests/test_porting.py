@@ -194,10 +194,10 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
         "zero.py": optimizers(MUON, "shards.values()"), "pp.py": optimizers(MUON, "parameters"),
     }, "unrounded_muon()"),
 }
-SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
+SAMPLE = [  # test_check.py has ties, and more heads that some samples do not use
     ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
     ("windows", "cp.py --attention ulysses", 2), ("LoRA", "tp.py", 2), ("condition", "pp.py", 2),
-    ("condition", "tp.py", 2),
+    ("condition", "tp.py", 2), ("heads", "zero.py --stage 1 --grad-accum 4", 3),
 ]
 ROWS = SAMPLE + [
     ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2), ("frozen", "cp.py", 2),
@@ -206,8 +206,8 @@ ROWS = SAMPLE + [
     ("tied", "fsdp.py", 2), ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
     ("only layer 1", "hybrid_3d.py --pp 2", 2),
     ("only layer 1", "pp.py --schedule zerobubble --stages-per-rank 1", 2),
-    ("heads", "ddp.py --grad-accum 4", 3), ("heads", "zero.py --stage 1 --grad-accum 4", 3),
-    ("heads", "zero.py --grad-accum 6", 2), ("heads of FSDP", "fsdp.py --grad-accum 4", 3),
+    ("heads", "ddp.py --grad-accum 4", 3), ("heads", "zero.py --grad-accum 6", 2),
+    ("heads of FSDP", "fsdp.py --grad-accum 4", 3),
     ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
     ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "tp.py", 2),
     ("EMA", "fsdp.py", 3), ("EMA", "zero.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "fsdp.py", 3),
