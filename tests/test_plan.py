@@ -235,6 +235,8 @@ def test_strategies_and_why_not():
     assert not any("--tp 16" in command for command in found)
     assert left_out["--tp beyond the 8 devices of a machine"] == 1
     assert len(set(found)) == len(found)
+    found, _ = commands(16, 8, 12, 4096, 32)  # 8 ranks cannot share 12 sequences, 4 can
+    assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
     assert commands(1, 8, 4, 128, 4)[0] == ["single.py"]
     assert commands(1, 8, 4, 128, 4, experts=12)[0] == ["ep.py"]
     assert commands(8, 8, 8, 128, 4, experts=12)[0] == [

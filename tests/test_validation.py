@@ -13,11 +13,10 @@ from common.services import report
 from common.data import BatchSampler
 from common.errors import SettingError
 from common.services.validation import Validation
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled
 from tests.support.table import OPTIONS, TRAINING
 
 
-@thorough
 def test_resume_with_other_held_out_data(run, corpus, held_out):
     options = f"{TRAINING} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2"
     first = run("single.py", 0, f"{options} --val-data {held_out}")

@@ -300,6 +300,8 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path):
     export.main([str(trained), str(tmp_path / "hf")])
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "config.json", "model.safetensors"]
+    begin = (tmp_path / "hf/model.safetensors").read_bytes()[:8]
+    assert int.from_bytes(begin, "little") % 8 == 0  # so that the tensors are aligned
     expected = checkpoint_files.read(trained / "step-00000002")
     assert not torch.equal(expected["lm_head.weight"], llama[1].lm_head.weight.float())  # trained
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
