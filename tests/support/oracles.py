@@ -1,6 +1,6 @@
 """What ep.py and hybrid_3d.py hold and send, in formulas. Tests compare these with what is counted;
 the scripts print the counted bytes alone, since sums of so many terms teach nothing. The symbols
-are those of docs/planning.md."""
+are those of docs/planning.md; E is the number of experts, W the bytes of all of their weights."""
 
 import argparse
 
