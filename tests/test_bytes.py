@@ -17,8 +17,6 @@ P, LAYER, EMBEDDING = (theory.bytes_of(module) for module in (
 ))
 LAST = EMBEDDING + theory.bytes_of(MODULE.model.norm)  # the largest unit, with the head
 WHOLE = "single.py", "ddp.py"
-
-
 PEAKS = [row for row in EXACT
          if row.script in (*WHOLE, "zero.py", "fsdp.py") and row.world in (0, 2, 4)]
 
@@ -49,8 +47,6 @@ def test_peaks(once, row):
         least = P / shards + (2 * LAYER if reshard else P)
         assert least <= parameters <= 1.01 * (P / shards + gathered)
         assert P / shards < gradients <= P / shards + 3 * LAST
-    if a > 1 and "--stage 1" not in row.command and row.script not in WHOLE and n > 1:
-        assert gradients < P  # no whole gradients between micro-batches
 
 
 @thorough

@@ -5,13 +5,12 @@ import ast
 import functools
 import importlib
 import json
-import os
+import pathlib
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import venv
 from unittest import mock
 
 import pytest
@@ -106,16 +105,17 @@ def test_commands_and_options_exist(page):
 
 
 SMALL = "--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2"
+(PRINTED,) = re.findall(r"(?m)^    # (in all .*)", README)
 TYPED = {  # the begin of a command: what to append, the status, what is printed
     "bash run.sh ddp.py": (SMALL, 0, "2 processes on cpu"),
     "bash run.sh check": ("", 0, "EQUAL"),
     "bash run.sh test": ("--collect-only -q tests/test_docs.py", 0, "tests collected"),
     "bash run.sh plan": ("--model tiny --devices 2 --seq-len 64 --only fsdp.py", 0,
                          "strategies to count: 2, in about 1 min"),
-    "bash run.sh dry_run": ("--model tiny --seq-len 64", 0, "\nin all  "),
+    "bash run.sh dry_run 1024": ("", 0, PRINTED),
+    "bash run.sh dry_run 8": ("--model tiny --seq-len 64", 0, "\nin all  "),
     "bash run.sh parity": ("", 0, "EQUAL: 1 rank against 1"),
     "diff": ("", 1, "shard("),
-    "source": ("", 0, ""),
     "torchrun": (SMALL, 0, "2 processes on cpu"),
 }
 RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
@@ -124,43 +124,32 @@ RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of this folder as run.sh leaves it after its first command: with requirements.txt in
-    .venv, here that of the Python that runs the tests."""
+    """A copy of this folder, with the two recordings that ``parity`` compares."""
     folder = tmp_path_factory.mktemp("clone") / "parallel-by-example"
     ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache")
     shutil.copytree(ROOT, folder, ignore=ignored)
-    venv.create(folder / ".venv", symlinks=True)
-    (packages,) = (folder / ".venv").glob("lib/*/site-packages")
-    known = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "known.pth").write_text("\n".join(known))
-    torchrun = folder / ".venv" / "bin" / "torchrun"
-    start = "from torch.distributed import run\nrun.main()\n"
-    torchrun.write_text(f"#!{torchrun.parent}/python\n{start}")
-    torchrun.chmod(0o755)
     subprocess.run([sys.executable, "-c", RECORD], cwd=folder, check=True)
     return folder
-
-
-def indented(page):
-    return re.findall(r"(?m)^    ([a-zA-Z].*)", outside(page))
 
 
 @thorough
 @pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
 def test_every_command_works_as_typed(page, clone):
-    """In one shell, in their order, in a fresh clone without an environment; some with a smaller
-    model."""
-    lines = indented(PAGES[page]) + re.findall("`((?:bash|diff) [^`]+)`", PAGES[page])
-    lines = [line for line in lines if " my_" not in line]  # the reader's own
+    """In one shell, in their order; some with a smaller model."""
+    lines = re.findall(r"(?m)^    ([a-z].*)", outside(PAGES[page]))
+    lines += re.findall("`((?:bash|diff) [^`]+)`", PAGES[page])
+    # But the reader's own scripts and environment
+    lines = [line for line in lines if not re.search(" my_|^source ", line)]
     assert len(lines) >= 4
     typed = [next((line, *TYPED[begin]) for begin in TYPED if line.startswith(begin))
              for line in lines]
     script = "\n".join(f"{line.partition('  #')[0]} {more}\necho :: $?" for line, more, *_ in typed)
+    python = pathlib.Path(sys.executable).parent
     result = subprocess.run(
         ["bash", "-c", script], cwd=clone, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, timeout=4 * PATIENCE, env={
-            "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(clone), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
+            "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin", "HOME": str(clone),
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         },
     )
     printed = re.split(r"(?m)^:: (\d+)\n", result.stdout)
@@ -169,24 +158,10 @@ def test_every_command_works_as_typed(page, clone):
         assert int(found) == status and words in output, (line, output[-3000:])
 
 
-@thorough
-def test_the_dry_run_of_the_readme_prints_what_it_says():
-    (line,) = (line for line in indented(README) if "dry_run" in line)
-    (said,) = re.findall(r"(?m)^    # (in all .*)", README)
-    result = subprocess.run(line.split(), cwd=ROOT, text=True, capture_output=True,
-                            env=os.environ | {"PYTHON": sys.executable}, timeout=PATIENCE)
-    assert said in result.stdout
-
-
 def test_the_help_of_run_sh():
     result = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, text=True, capture_output=True)
     assert result.returncode == 0 and result.stdout.count("bash run.sh ") > 5
     assert "#" not in result.stdout and "set -" not in result.stdout
-
-
-def test_a_profiled_run_prints_no_lines_of_kineto(run):
-    result = run("single.py", 0, f"{SMALL} --steps 4 --profile")
-    assert "traces of a few steps" in result.output and "USDT" not in result.output
 
 
 # Diffs and code
@@ -224,16 +199,12 @@ def test_the_diffs_of_a_page(page, script, tmp_path):
                    for blanks in ("", " " * 4, " " * 8)), block
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_loop_without_services(script):
-    """Its header is the one that README.md says."""
-    (line,) = re.findall("`(for step, batch in .*:)`", README)
-    assert f"\n    {line}\n" in without(ALL, SOURCES[script])
-
-
 def test_the_code_of_the_pages():
-    """The loop of single.py in the lesson, indented by 8 blanks less; and what to lift are lines of
-    the trainers in tests/support/lifted.py, which a test runs."""
+    """The header of a loop without services in README.md; the loop of single.py in the lesson,
+    indented by 8 blanks less; and what to lift are lines of the trainers in
+    tests/support/lifted.py, which a test runs."""
+    (line,) = re.findall("`(for step, batch in .*:)`", README)
+    assert all(f"\n    {line}\n" in without(ALL, source) for source in SOURCES.values())
     (loop,) = blocks(PAGES["docs/lesson.md"], "python")
     assert in_order(loop.splitlines(), [line[8:] for line in main_of("single.py").splitlines()])
     lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
