@@ -53,26 +53,40 @@ def test_a_line_is_exact(monkeypatch, tmp_path, command, world, stages, layers):
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
 
 
-TP, PP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2)
+TP, PP, DDP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2), plan.Strategy("ddp.py", 8)
 
 
-@pytest.mark.parametrize("strategy, layers, memory, counted, peak", [
-    # At three depths; at two if the line does not fit; a shallow model is counted whole
-    (TP, 32, 320, [(3, 0), (4, 0), (5, 0)], 320),
-    (TP, 32, 319, [(3, 0), (4, 0)], 320),
-    (TP, 14, 999, [(14, 0)], 140),
+def even(depth, rank):
+    return 10 * depth, 0, 0
+
+
+def overtaken(depth, rank):
+    return 10 * depth, 0, 11 * depth
+
+
+def in_stages(depth, rank):
+    return 500 + 100 * depth if rank else 1000 + depth, 0, 0
+
+
+@pytest.mark.parametrize("strategy, layers, sizes, memory, counted, peak", [
+    # At three depths; at two if the line does not fit
+    (TP, 32, even, 320, [(3, 0), (4, 0), (5, 0)], 320),
+    (TP, 32, even, 319, [(3, 0), (4, 0)], 320),
+    # The whole of a shallow model, or where the line is not exact: see ``peaks_stay``
+    (TP, 14, even, 999, [(14, 0)], 140),
+    (TP, 32, overtaken, 999, [(3, 0), (4, 0), (32, 0)], 320),
+    (DDP, 32, even, 999, [(32, 0)], 320),  # its buckets do not end with a layer
     # Of 8 ranks the first of each stage; none after one that does not fit
-    (PP, 40, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 4500),
-    (PP, 40, 999, [(8, 0), (10, 0)], 1040),
+    (PP, 40, in_stages, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 4500),
+    (PP, 40, in_stages, 999, [(8, 0), (10, 0)], 1040),
 ])
-def test_which_depths_and_ranks_are_counted(monkeypatch, strategy, layers, memory, counted, peak):
+def test_what_is_counted(monkeypatch, strategy, layers, sizes, memory, counted, peak):
     found = []
 
     def count(script, words, world_size, rank, nproc_per_node):
         depth = int(words[words.index("--num-hidden-layers") + 1])
         found.append((depth, rank))
-        of_stages = 500 + 100 * depth if rank else 1000 + depth
-        return step((of_stages if strategy is PP else 10 * depth, 0, 0)) | {"rank": rank}
+        return step(sizes(depth, rank)) | {"rank": rank}
 
     monkeypatch.setattr(plan, "cached", count)
     evaluated = plan.evaluate(strategy, [], options(layers, device_memory=memory / 1e9))
@@ -97,11 +111,13 @@ def test_the_stages_of_which_one_holds_most(monkeypatch, sizes, expected):
     ([[(27, 0, 6)], [(29, 0, 8)], [(31, 0, 10)]], True, 47),
     ([[(27, 0, 6)], [(29, 0, 9)], [(31, 0, 12)]], False, 47),
     ([[(27, 6, 0)], [(29, 9, 0)], [(31, 12, 0)]], False, 47),
-    # A shallow model has its peak in one phase, a deep one in another. What grows faster within a
-    # phase does not matter if it stays below.
-    ([[(100, 0, 0), (60, 0, 0)], [(101, 0, 0), (70, 0, 0)], [(102, 0, 0), (80, 0, 0)]], True, 160),
+    # Or the peak of another phase, unless it stays below
+    ([[(100, 0, 0), (60, 0, 0)], [(110, 0, 0), (60, 0, 15)], [(120, 0, 0), (60, 0, 30)]], True,
+     200),
     ([[(100, 0, 0), (60, 0, 0)], [(110, 0, 0), (60, 0, 16)], [(120, 0, 0), (60, 0, 32)]], False,
      200),
+    # A shallow model has its peak in one phase, a deep one in another.
+    ([[(100, 0, 0), (60, 0, 0)], [(101, 0, 0), (70, 0, 0)], [(102, 0, 0), (80, 0, 0)]], True, 160),
 ])
 def test_where_there_is_a_line(phases, exact, peak):
     first, second, third = (step(*each) for each in phases)
@@ -149,7 +165,8 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, li
     ({"link": 1}, ["computes more", "bubble", "sends least", "sends more", "to others"]),
     ({"link": 10, "network": 0.1},
      ["computes more", "bubble", "sends least", "to others", "sends more"]),
-    ({"tflops": 1}, ["sends more", "sends least", "to others", "computes more", "bubble"]),
+    ({"tflops": 20, "link": 1},
+     ["sends more", "sends least", "to others", "computes more", "bubble"]),
 ])
 def test_what_sorts_the_rows(rates, expected):
     """What fits; then the bounds; then operations, with those of the bubble, to 5 %; then bytes."""
@@ -178,23 +195,32 @@ def test_strategies_and_why_not():
         found, left_out = plan.strategies(*words, **more)
         return [strategy.command for strategy in found], left_out
 
-    found, left_out = commands(16, 8, 16, 4096, 32)
-    assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --tp 8 --pp 2"} < set(found)
+    found, left_out = commands(16, 8, 16, 8192, 32)
+    assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --tp 8 --pp 2",
+            "hybrid_3d.py --cp 2"} < set(found)
     assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
-    assert not any("--cp 2" in command for command in found)  # 2,048 positions on a rank
-    assert left_out["--tp beyond the 8 devices of a machine"] == 1
-    found, _ = commands(16, 8, 12, 4096, 32)  # 8 ranks cannot share 12 sequences, 4 can
+    assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
+    assert left_out["--tp beyond the 8 devices of a machine"] > 0
+    # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each
+    found, _ = commands(16, 8, 12, 4096, 32)
     assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
+    assert "hybrid_3d.py --pp 4" not in found
     assert commands(1, 8, 4, 128, 4)[0] == ["single.py"]
     # Of experts every --ep that divides them, and each grid with the largest one of a machine
     assert commands(1, 8, 4, 128, 4, experts=12)[0] == ["ep.py"]
-    assert commands(8, 8, 8, 128, 4, experts=12)[0] == [
-        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 4",
-        "hybrid_3d.py --tp 2 --ep 4", "hybrid_3d.py --tp 2 --pp 2 --ep 4",
-        "hybrid_3d.py --tp 4 --ep 4", "hybrid_3d.py --tp 4 --pp 2 --ep 4",
-        "hybrid_3d.py --tp 8 --ep 4",
-    ]
-    assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in commands(32, 8, 32, 128, 4, experts=64)[0]
+    found, _ = commands(8, 8, 8, 128, 4, experts=12)
+    assert found[:4] == ["ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4",
+                         "hybrid_3d.py --pp 2 --ep 4"]
+    assert "hybrid_3d.py --tp 8 --ep 4" in found
+    found, _ = commands(32, 8, 32, 128, 16, experts=64)
+    assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in found
+    assert "hybrid_3d.py --pp 8 --ep 4" in found
+
+
+def test_stages_of_a_pipeline():
+    found, _ = plan.strategies(4, 8, 16, 128, 32)
+    stages = {each.command: each.stages for each in found if each.command.startswith("pp.py")}
+    assert list(stages.values()) == [4, 8, 8]
 
 
 # The whole tool
@@ -241,8 +267,10 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         return json.loads(path.read_text())["rows"]
 
     monkeypatch.setattr(plan, "cached", count)
-    assert [row["command"] for row in rows("--device-memory 0.03 --link 1")] == [
-        "ddp.py --grad-accum 4", f"ddp.py {AGAIN}"]
+    found = rows("--device-memory 0.03 --link 1 --network 1")
+    assert [row["command"] for row in found] == ["ddp.py --grad-accum 4", f"ddp.py {AGAIN}"]
+    assert found[0]["bounds"] == [None, 8e6 / 1e9]
+    assert "the first row: NPROC=2 bash run.sh ddp.py " in capsys.readouterr().out
     (row,) = rows("--device-memory 1 --tflops 2 --link 4 --network 1 --nproc-per-node 1")
     assert row["fits"] and row["bounds"] == [4e9 / 2e12 / 0.5, 3e6 / 1e9]
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -266,7 +294,6 @@ def test_a_config_of_hugging_face(tmp_path):
     assert found == PRESETS["tiny"] == plan.model_options("tiny")[1]
     values = dict(zip(words[::2], words[1::2]))
     assert values["--vocab-size"] == "256" and values["--hidden-size"] == "128"
-    assert "--num-experts" not in values  # most scripts have no such option
 
 
 @pytest.mark.parametrize("words, message", [
