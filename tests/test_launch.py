@@ -253,16 +253,24 @@ def test_an_error_is_one_line(tmp_path):
 # Several machines, by hand: here one machine plays both
 
 
-def test_the_interface_that_leads_to_machine_0(tmp_path):
-    """Of this machine's own name gloo would take the address 127.0.1.1 on many systems."""
+@pytest.mark.parametrize("variables, port", [
+    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0"}, 29500),
+    ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+      "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "host[0-1]"}, 10007),
+])
+def test_machine_1_of_two(tmp_path, variables, port):
+    """It meets machine 0, through the interface that leads there: of this machine's own name gloo
+    would take the address 127.0.1.1 on many systems."""
     write_program(tmp_path / "python", 'case "$1 $2" in "-P -") echo yes;; "-P -c") echo 10.1.2.3;;'
                   ' -c*) echo yes 3.11.9;; *) echo "$@";; esac')
     write_program(tmp_path / "ip", '[ "$*" = "route show match 10.1.2.3" ] && printf '
                   '"default via 10.9.9.9 dev far\\n10.0.0.0/8 dev wire proto kernel\\n"')
-    output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python", NNODES="2",
-                          NODE_RANK="1", MASTER_ADDR="host0",
-                          PATH=f"{tmp_path}:{os.environ['PATH']}"))
-    assert " GLOO_SOCKET_IFNAME=wire " in output and " --rdzv-endpoint=host0:29500 " in output
+    write_program(tmp_path / "scontrol", 'printf "host0\\nhost1\\n"')
+    output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python",
+                          PATH=f"{tmp_path}:{os.environ['PATH']}", **variables))
+    for words in ("GLOO_SOCKET_IFNAME=wire", "--nnodes=2", f"--rdzv-endpoint=host0:{port}",
+                  "--rdzv-conf=is_host=0", "--local-addr=~00001"):
+        assert f" {words}" in output, output
 
 
 @thorough
@@ -296,20 +304,13 @@ def test_a_step_that_starts_twice_on_a_machine_is_refused(tmp_path):
 SLURM = """ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-SlurmUser=root
-SlurmdUser=root
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
 SlurmdParameters=config_overrides
-ReturnToService=2
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=ALL Default=YES
