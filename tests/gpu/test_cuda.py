@@ -124,13 +124,6 @@ def test_options_change_nothing(on_gpus, on_cpu, options, command):
         assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
 
 
-@pytest.mark.parametrize("command", [*EACH_SCRIPT, f"ep.py {EXPERTS}"])
-def test_bfloat16_learns(on_gpus, command):
-    found = on_gpus(command, N, f"{SMALL} --dtype bfloat16").curve("loss")
-    losses = [loss for (loss,) in found]
-    assert losses[0] > 5.4 and losses[-1] < losses[0] - 1
-
-
 def test_kernels(server, tmp_path):
     """Attention that also returns the log-sum-exp, and products of experts of which some have no
     row (https://github.com/pytorch/pytorch/issues/172439)."""
