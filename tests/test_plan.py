@@ -212,6 +212,7 @@ def test_strategies_and_why_not():
     assert found[:4] == ["ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4",
                          "hybrid_3d.py --pp 2 --ep 4"]
     assert "hybrid_3d.py --tp 8 --ep 4" in found
+    assert not any("--pp 4" in command for command in found)  # a stage of one layer
     found, _ = commands(32, 8, 32, 128, 16, experts=64)
     assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in found
     assert "hybrid_3d.py --pp 8 --ep 4" in found
