@@ -102,6 +102,10 @@ def check_arguments(q, k, v, *more):
         assert not any(stride * size % 16 for stride in x.stride()[:-1]), "(strideM)"
 
 
+forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
 class A100:
     """CUDA's kernels, computed by the CPU's."""
 
@@ -111,26 +115,19 @@ class A100:
     def _scaled_dot_product_flash_attention(self, q, k, v, *, is_causal, scale):
         check_arguments(q, k, v)
         assert q.dtype == torch.bfloat16
-        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=is_causal, scale=scale
-        )
-        return out, lse, None, None
+        return *forward(q, k, v, is_causal=is_causal, scale=scale), None, None
 
     def _scaled_dot_product_flash_attention_backward(
         self, grad_out, q, k, v, out, lse, _, __, queries, keys, dropout, causal, *seed, scale
     ):
         check_arguments(q, k, v, grad_out, out)
         assert (queries, keys) == (q.shape[2], k.shape[2]) and lse.is_contiguous()
-        return self._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, dropout, causal, scale=scale
-        )
+        return backward(grad_out, q, k, v, out, lse, dropout, causal, scale=scale)
 
     def _scaled_dot_product_efficient_attention(self, q, k, v, *options, scale):
         check_arguments(q, k, v)
         assert q.shape[1] == k.shape[1] and options[:3] == (None, True, 0.0)
-        out, lse = self._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=options[3], scale=scale
-        )
+        out, lse = forward(q, k, v, is_causal=options[3], scale=scale)
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse, None, None
 
@@ -141,10 +138,8 @@ class A100:
         _, H, T, K = out.shape
         assert out.stride(2) == H * K, "the kernel supposes (B, T, H, K)"
         assert lse.is_contiguous() and lse.shape[2] % 32 == 0 and bias is None
-        grads = self._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse[..., :T], dropout, causal, scale=scale
-        )
-        return *grads, None
+        lse = lse[..., :T]
+        return *backward(grad_out, q, k, v, out, lse, dropout, causal, scale=scale), None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
