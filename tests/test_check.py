@@ -32,12 +32,14 @@ def check(server, tmp_path):
     ([*HEADS, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: the "),
     ([("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
+    ([("count_targets(batch, dist.group.WORLD)", "n * count_targets(batch)")],
+     "DIFFERENT  step 0: "),
     (HEADS, "FAILED     rank 1 calls lm_head.parts."),
     ([("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
     ([("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
-], ids=["heads", "1/n", "calls", "refused", "crash"])
+], ids=["heads", "1/n", "own targets", "calls", "refused", "crash"])
 def test_what_is_wrong_is_found(check, tmp_path, edits, words):
     copy = edited(tmp_path / "copy", "fsdp.py", *edits)
     status, said = check(f"{copy} --ranks 2 {SMALL} --steps 1 --batch-size 6 --grad-accum 3")
@@ -73,7 +75,7 @@ def test_tied_weights_are_equal(check, tmp_path):
     one = edited(tmp_path / "one", "single.py", tied)
     copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
         "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
-    status, said = check(f"{copy} --ranks 2 --against {one} {SMALL}")
+    status, said = check(f"{copy} --ranks 2 --against {one} --stage 1 {SMALL}")
     assert status == 0, said
 
 
