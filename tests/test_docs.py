@@ -4,25 +4,22 @@ Diffs, blocks of code and tables of figures are those of the sources."""
 import ast
 import functools
 import importlib
-import json
-import os
+import pathlib
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import venv
 from unittest import mock
 
 import pytest
 
 import pp
-from common import torch_versions
 from docs import draw
 from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import thorough
-from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, needed, without
+from tests.test_lift import ALL, SCRIPTS, SOURCES, needed, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
@@ -106,16 +103,17 @@ def test_commands_and_options_exist(page):
 
 
 SMALL = "--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2"
+(PRINTED,) = re.findall(r"(?m)^    # (in all .*)", README)
 TYPED = {  # the begin of a command: what to append, the status, what is printed
     "bash run.sh ddp.py": (SMALL, 0, "2 processes on cpu"),
     "bash run.sh check": ("", 0, "EQUAL"),
     "bash run.sh test": ("--collect-only -q tests/test_docs.py", 0, "tests collected"),
     "bash run.sh plan": ("--model tiny --devices 2 --seq-len 64 --only fsdp.py", 0,
                          "strategies to count: 2, in about 1 min"),
-    "bash run.sh dry_run": ("--model tiny --seq-len 64", 0, "\nin all  "),
+    "bash run.sh dry_run 1024": ("", 0, PRINTED),
+    "bash run.sh dry_run 8": ("--model tiny --seq-len 64", 0, "\nin all  "),
     "bash run.sh parity": ("", 0, "EQUAL: 1 rank against 1"),
     "diff": ("", 1, "shard("),
-    "source": ("", 0, ""),
     "torchrun": (SMALL, 0, "2 processes on cpu"),
 }
 RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
@@ -124,69 +122,43 @@ RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of this folder as run.sh leaves it after its first command: with requirements.txt in
-    .venv, here that of the Python that runs the tests."""
+    """A copy of this folder, with the two recordings that ``parity`` compares."""
     folder = tmp_path_factory.mktemp("clone") / "parallel-by-example"
     ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".pytest_cache")
     shutil.copytree(ROOT, folder, ignore=ignored)
-    venv.create(folder / ".venv", symlinks=True)
-    (packages,) = (folder / ".venv").glob("lib/*/site-packages")
-    known = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "known.pth").write_text("\n".join(known))
-    torchrun = folder / ".venv" / "bin" / "torchrun"
-    start = "from torch.distributed import run\nrun.main()\n"
-    torchrun.write_text(f"#!{torchrun.parent}/python\n{start}")
-    torchrun.chmod(0o755)
     subprocess.run([sys.executable, "-c", RECORD], cwd=folder, check=True)
     return folder
 
 
-def indented(page):
-    return re.findall(r"(?m)^    ([a-zA-Z].*)", outside(page))
+def shown():
+    """The commands of two pages, but those of the reader's own scripts and environment."""
+    for page in (README, PAGES["AGENTS.md"]):
+        lines = re.findall(r"(?m)^    ([a-z].*)", outside(page))
+        for line in lines + re.findall("`((?:bash|diff) [^`]+)`", page):
+            if not re.search(" my_|^source ", line):
+                yield line.partition("  #")[0]
 
 
 @thorough
-@pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
-def test_every_command_works_as_typed(page, clone):
-    """In one shell, in their order, in a fresh clone without an environment; some with a smaller
-    model."""
-    lines = indented(PAGES[page]) + re.findall("`((?:bash|diff) [^`]+)`", PAGES[page])
-    lines = [line for line in lines if " my_" not in line]  # the reader's own
-    assert len(lines) >= 4
-    typed = [next((line, *TYPED[begin]) for begin in TYPED if line.startswith(begin))
-             for line in lines]
-    script = "\n".join(f"{line.partition('  #')[0]} {more}\necho :: $?" for line, more, *_ in typed)
+@pytest.mark.parametrize("line", dict.fromkeys(shown()))
+def test_a_command_works_as_typed(line, clone):
+    """Some with a smaller model."""
+    more, status, words = next(TYPED[begin] for begin in TYPED if line.startswith(begin))
+    python = pathlib.Path(sys.executable).parent
     result = subprocess.run(
-        ["bash", "-c", script], cwd=clone, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=4 * PATIENCE, env={
-            "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(clone), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
+        ["bash", "-c", f"{line} {more}"], cwd=clone, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=PATIENCE, env={
+            "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin", "HOME": str(clone),
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         },
     )
-    printed = re.split(r"(?m)^:: (\d+)\n", result.stdout)
-    assert len(printed) == 2 * len(typed) + 1, result.stdout[-3000:]
-    for (line, _, status, words), output, found in zip(typed, printed[::2], printed[1::2]):
-        assert int(found) == status and words in output, (line, output[-3000:])
-
-
-@thorough
-def test_the_dry_run_of_the_readme_prints_what_it_says():
-    (line,) = (line for line in indented(README) if "dry_run" in line)
-    (said,) = re.findall(r"(?m)^    # (in all .*)", README)
-    result = subprocess.run(line.split(), cwd=ROOT, text=True, capture_output=True,
-                            env=os.environ | {"PYTHON": sys.executable}, timeout=PATIENCE)
-    assert said in result.stdout
+    assert result.returncode == status and words in result.stdout, result.stdout[-3000:]
 
 
 def test_the_help_of_run_sh():
     result = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, text=True, capture_output=True)
     assert result.returncode == 0 and result.stdout.count("bash run.sh ") > 5
     assert "#" not in result.stdout and "set -" not in result.stdout
-
-
-def test_a_profiled_run_prints_no_lines_of_kineto(run):
-    result = run("single.py", 0, f"{SMALL} --steps 4 --profile")
-    assert "traces of a few steps" in result.output and "USDT" not in result.output
 
 
 # Diffs and code
@@ -198,24 +170,19 @@ def main_of(script):
     return ast.get_source_segment(source, main) + "\n"
 
 
-def difference(script, folder, after=""):
-    """The lines of ``git diff single.py SCRIPT`` in ``main``, below the first line with ``after``.
-    Git may pair a closing parenthesis with another one, so these are left out."""
-    for name in ("single.py", script):
-        (folder / name).write_text(main_of(name).partition(after)[2] if after else main_of(name))
-    words = f"git diff --no-index -U999 single.py {script}".split()
-    real = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE).stdout
-    return [line for line in real.splitlines()[4:] if re.match(r"[ +-](?! *\)$)", line)]
-
-
 @pytest.mark.parametrize("page, script", [
     ("README.md", "fsdp.py"),
     *(("docs/lesson.md", name) for name in DOCSTRINGS if name != "single.py"),
 ])
 def test_the_diffs_of_a_page(page, script, tmp_path):
     """The lines of each block stand in the diff of the two functions ``main``, in this order. A
-    block may be indented less than the script, by the same number of blanks in all of its lines."""
-    real = difference(script, tmp_path)
+    block may be indented less than the script, by the same number of blanks in all of its lines.
+    Git may pair a closing parenthesis with another one: these are left out."""
+    for name in ("single.py", script):
+        (tmp_path / name).write_text(main_of(name))
+    words = f"git diff --no-index -U999 single.py {script}".split()
+    output = subprocess.run(words, cwd=tmp_path, text=True, stdout=subprocess.PIPE).stdout
+    real = [line for line in output.splitlines()[4:] if re.match(r"[ +-](?! *\)$)", line)]
     found = blocks(README if page == "README.md" else section(PAGES[page], script), "diff")
     assert found
     for block in found:
@@ -224,39 +191,17 @@ def test_the_diffs_of_a_page(page, script, tmp_path):
                    for blanks in ("", " " * 4, " " * 8)), block
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_loop_without_services(script):
-    """Its header is the one that README.md says."""
-    (line,) = re.findall("`(for step, batch in .*:)`", README)
-    assert f"\n    {line}\n" in without(ALL, SOURCES[script])
-
-
 def test_the_code_of_the_pages():
-    """The loop of single.py in the lesson, indented by 8 blanks less; and what to lift are lines of
-    the trainers in tests/support/lifted.py, which a test runs."""
+    """The header of a loop without services in README.md; the loop of single.py in the lesson,
+    indented by 8 blanks less; and what to lift are lines of the trainers in
+    tests/support/lifted.py, which a test runs."""
+    (line,) = re.findall("`(for step, batch in .*:)`", README)
+    assert all(f"\n    {line}\n" in without(ALL, source) for source in SOURCES.values())
     (loop,) = blocks(PAGES["docs/lesson.md"], "python")
     assert in_order(loop.splitlines(), [line[8:] for line in main_of("single.py").splitlines()])
     lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
     found = blocks(section(PAGES["docs/copying.md"], "Only the functions"), "python")
     assert len(found) > 8 and not [block for block in found if block not in lifted]
-
-
-def test_the_functions_to_take_are_complete():
-    """A function that the table names uses no other name of its script, or of common/, than those
-    that the table names too, and those of torch_versions."""
-    rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/copying.md"])
-    assert len(rows) == 7
-    for cell, script in rows:
-        body = ast.parse(SOURCES[script]).body
-        defined = {node.name: node for node in body if hasattr(node, "name")}
-        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", SOURCES[script])}
-        known |= {alias.name for node in body if isinstance(node, ast.ImportFrom)
-                  and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
-        taken = {"SettingError", *re.findall(r"`(\w+)`", cell)}
-        if "all below `main`" in cell:
-            taken |= defined.keys() - {"main", "check"}
-        used = set.union(*(names_in(defined[name]) for name in taken & defined.keys() - {"main"}))
-        assert used & known <= taken | vars(torch_versions).keys(), script
 
 
 # Tables
@@ -285,11 +230,6 @@ def test_the_bugs_of_the_readme():
         assert change == bugs.change(bug) and says in bug.says + bugs.short(bug.says)
 
 
-def cells(row):
-    held = sum(row["held"][kind] for kind in draw.KINDS)
-    return [draw.gb(size) for size in (held, row["peak"]["in all"], row["sent"])]
-
-
 def test_the_table_of_the_8b_model():
     """README.md has the figures of docs/data/8b.json."""
     rows = draw.read("8b")
@@ -298,21 +238,10 @@ def test_the_table_of_the_8b_model():
     )
     assert [script for script, *_ in table] == list(DOCSTRINGS)
     for script, options, *shown in table:
-        name = {"zero.py": "zero.py --stage 2"}.get(script, f"{script} {options}".strip())
-        assert shown == cells(rows[name]), name
-
-
-@thorough
-@pytest.mark.parametrize("name", [
-    "zero.py --stage 2", "fsdp.py", "ep.py --num-experts 8 --expert-size 7168",
-])
-def test_a_dry_run_counts_what_the_table_says(tmp_path, name):
-    row = draw.read("8b")[name]
-    words = row["command"].replace("python", sys.executable, 1).split()
-    at = words.index("tools.dry_run") + 1
-    subprocess.run([*words[:at], "--json", tmp_path / "row.json", *words[at:]], cwd=ROOT,
-                   check=True, capture_output=True, timeout=PATIENCE)
-    assert cells(json.loads((tmp_path / "row.json").read_text())) == cells(row)
+        row = rows[{"zero.py": "zero.py --stage 2"}.get(script, f"{script} {options}".strip())]
+        held = sum(row["held"][kind] for kind in draw.KINDS)
+        figures = held, row["peak"]["in all"], row["sent"]
+        assert shown == [draw.gb(size) for size in figures], script
 
 
 @pytest.mark.parametrize("name", pp.SCHEDULES)

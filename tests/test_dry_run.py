@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
-import os
 import shutil
 import weakref
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from common.model import PRESETS
+from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
 from tools import dry_run as tool
@@ -55,12 +55,10 @@ def count(command, world_size, rank=0, nproc_per_node=8):
     return tool.count_apart(str(ROOT / script), options, world_size, rank, nproc_per_node)
 
 
-def test_floating_point_operations(monkeypatch):
+def test_floating_point_operations():
     """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
     is one more forward pass of each, without its last product, whose result nobody needs; selective
     checkpointing repeats no product and no attention, and keeps more."""
-    # A fork of a process that has run a backward pass on CUDA cannot run one itself.
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("this process was forked"))
     config, T, B = dataclasses.replace(PRESETS["small"], num_hidden_layers=2), 256, 2
     options = f"single.py --model small --num-hidden-layers 2 --seq-len {T} --batch-size {B}"
     plain, selective, full = (count(f"{options} {more}", 1) for more in (
@@ -120,7 +118,6 @@ def fake_world():
     with pretend.world(2, 0):
         x = torch.empty(4, 4, requires_grad=True)
         for reduced in (functional.all_reduce(x * 1, "sum", dist.group.WORLD),
-                        functional.all_gather_tensor(x * 1, 0, dist.group.WORLD),
                         functional.reduce_scatter_tensor_autograd(x * 1, "sum", 0,
                                                                   dist.group.WORLD)):
             assert type(reduced) is functional.AsyncCollectiveTensor, type(reduced)
@@ -130,9 +127,6 @@ def fake_world():
         alive, work = weakref.ref(sent), dist.isend(sent, 1)
         del sent
         assert alive() is not None, "what is sent is held until the wait"
-        work.wait()
-        del work
-        assert alive() is None
 
 
 def test_the_fake_world():
@@ -161,22 +155,15 @@ def test_operations_of_experts():
     assert found == 2 * 10 * 16 * 24  # each row has one expert
 
 
-CROSSING = [
-    ("cp.py --attention ulysses --num-key-value-heads 4", 4, 0, 2,
-     {"all-to-all": 2 / 3, "all-reduce": 1 / 2}),
-    ("ddp.py", 8, 0, 4, {"all-reduce": 2 / 8}),  # a ring crosses machines at some edges
-    # Of ranks 0 and 1 on one machine, and 2 and 3 on another, 1 sends to 0 and to 2.
-    ("pp.py", 4, 0, 2, {"send": 0}), ("pp.py", 4, 1, 2, {"send": 1 / 2}),
-]
-
-
-@pytest.mark.parametrize("command, n, rank, nproc_per_node, shares",
-                         sampled(CROSSING, CROSSING[:1]))
-def test_what_crosses_machines(command, n, rank, nproc_per_node, shares):
-    found = count(command, n, rank, nproc_per_node)
-    crossing = {part["collective"]: part["between_machines"] / part["bytes"]
-                for part in found["collectives"]}
-    assert {name: crossing[name] for name in shares} == pytest.approx(shares)
+@pytest.mark.parametrize("command, n, nproc_per_node, shares", [
+    # A ring crosses machines at some of its edges.
+    ("cp.py --attention ulysses", 8, 4, {"all-to-all": 4 / 7, "all-reduce": 2 / 8}),
+    ("pp.py", 4, 2, {"send": 0}),  # rank 0 sends to rank 1
+])
+def test_what_crosses_machines(command, n, nproc_per_node, shares):
+    found = {part["collective"]: part["between_machines"] / part["bytes"]
+             for part in count(command, n, 0, nproc_per_node)["collectives"]}
+    assert {name: found[name] for name in shares} == pytest.approx(shares)
 
 
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
@@ -187,7 +174,6 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
     assert "does not fit into 4 GB" in result.lines[-1]
-    assert not any("epoch" in line or "tokens/s" in line for line in result.lines)
 
 
 def test_bad_input_is_one_line(server, tmp_path):
@@ -198,9 +184,8 @@ def test_bad_input_is_one_line(server, tmp_path):
         ("--rank 0 6 hybrid_3d.py --tp 4", "World size (6)"),
         ("--rank 0 4 nothing.py", "nothing.py is no script: give the path of a .py file"),
         ("--rank 0 4 tools/bench.py", "tools/bench.py has no load_steps, Checkpoints, Report"),
-        ("--rank 0 0 fsdp.py", "0 is not allowed"), ("--rank 4 4 fsdp.py", "--rank 4: "),
+        ("--rank 4 4 fsdp.py", "--rank 4: "),
         ("--rank 0 4 fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),
-        ("--rank 0 --json /proc/none/file 1 single.py", "No such file or directory"),
     ):
         result = server.run("tools/dry_run.py", 0, options, folder=ROOT, pass_out=False,
                             expect_ok=False)
@@ -208,17 +193,15 @@ def test_bad_input_is_one_line(server, tmp_path):
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
 
 
-def test_a_script_that_reads_a_value(dry_run, tmp_path):
+@pytest.mark.parametrize("offers, words", [
+    ("", "return loss.item()"),
+    ("WITHOUT_VALUES = {'shown': lambda loss: None}\n", "floating-point operations"),
+])
+def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
     """It is refused, or names a function that is called instead."""
-    text, loop = (ROOT / "single.py").read_text(), "            micro_loss.backward()\n"
-    assert text.count(loop) == 1
-    text = text.replace(loop, "            print(shown(micro_loss))\n" + loop)
-    for offers, words in (
-        ("", ["mine.py:", "return loss.item()", "reads the value of a tensor"]),
-        ("WITHOUT_VALUES = {'shown': lambda loss: None}\n", ["floating-point operations"]),
-    ):
-        reads = f"def shown(loss):\n    return loss.item()\n\n\n{offers}def main("
-        (tmp_path / "mine.py").write_text(text.replace("def main(", reads))
-        result, _ = dry_run("--rank", 0, 1, tmp_path / "mine.py", expect_ok=False)
-        assert result.ok == bool(offers), result.output
-        assert all(word in result.lines[-1] for word in words), result.output
+    loop = "            micro_loss.backward()\n"
+    copy = edited(
+        tmp_path / "copy", "single.py", (loop, "            print(shown(micro_loss))\n" + loop),
+        ("def main(", f"def shown(loss):\n    return loss.item()\n\n\n{offers}def main("))
+    result, _ = dry_run("--rank", 0, 1, copy, expect_ok=False)
+    assert result.ok == bool(offers) and words in result.lines[-1], result.output

@@ -11,7 +11,6 @@ import json
 import sys
 
 import torch
-import torch.nn.functional as F
 
 from common.attention import attend, attend_backward, merge, wide
 from common.experts import grouped_product
@@ -34,23 +33,18 @@ def poison(device):
         torch.full((size,), torch.nan, device=device)
 
 
-def plain(q, k, v, causal, grad_out):
-    """PyTorch's attention, and its gradients of q, k and v."""
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    shared = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, keys, values, is_causal=causal)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
-
-
-def log_sum_exp(q, k, causal):
-    """Of the scores, in float64: (B, H, Q)."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+def reference(q, kv, causal, grad_out):
+    """Attention in float64: output, log-sum-exp of the scores, gradients of q and kv."""
+    q, kv, grad_out = (x.double().cpu() for x in (q, kv, grad_out))
+    q.requires_grad_()
+    kv.requires_grad_()
+    k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.logsumexp(-1)
+    out = scores.softmax(-1) @ v
+    return out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, kv), grad_out)
 
 
 def in_two_blocks(q, kv, grad_out):
@@ -65,24 +59,20 @@ def in_two_blocks(q, kv, grad_out):
 
 
 def attention(device, dtype, heads, kv_heads, T, head_size, causal):
-    """attend and attend_backward, and PyTorch's attention, beside float64."""
+    """attend and attend_backward, beside float64."""
     size = {"device": device, "dtype": dtype}
     q, grad_out = (random(2, heads, T, head_size, **size) for _ in range(2))
     kv = random(2, 2, kv_heads, T, head_size, **size)
     poison(device)
-    wide_q, wide_kv, wide_grad_out = (x.double().cpu() for x in (q, kv, grad_out))
-    out, *grads = plain(wide_q, *wide_kv, causal, wide_grad_out)
-    lse = log_sum_exp(wide_q, wide_kv[0], causal)
-    expected = {"out": out, "lse": lse, "grad_q": grads[0], "grad_kv": torch.stack(grads[1:])}
+    expected = reference(q, kv, causal, grad_out)
     out, lse = attend(q, kv, causal)
     found = {"ours": (out, lse, *attend_backward(grad_out, q, kv, out, lse, causal))}
     if not causal:
         found["ours in two blocks"] = in_two_blocks(q, kv, grad_out)
-    out, *grads = plain(q, *kv, causal, grad_out)
-    found["PyTorch's"] = out, expected["lse"], grads[0], torch.stack(grads[1:])  # it has no lse
     for whose, results in found.items():
-        for (name, reference), result in zip(expected.items(), results, strict=True):
-            yield f"{whose}: {name}", distance(result, reference)
+        names = "out", "lse", "grad_q", "grad_kv"
+        for name, result, of_reference in zip(names, results, expected, strict=True):
+            yield f"{whose}: {name}", distance(result, of_reference)
 
 
 def experts(device, counts, width, inner):
