@@ -15,11 +15,12 @@ from unittest import mock
 import pytest
 
 import pp
+from common import torch_versions
 from docs import draw
 from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import thorough
-from tests.test_lift import ALL, SCRIPTS, SOURCES, needed, without
+from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, needed, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
@@ -202,6 +203,24 @@ def test_the_code_of_the_pages():
     lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
     found = blocks(section(PAGES["docs/copying.md"], "Only the functions"), "python")
     assert len(found) > 8 and not [block for block in found if block not in lifted]
+
+
+def test_the_functions_to_take_are_complete():
+    """A function that the table names uses no other name of its script, or of common/, than those
+    that the table names too, and those of torch_versions."""
+    rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/copying.md"])
+    assert len(rows) == 7
+    for cell, script in rows:
+        body = ast.parse(SOURCES[script]).body
+        defined = {node.name: node for node in body if hasattr(node, "name")}
+        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", SOURCES[script])}
+        known |= {alias.name for node in body if isinstance(node, ast.ImportFrom)
+                  and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
+        taken = {"SettingError", *re.findall(r"`(\w+)`", cell)}
+        if "all below `main`" in cell:
+            taken |= defined.keys() - {"main", "check"}
+        used = set.union(*(names_in(defined[name]) for name in taken & defined.keys() - {"main"}))
+        assert used & known <= taken | vars(torch_versions).keys(), script
 
 
 # Tables

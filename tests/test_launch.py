@@ -1,5 +1,10 @@
 """Starting and stopping: run.sh on one machine, and on several: by hand, by a loop over ssh, and as
-a Slurm job. The programs of ssh and Slurm are pretended."""
+a Slurm job.
+
+The program ssh is pretended, and in the default sample Slurm's. With --all a real Slurm runs, with
+two nodes on this machine. It needs root and packages (see .ci/run); without these its test is
+skipped, and says so.
+"""
 
 import datetime
 import fcntl
@@ -11,6 +16,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -58,6 +64,11 @@ def finish(process):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def sh(line, **options):
+    return subprocess.run(line, shell=True, check=True, capture_output=True, text=True,
+                          timeout=PATIENCE, **options).stdout.strip()
 
 
 def wait_until(condition):
@@ -359,6 +370,82 @@ def test_a_batch_job(tmp_path):
     assert output.splitlines()[-1] == (
         "--ntasks-per-node=1 --ntasks=2 --cpu-bind=none --kill-on-bad-exit=1 "
         f"bash {ROOT}/run.sh {ROOT}/ddp.py --lr 1")
+
+
+SLURM = """ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A Slurm of two nodes, both on this machine. Gives the variables of its commands."""
+    programs = [shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
+                for name in ("munged", "slurmctld", "slurmd", "sbatch")]
+    if os.getuid() != 0 or not all(programs):
+        pytest.skip("needs root, munge and Slurm")
+    munged, slurmctld, slurmd, _ = programs
+    folder, host = tmp_path / "slurm", socket.gethostname().partition(".")[0]
+    nodes, conf = [host, f"{host}-b"], folder / "slurm.conf"
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
+        (folder / name).mkdir(parents=True)
+    with free_port() as one, free_port() as two, free_port() as three:
+        conf.write_text(SLURM.format(host=host, folder=folder, ports=(one, two, three)))
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o600)
+    environment = ENVIRONMENT | {"SLURM_CONF": str(conf)}
+    try:
+        sh(f"{munged} --force --key-file={folder}/munge.key --socket={folder}/munge.socket "
+           f"--pid-file={folder}/munged.pid --log-file={folder}/munged.log "
+           f"--seed-file={folder}/seed")
+        sh(f"{slurmctld} -f {conf}")
+        for node in nodes:
+            sh(f"{slurmd} -f {conf} -N {node}")
+        wait_until(lambda: sh("sinfo --noheader --format=%D --states=idle",
+                              env=environment) == "2")
+        yield environment
+    finally:
+        pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@thorough
+def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
+    """Slurm's signal before the time limit lets all ranks save."""
+    number = sh(f"sbatch --parsable --nodes=2 --output={tmp_path}/log run.sh ddp.py {ENDLESS} "
+                f"--data {corpus} --out {tmp_path}/out", cwd=ROOT, env=slurm)
+
+    def state():
+        shown = sh(f"scontrol show job {number}", env=slurm)
+        return shown.split("JobState=")[1].split()[0]
+
+    wait_until(lambda: has_logged(tmp_path / "out"))
+    # As --signal=B:USR1@120 sends it
+    sh(f"scancel --signal=USR1 --batch {number}", env=slurm)
+    wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
+    output = (tmp_path / "log").read_text()
+    assert state() == "COMPLETED" and "saved: the same command" in output, output
+    assert output.startswith("+ srun --ntasks-per-node=1 ") and "2 data-parallel ranks" in output
 
 
 # Variables of other launchers

@@ -3,13 +3,19 @@
 import dataclasses
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import types
 
 import pytest
 
 from common.errors import SettingError
 from common.model import PRESETS
+from tests.support.processes import ROOT
 from tests.support.sample import thorough
+from tests.test_launch import left_over, wait_until
 from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -306,3 +312,16 @@ def test_a_config_of_hugging_face(tmp_path):
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
         plan.main(f"{words} --device-memory 1".split())
+
+
+@thorough
+def test_a_signal_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.plan", *"--model llama3-8b --devices 8 --seq-len 8192 "
+         "--device-memory 76".split()], cwd=tmp_path, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    wait_until(lambda: len(left_over(tmp_path)) > 4)  # itself, two helpers of Python, two workers
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not left_over(tmp_path))
