@@ -39,18 +39,23 @@ class TokenDataset(Dataset):
 
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
-            a token, or is too short for one sample; when a sample is read: a token is not in the
-            vocabulary, or a file is missing or has changed.
+            a token or bytes that are no text, or is too short for one sample; when a sample is
+            read: a token is not in the vocabulary, or a file is missing or has changed.
     """
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
         self.data, self.seq_len, self.vocab_size = data, seq_len, vocab_size
-        self.files = _find_files(data, option)
+        self.files, self.folders = _find_files(data, option)
         self.stamps = []
-        for path in self.files:
+        binary = [path.suffix.lower() == ".bin" for path in self.files]
+        for path, is_binary in zip(self.files, binary):
             with reading(path, ADVICE), open_regular(path) as file:
                 self.stamps.append(_stamp(file))
-        binary = [path.suffix.lower() == ".bin" for path in self.files]
+                if not is_binary and b"\0" in file.read(2**13):  # as grep and git tell text
+                    raise SettingError(
+                        f"{path} is no text: it has bytes that are 0; write token ids as raw "
+                        f"numbers into a file whose name ends in .bin, or remove it from the data"
+                    )
         guessed = token_dtype == "auto"
         if guessed:
             token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
@@ -116,12 +121,20 @@ def open_dataset(args, option="--data"):
     data = getattr(args, option.removeprefix("--").replace("-", "_"))
     if data is None:
         return None
-    return TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
+    dataset = TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
+    if out := getattr(args, "out", None):
+        out = out.resolve()
+        if any(_place(path) in dataset.folders for path in (out, *out.parents) if path.exists()):
+            raise SettingError(
+                f"--out {args.out} is inside {option} {data}: its files would be read as data; "
+                f"choose a folder outside of it"
+            )
+    return dataset
 
 
 def _find_files(data, option):
-    """The files of ``data``, in the order of their paths; of a folder that two links lead to, once.
-    A folder that cannot be read is an error."""
+    """The files of ``data``, in the order of their paths, and the places of its folders. A folder to
+    which two links lead counts once. One that cannot be read is an error."""
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
     if data == "" or not os.path.exists(path):
@@ -130,7 +143,7 @@ def _find_files(data, option):
             f"'{STANDARD_LIBRARY}' for the source of Python's standard library)"
         )
     if not path.is_dir():
-        return [path]
+        return [path], set()
     skipped, files, seen = SKIPPED_FOLDERS if standard else set(), [], set()
 
     def cannot_be_read(error):  # os.walk would leave the folder out
@@ -139,15 +152,21 @@ def _find_files(data, option):
 
     for folder, below, names in os.walk(path, onerror=cannot_be_read, followlinks=True):
         with reading(folder, ADVICE):
-            status = os.stat(folder)
-        if (place := (status.st_dev, status.st_ino)) in seen:
+            place = _place(folder)
+        if place in seen:
             below.clear()
             continue
         seen.add(place)
         below[:] = [name for name in sorted(below)
                     if not name.startswith(".") and name not in skipped]
         files += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in files if file.suffix == ".py" or not standard)
+    return sorted(file for file in files if file.suffix == ".py" or not standard), seen
+
+
+def _place(folder):
+    """What a folder is by all of its names, links among them."""
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def _stamp(file):

@@ -1,6 +1,8 @@
 """The data: one order for every number of ranks, whose only state is the step."""
 
+import argparse
 import collections
+import contextlib
 import os
 import tracemalloc
 
@@ -11,7 +13,7 @@ import torch
 from common import data
 from common.data import BatchSampler, load_batches, permute
 from common.errors import SettingError
-from common.tokens import TokenDataset
+from common.tokens import TokenDataset, open_dataset
 from common.services.settings import fingerprint
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
@@ -121,6 +123,31 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     with pytest.raises(SettingError, match="every second number is 0"):
         TokenDataset(tmp_path / "wide.bin", 16)
     TokenDataset(tmp_path / "wide.bin", 16, "uint16")  # whoever names the type has looked
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    """A NumPy file, a compressed one, UTF-16, a checkpoint."""
+    (tmp_path / "a.txt").write_text("text " * 99)
+    TokenDataset(tmp_path, 4)
+    for content in (np.arange(9, dtype=np.uint16).tobytes(), "text".encode("utf-16")):
+        (tmp_path / "b").write_bytes(b"text" + content)
+        with pytest.raises(SettingError, match="/b is no text: .*ends in .bin"):
+            TokenDataset(tmp_path, 4)
+
+
+def test_out_inside_the_data(tmp_path):
+    """Also where a link in the data leads."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("text " * 99)
+    (tmp_path / "data" / "link").symlink_to("../linked")
+    args = argparse.Namespace(data=str(tmp_path / "data"), seq_len=4, token_dtype="auto",
+                              config=argparse.Namespace(vocab_size=256))
+    for out, inside in (("data/out", True), ("linked/runs/out", True), ("out", False)):
+        args.out = tmp_path / out
+        with pytest.raises(SettingError, match="--out .* is inside --data") if inside else (
+                contextlib.nullcontext()):
+            open_dataset(args)
 
 
 def test_a_folder_is_its_files_one_after_another(tmp_path):

@@ -114,15 +114,6 @@ def test_what_else_is_in_a_folder_stays(run, corpus, tmp_path):
         "metrics.jsonl", "step-00000006", "summary.json", "trace-rank0.json", "trace-rank1.json"]
 
 
-def test_out_inside_data(run, corpus, tmp_path):
-    (tmp_path / "text").mkdir()
-    shutil.copy(corpus, tmp_path / "text")
-    result = run("single.py", 0, f"{SMALL} --data {tmp_path}/text", out="text/out",
-                 expect_ok=False)
-    (line,) = result.lines
-    assert "/text/out is inside --data" in line and not (tmp_path / "text" / "out").exists()
-
-
 # The run's own files
 
 

@@ -20,7 +20,7 @@ import time
 
 from common.errors import SettingError
 from common.files import read_text, reading
-from common.options import flag, not_empty
+from common.options import not_empty
 from common.services.new_files import new_file
 
 CHECKPOINT = r"step-[0-9]{8,}"
@@ -38,19 +38,6 @@ def add_out(parser):
             "--out", type=lambda text: pathlib.Path(not_empty(text)), metavar="FOLDER",
             default=pathlib.Path("runs", pathlib.Path(sys.argv[0]).stem), help="run folder, for "
             "checkpoints and metrics.jsonl; with several machines, a folder that they share",
-        )
-        parser.checks.append(lambda args: [
-            refuse_inside(args.out, flag(name), getattr(args, name, None))
-            for name in ("data", "val_data")
-        ])
-
-
-def refuse_inside(out, option, data):
-    """Raise SettingError if what a run writes to ``out`` would be ``data`` of its next start."""
-    if data and os.path.isdir(data) and out.resolve().is_relative_to(os.path.realpath(data)):
-        raise SettingError(
-            f"--out {out} is inside {option} {data}: its files would be read as data; choose a "
-            f"folder outside of it"
         )
 
 
