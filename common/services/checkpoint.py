@@ -227,8 +227,9 @@ class Checkpoints:
             wanted = {name: tensor for name, tensor in self.named().items() if name in stored}
             dcp.load(wanted, storage_reader=reader, process_group=self.group)
         changed = [
-            f"{name} was {saved[CHANGEABLE].get(name)}, is {value}"
-            for name, value in self.changeable.items() if saved[CHANGEABLE].get(name) != value
+            f"{name} was {saved[CHANGEABLE][name]}, is {value}"
+            for name, value in self.changeable.items()
+            if saved[CHANGEABLE].get(name, value) != value
         ]
         if step_of(checkpoint) == IMPORTED and _rank() == 0:
             print(printable(f"starting from the imported weights {checkpoint}"), flush=True)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves  # torch has no public one
 
+from common.launch import source_files
 from common.options import flag
 from common.tokens import TokenDataset, open_dataset
 
@@ -21,12 +22,13 @@ CHANGEABLE_OPTIONS = (
 def run_settings(args, dataset, config=None):
     """Two dicts. The settings that must stay the same when a run is resumed: those of the model
     (``config``, a dict; None: ``args.config``), and those that decide which samples a step reads.
-    And the settings that may change, but change what is trained."""
+    And the settings that may change, but change what is trained, the code among them."""
     config = vars(args.config) if config is None else config
     fixed = config_settings(config)
     fixed |= {flag(name): getattr(args, name) for name in FIXED_OPTIONS if name in args}
     changeable = {flag(name): getattr(args, name) for name in CHANGEABLE_OPTIONS if name in args}
     changeable["--dtype"] = str(args.compute_dtype).removeprefix("torch.")
+    changeable |= source_files()
     if getattr(args, "val_data", None):
         changeable |= fingerprint(open_dataset(args, "--val-data"), "--val-data")
     return fixed | fingerprint(dataset), changeable
