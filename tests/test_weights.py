@@ -127,7 +127,7 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     start(tmp_path / "hf", "pp.py", 2, inject=f"load_again({str(tmp_path / 'hf')!r})")
     import_hf.main([str(tmp_path / "hf"), str(tmp_path / "out")])
-    assert "embedding and head were tied" in capsys.readouterr().out
+    assert "tie_word_embeddings: here the head is a weight of its own" in capsys.readouterr().err
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
     change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
@@ -226,6 +226,7 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
         "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
         "sliding_window", "router_jitter_noise")],
     *[({"model_type": name}, f"model_type {name!r}") for name in ("mistral", None)],
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
      "partial_rotary_factor 0.5"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),

@@ -48,7 +48,7 @@ class ReadingPlanner(dcp.DefaultSavePlanner):
 
 def import_weights(folder, out):
     """Write the weights in ``folder`` as the first checkpoint of a new run folder ``out``: under
-    another name, and renamed when all of it is on disk. Returns the ModelConfig and the Weights.
+    another name, and renamed when all of it is on disk. Returns the ModelConfig.
 
     Raises:
         SettingError: ``folder`` is damaged or not of a Llama or Mixtral, or ``out`` exists.
@@ -85,7 +85,7 @@ def import_weights(folder, out):
         write_run_id(temporary, new_id())
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
-    return config, weights
+    return config
 
 
 def main(argv=None):
@@ -95,11 +95,8 @@ def main(argv=None):
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",
                         help="the run folder to create; it must not exist")
     args = parser.parse_args(argv)
-    config, weights = import_weights(args.folder, args.out)
+    config = import_weights(args.folder, args.out)
     print(f"{args.folder} -> {args.out}: config.json and step-{IMPORTED:08d}")
-    if weights.tied:
-        print("embedding and head were tied: the head starts with the values of the embedding, and "
-              "the two are trained apart")
     scripts, first = "any script", "fsdp.py"
     if getattr(config, "num_experts", 0):
         scripts, first = "ep.py or hybrid_3d.py", "ep.py"

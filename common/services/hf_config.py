@@ -16,6 +16,7 @@ from common.model import ROPE_SCALING, ModelConfig
 PLAIN = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0,
     "partial_rotary_factor": 1, "sliding_window": None, "router_jitter_noise": 0,
+    "quantization_config": None,
 }
 # Where the defaults of a Mixtral are not those of a Llama
 MIXTRAL = {
@@ -59,6 +60,9 @@ def config_from(found, path):
             raise SettingError(
                 f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
+    if found.get("tie_word_embeddings"):
+        _note(f"{path} has tie_word_embeddings: here the head is a weight of its own; weights that "
+              f"are imported start it with the values of the embedding")
     config_class = MixtureConfig if found.get("num_experts") else ModelConfig
     fields = [field for field in dataclasses.fields(config_class)
               if field.name in NEEDED or found.get(field.name) is not None]
@@ -73,13 +77,17 @@ def config_from(found, path):
 def _with_experts(found, path):
     """``found`` of a Mixtral, under the names of MixtureConfig."""
     found = MIXTRAL | found
-    if found.get("output_router_logits") and os.environ.get("RANK", "0") == "0":
-        print(printable(
-            f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
-            f"that balances the experts. Here nothing adds one: balance them by --balance-rate"
-        ), file=sys.stderr)
+    if found.get("output_router_logits"):
+        _note(f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
+              f"that balances the experts. Here nothing adds one: balance them by --balance-rate")
     return found | {"num_experts": found["num_local_experts"],
                     "experts_per_token": found["num_experts_per_tok"]}
+
+
+def _note(words):
+    """Rank 0 says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(printable(words), file=sys.stderr)
 
 
 def _with_rope(found, path):

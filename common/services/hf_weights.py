@@ -47,9 +47,8 @@ def load_weights(model, folder, added=()):
 
 class Weights:
     """The weights in ``folder``, by the names of our parameters. ``config`` is its ModelConfig.
-
-    ``tied``: the folder has no head, because embedding and head share one parameter there. In our
-    model they are two: the head gets the values of the embedding, and the two are trained apart.
+    If embedding and head share one parameter there, the folder has no head: in our model they are
+    two, the head gets the values of the embedding, and the two are trained apart.
 
     Raises:
         SettingError: safetensors is not installed; a file is missing or damaged; or the names and
@@ -60,8 +59,7 @@ class Weights:
         folder = pathlib.Path(folder)
         stored = find_tensors(folder)
         ties = read_json(folder / "config.json").get("tie_word_embeddings") is True
-        self.tied = ties and HEAD not in stored and EMBEDDING in stored
-        if self.tied:
+        if ties and HEAD not in stored and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
         parts = parts_of(config)
         shapes = {name: shape for name, (_, _, shape) in parts.items()}
