@@ -106,6 +106,8 @@ run_here() {
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
       fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
         "the address of machine 0"
+    [ "$NODE_RANK" -lt "${NNODES#*:}" ] ||
+      fail "NODE_RANK is $NODE_RANK and NNODES is $NNODES: machines are numbered from 0"
     address=$("$python" -P -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' \
       "$MASTER_ADDR" 2>/dev/null) ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"

@@ -159,6 +159,8 @@ def parse_options(parser, argv=None):
         SettingError: an option is wrong.
     """
     args = parser.parse_args(argv)
+    refuse([(args.min_lr > args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}: the rate "
+             f"falls from --lr to --min-lr; give a smaller --min-lr")])
     for check in parser.checks:
         check(args)
     args.on_all_ranks = {flag(name): value for name, value in vars(args).items()}

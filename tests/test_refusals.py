@@ -63,6 +63,7 @@ def test_the_type_of_each_option(monkeypatch):
 
 SINGLE = [
     ("--lr ''", "--lr: ... ''"), ("--beta2 1", "--beta2: 1 ... most"),
+    ("--lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
     ("--num-hidden-layers 100000", "num_hidden_layers ... 100000 ... at most 10000"),
     ("--head-dim 7", "head_dim 7 ... odd"),
     ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
@@ -138,7 +139,7 @@ STRATEGIES = {
     ],
     "ep": [
         (2, "", "give --num-experts, or use fsdp.py"), (2, SELECTIVE, "selective with --num-exper"),
-        (4, "--num-experts 4 --ep 3", "--ep 3 ... 4 ranks ... use 1 or 2 or 4"),
+        (4, "--num-experts 4 --ep 3 --expert-size 25", "--ep 3 ... 4 ranks ... use 1 or 2 or 4"),
         (4, "--num-experts 6", "--ep 4 does not divide --num-experts 6: use 1 or 2"),
         # What is proposed is not refused in its turn.
         (4, "--num-experts 6 --expert-size 25", "--num-experts 6: use a multiple of 4 as --num"),
@@ -185,7 +186,7 @@ def folder(server, tmp_path_factory):
     (folder / "with-loop" / "loop").symlink_to("loop")
     (folder / "mixed").mkdir()
     for name in ("a.bin", "b.txt"):
-        (folder / "mixed" / name).write_bytes(bytes(500))
+        (folder / "mixed" / name).write_bytes(b"text" * 99)
     (folder / "odd.bin").write_bytes(bytes(301))
     np.arange(5000, dtype=np.uint32).tofile(folder / "wide.bin")
     np.full(5000, 256, np.uint16).tofile(folder / "big.bin")
@@ -368,6 +369,7 @@ RUN_SH = [  # the first four without --all
     ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
     ("ddp.py", {"NODE_RANK": "08"}, "NODE_RANK is '08' ... at least 0"),
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
+    ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
     ("ddp.py", NODES | {"MASTER_ADDR": "no..host"}, "MASTER_ADDR is no..host"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere'"),

@@ -111,7 +111,7 @@ def test_split_is_by_document(run_prepare, tmp_path):
     """Disjoint and complete; the same in any order and in any files; equal documents together. An
     earlier output is not overwritten."""
     documents = stories(600)
-    path = write_jsonl(tmp_path / "all.jsonl", documents + documents[:100])
+    path = write_jsonl(tmp_path / "all.NDJSON", documents + documents[:100])
     (train, validation), _ = run_prepare(path, "--val", 0.2)
     assert not set(train) & set(validation)
     assert sorted(train + validation) == sorted(documents + documents[:100])
@@ -187,7 +187,8 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
         assert f"--val {float(share)}: " in line(good, "--val", share)
     assert "--eod <eos>: the tokenizer has no such" in line(good, eod="<eos>")
     assert str(good) in line(good, tokenizer=good)  # which is no JSON
-    assert f"File exists: '{good}'" in line(good, out=good)
+    assert f"--out {good} is no folder" in line(good, out=good)
+    assert "an argument is empty" in line("")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install tokenizers" in line(good)
 
@@ -211,6 +212,7 @@ def test_a_benchmark_of_a_command_that_fails(monkeypatch):
         returncode=1, stdout=output))
     found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
     assert "tutorial.py ddp failed: ddp.py: error: unrecognized arguments: --bogus" in found
+    assert "--only nope.py: " in the_line(bench.main, "--nproc 1 --only nope.py".split())
 
 
 @thorough

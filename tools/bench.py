@@ -93,6 +93,10 @@ def main(argv=None):
                         help="tokens in a sequence (default: 128)")
     args, options = parser.parse_known_args(argv)
     options += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
+    scripts = dict.fromkeys(script.split()[0] for _, script in PAIRS)
+    for name in args.only or ():
+        if name not in scripts:
+            refuse(f"--only {name}: no such script is timed; there are {', '.join(scripts)}")
     pairs = [(f"tools/support/tutorial.py {loop}", script.format(n=args.nproc))
              for loop, script in PAIRS if not args.only or script.split()[0] in args.only]
 

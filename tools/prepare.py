@@ -2,8 +2,9 @@
 
     python -m tools.prepare corpus.jsonl books/*.txt --tokenizer tokenizer.json --out tokens
 
-A document is a line of a .jsonl file, or 65,536 characters of another file and the rest of their
-line. A hash of its text decides whether it goes to val.bin. Memory does not grow with the files.
+A document is a line of a file of JSON lines (.jsonl, .ndjson or .json), or 65,536 characters of
+another file and the rest of their line. A hash of its text decides whether it goes to val.bin.
+Memory does not grow with the files.
 """
 
 import io
@@ -21,8 +22,11 @@ from common.services.new_files import new_file, refuse_existing
 from tools.support.command import make_parser, need, refuse, run
 
 
+LINES = ".jsonl", ".ndjson", ".json"
+
+
 def read_documents(path, bar, size=2**16):
-    number, jsonl = 0, path.endswith(".jsonl")
+    number, jsonl = 0, path.lower().endswith(LINES)
     with reading(path), open_regular(path) as bytes_of_file, io.TextIOWrapper(
         bytes_of_file, encoding="utf-8-sig", newline=""
     ) as file:
@@ -57,7 +61,10 @@ def main(argv=None):
     tokenizer.no_padding()
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # not their number: there may be gaps
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    os.makedirs(args.out, exist_ok=True)
+    try:
+        os.makedirs(args.out, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {args.out} is no folder, and none can be made there ({error.strerror})")
     names = [pathlib.Path(args.out, name) for name in ("train.bin", "val.bin")]
     for name in names:
         refuse_existing(name)

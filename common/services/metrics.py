@@ -72,6 +72,6 @@ def in_words(path):
         yield
     except OSError as error:
         raise SettingError(
-            f"{path} cannot be written ({error.strerror}); the checkpoints are intact: make room, "
-            f"or choose another folder by --out"
+            f"{path} cannot be written ({error.strerror}): make room if its disk is full, and "
+            f"start again; the run goes on from its newest checkpoint"
         ) from None

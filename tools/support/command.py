@@ -93,6 +93,8 @@ def run(main, argv=None):
     """Run ``main(argv)``. A SettingError, an OSError or Ctrl-C becomes one line on stderr and
     status 1."""
     try:
+        if "" in (sys.argv[1:] if argv is None else argv):
+            refuse("an argument is empty: a path would then be the working folder")
         main(argv)
     except (SettingError, OSError, KeyboardInterrupt) as error:
         name = pathlib.Path(main.__code__.co_filename).name
