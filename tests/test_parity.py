@@ -130,6 +130,13 @@ class Attention(torch.nn.Module):
         return self.out(y.squeeze(1))
 
 
+class Twice(torch.nn.Linear):
+    """It returns two tensors."""
+
+    def forward(self, x):
+        return super().forward(x), 2 * super().forward(x)
+
+
 class Adapter(torch.nn.Module):
     """As in LoRA, the first gradient of ``down`` is 0."""
 
@@ -258,6 +265,13 @@ def means_of_shifted_labels(lines):
         rank.update(shifted=counts, losses=losses)
 
 
+def partial_sums(lines):
+    """Two ranks read the same samples, and hold parts of the first module's output that add up."""
+    on_ranks(1, 1, parts=ALL)(lines)
+    outputs = lines[0]["ranks"][0]["outputs"]
+    lines[0]["ranks"][1]["outputs"] = outputs | {"0": [2 * outputs["0"][0], outputs["0"][1]]}
+
+
 def other_output(lines):
     lines[0]["ranks"][0]["outputs"]["1"][0] *= 1.01
 
@@ -298,6 +312,7 @@ def phase(model):
     model.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
 
 
+ALL = 2 * [slice(8)]  # two ranks read all samples
 TWICE = [slice(4), slice(4), slice(4, 8), slice(4, 8)]  # two ranks read the same
 DIVERGED = {"spoil": in_steps([1], scale(math.nan, "0.bias"))}
 ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01}
@@ -338,8 +353,13 @@ FAULTS = {
             "spoil": scale(0.1), "edit": apart("gradients", 0, "0.bias")}),
         ("step 0: reduction: .* of 0.bias: they must be", {
             "edit": apart("gradients", 0, "0.bias")}, {"dtype": torch.bfloat16})],
-    "mean_of_means": [("step 0: loss: a mean of means", {"edit": means_of_shifted_labels}, {
-        "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])})],
+    "mean_of_means": [
+        ("step 0: loss: a mean of means: with losses weighted", {
+            "edit": means_of_shifted_labels}, {
+                "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])}),
+        ("step 0: loss: a mean of means, times 2, as many as the ranks", {
+            "edit": means_of_shifted_labels}, {
+                "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 16])})],
     "scaled": [
         ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
         (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
@@ -385,10 +405,18 @@ FAULTS = {
             "of": shards, "loss_of": lambda model, x: model(x).abs().mean()}),
         ("step 0: .*outputs of modules are not compared", {
             "edit": edit_rank(numbers=40)} | module(1, torch.sin)),
-        ("step 0: .*outputs of modules are not compared", {
-            "where": lambda *_: None,
-            "edit": on_ranks(1, 1, parts=2 * [slice(8)])} | module(1, torch.sin)),
-        ("step 2: gradients: forward pass: .*right in the step before", module(
+        ("step 0: .* output differs is `2`, after `1`", {
+            "where": lambda *_: None, "edit": on_ranks(1, 1, parts=ALL)} | module(1, torch.sin)),
+        ("step 0: .*the outputs of all modules agree", {
+            "loss_of": lambda model, x: model(x).abs().mean(), "edit": partial_sums}),
+        ("step 0: .*ranks read the same samples in another order", {
+            "edit": on_ranks(1, 1, parts=[slice(8), slice(None, None, -1)])} | module(
+                1, torch.sin)),
+        ("step 0: .* output differs is `the model itself.1.`, after `the model itself`", module(
+            0, lambda y: (y[0], y[1].sin())), {
+                "make": lambda: torch.nn.Sequential(Twice(4, 3)),
+                "loss_of": lambda model, x: model(x)[1].square().mean()}),
+        ("step 2: .* output differs is `2`, after `1`; it was right in the step before", module(
             1, in_steps([2], torch.sin)))],
     "about_dropout": [("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
         "start": lambda model: model.append(torch.nn.Dropout(0.1))})],
@@ -396,11 +424,21 @@ FAULTS = {
         ("step 0: loss: it is .* .times 2, as many as ranks that read the same samples", {
             "edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
         ("step 0: loss: .*divided by 2, as .*: 2 ranks read the same samples, or .*averaged$", {
-            "edit": on_ranks(0.5, 0.5, parts=2 * [slice(8)])}),
+            "edit": on_ranks(0.5, 0.5, parts=ALL)}),
         ("step 0: loss: it is 0.0", {"edit": edit_rank(losses=[0.0])}),
         ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])})],
-    "clipping": [("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
-        "change": lambda _, model: scale(0.5, "0.weight")(model), "split": True})],
+    "clipping": [
+        ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
+            "change": lambda _, model: scale(0.5, "0.weight")(model), "split": True}),
+        (r"step 0: clipping: not active, .* scaled by 1, not by 0\.501 .times 1\.996\)$", {
+            "change": lambda *_: None, "edit": on_ranks(0.5, 0.5)}, {
+                "change": lambda _, model: scale(0.501)(model)}),
+        # Gradients may be further apart than they are, for they are sums of many numbers.
+        ("step 1: clipping: .* scaled by 1.01, not by 1 ", {
+            "change": lambda step, model: scale(1.01 if step else 1)(model)}, {
+                "make": lambda: torch.nn.Sequential(
+                    torch.nn.Linear(2**14, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)),
+                "data": lambda: [torch.randn(8, 2**14)], "dtype": torch.float32})],
 }
 
 

@@ -124,15 +124,33 @@ def outputs_of(run):
     return {name: (square / max(numbers, 1), numbers) for name, (square, numbers) in sums.items()}
 
 
+def room_of_outputs(it):
+    """How far the mean squares of a module's outputs may be apart, relative."""
+    return max(SAME_OUTPUT * it.tolerance.eps, PROJECTED) + it.history.slack
+
+
+def parts_of_a_sum(run, name, numbers, room):
+    """Whether ranks that read the same samples have unlike outputs of a module, all as large as the
+    whole: tensor parallelism adds them up later."""
+    held = collections.defaultdict(list)
+    for rank in run.ranks:
+        if name in rank["outputs"]:
+            held[str(rank["samples"])].append(rank["outputs"][name])
+    whole = numbers / len(held)
+    return any(min(own)[0] < (1 - room) * max(own)[0] and {n for _, n in own} == {whole}
+               for own in held.values())
+
+
 def wrong_module(it):
     """Say which is the first module whose output differs, in the order in which modules of the
     reference return; "" if all agree. None if they cannot be compared: ranks may hold parts of
-    them, as in a pipeline, or they have read other inputs."""
+    them, as in a pipeline, or they have read other inputs. Of a module whose output is right a part
+    may differ, as experts do that are other ones on each rank."""
     runs = it.reference, it.run
     want, have = map(outputs_of, runs)
     for run in runs:
         held = {str([*rank["outputs"]]) for rank in run.ranks}
-        if run.alike > 1 and (run.ranks[0]["by_hand"] or len(held) > 1):
+        if run.alike > 1 and len(held) > 1:
             return None
     # Ranks that read the same samples may compute the same, or each a part.
     m, n = (run.alike for run in runs)
@@ -141,21 +159,36 @@ def wrong_module(it):
     sizes = [(want[name][1], have[name][1]) for name in both]
     if one != two or not any(b in (a, a * n / m, a * n, a / m) for a, b in sizes):
         return None
-    before, room = "the first of all", max(SAME_OUTPUT * it.tolerance.eps, PROJECTED)
+    before, room, summed = "the first of all", room_of_outputs(it), False
+    wrong = [name for name in both
+             if not abs(have[name][0] - want[name][0]) <= room * want[name][0]]
+    right = {name.partition("[")[0] for name in both} - {name.partition("[")[0] for name in wrong}
     for name in both:
-        called = f"`{name or 'the model itself'}`"
-        if not abs(have[name][0] - want[name][0]) <= room * want[name][0]:
-            return f"the first module whose output differs is {called}, {before}"
-        before = f"after {called}"
-    return ""
+        called = f"`{'' if name.partition('[')[0] else 'the model itself'}{name}`"
+        whole = {name[:i] for i, letter in enumerate(name) if letter == "."}
+        if name in wrong and not right & whole:
+            summed = parts_of_a_sum(it.run, name, want[name][1] / m, room)
+            if not summed:
+                return f"the first module whose output differs is {called}, {before}"
+        elif name not in wrong:
+            before, summed = f"after {called}", False
+    return None if summed else ""
 
 
 def forward_pass_of(it):
     """Which module is wrong, or that it is the loss, if outputs of modules are comparable."""
-    if it.history.compared:
-        return ("it was right in the step before: look at weights that are stale or not gathered, "
-                "at buffers and caches, or at the loss")
+    rows = [str(rank["samples"]) for rank in it.run.ranks]
+    in_any_order = [str({key: sorted(own) for key, own in rank["samples"].items()})
+                    for rank in it.run.ranks]
+    if len({*in_any_order}) < len({*rows}):
+        return "ranks read the same samples in another order"
     module = wrong_module(it)
+    if it.history.compared:
+        stale = "look at weights that are stale or not gathered, at buffers and caches"
+        if module is None:
+            return f"it was right in the step before: {stale}, or at the loss"
+        if module:
+            return f"{module}; it was right in the step before: {stale}"
     if module is None:
         return ("look at the forward pass (outputs of modules are not compared: ranks hold parts "
                 "of them, or they have read other inputs)")
@@ -163,8 +196,10 @@ def forward_pass_of(it):
         return module
     want, have = (sum(run.targets) for run in (it.reference, it.run))
     counts = f"; the run has {have} targets, the reference {want}" if want != have else ""
-    return ("the outputs of all modules agree: look at the loss: targets, their shift, padding, "
-            f"weights of samples, its sum over ranks, or what is done to the logits{counts}")
+    agree = f" up to {room_of_outputs(it):.0e}" if it.history.compared else ""
+    return (f"the outputs of all modules agree{agree}: look at the loss: targets, their shift, "
+            f"padding, weights of samples, its sum over ranks, or what is done to the logits"
+            f"{counts}")
 
 
 # Checks of every step
@@ -249,7 +284,10 @@ def samples(it):
     if wrong:
         which = f"{listed(wrong)}: " if len(wrong) < len(both) else ""
         # A mask has few distinct rows, and says least.
-        return f"samples: {which}{max(wrong.values(), key=lambda pair: pair[0])[1]}"
+        message = max(wrong.values(), key=lambda pair: pair[0])[1]
+        if "missing" not in message and (same := same_samples(it.run)):
+            message = f"{message}: {same}"
+        return f"samples: {which}{message}"
 
 
 def listed(keys):
@@ -301,6 +339,7 @@ def update(it):
     by = (it.gap / way.maximum(other))[bad].max()
     ratio = (other / way)[bad]
     alike = ratio.max() - ratio.min() < EXPLAINED * abs(ratio[0] - 1)
+    alike &= abs(ratio[0] - 1) / ratio[0].clamp(min=1) > (1 - EXPLAINED) * by
     why = f" ({factor(it.run, ratio[0].item(), 0.02)})" if alike else ""
     return (f"update: weights of {group(it, bad)} have moved differently, by up to {by:.1g} of "
             f"their way{why}: learning rate, decay, clipping, the optimizer, or a rank skips it")
@@ -335,9 +374,13 @@ def mean_of_means(it):
             counts, losses = torch.tensor(pairs, dtype=torch.float64).T
             weighted = it.run.loss * (counts @ losses / counts.sum() / losses.mean()).item()
             gap = abs(weighted - it.reference.loss)
-            room = (it.tolerance.loss + it.history.slack) * abs(it.reference.loss)
-            if gap <= min(room, EXPLAINED * abs(it.run.loss - it.reference.loss)):
+            room = it.tolerance.loss + it.history.slack
+            off = abs(it.run.loss - it.reference.loss)
+            if gap <= min(room * abs(it.reference.loss), EXPLAINED * off):
                 return "loss: a mean of means: with losses weighted by targets it is right"
+            times = factor(it.run, weighted / (it.reference.loss or math.nan), min(room, 1e-3))
+            if "as many as" in times and abs(weighted - it.run.loss) > room * abs(it.run.loss):
+                return f"loss: a mean of means, {times}"
 
 
 def lost_tie(it):
@@ -377,7 +420,7 @@ def missing(it):
         return ("missing: the run has none: it records after zero_grad, or gradients are never "
                 "synchronised (FSDP2: set_requires_gradient_sync)")
     if (bad := it.off & (y < MISSING * x)).any():
-        return f"missing: those of {group(it, bad)}{about_the_loss(it)}"
+        return f"missing: those of {group(it, bad)}{about_the_loss(it)}; or they are frozen"
 
 
 def not_cleared(it):
@@ -442,6 +485,9 @@ def loss(it):
     """The loss is wrong, and the gradients are right."""
     if it.loss_known and not it.loss_right:
         same = same_samples(it.run)
+        if it.history.compared:
+            return (f"loss: it is {it.run.loss}, not {it.reference.loss}, and gradients differ by "
+                    f"no more than {it.share.max():.0e}: {forward_pass_of(it)}")
         return (f"loss: it is {it.run.loss}, not {it.reference.loss} "
                 f"({factor(it.run, it.loss_ratio, 1e-3)}), and the gradients agree: "
                 f"{same and f'{same}, or '}how the losses of ranks or micro-batches are averaged")
@@ -458,14 +504,17 @@ def clipping(it):
     low, high = min(have), max(have)
     if max(want) - min(want) > inexact * max(want):
         return None
-    wrong = f"clipping: by a wrong norm or before the reduction: scaled by {high:.6g},"
+    why = "by a wrong norm or before the reduction"
+    if abs(low - 1) < inexact and abs(high - 1) < inexact:
+        why = "not active, as without it, or with another limit or norm"
+    wrong = f"clipping: {why}: scaled by {high:.6g},"
     if high - low > inexact * high:
         return f"{wrong} elsewhere by {low:.6g}, as by the norm of a part, or of each tensor"
     r = (high * y.length.norm() / (max(want) * x.length.norm())).item()
     room = it.tolerance.gradients + CLIPPED + it.history.slack
     limit = room * (1 + torch.as_tensor(it.history.longest).norm() / x.length.norm())
     if 0 < r < math.inf and abs(r - 1) > limit:
-        return f"{wrong} not by {max(want):.6g} ({factor(it.run, r, 0.01)})"
+        return f"{wrong} not by {max(want):.6g} ({factor(it.run, r, min(0.01, max(limit, 1e-4)))})"
 
 
 # Lists of checks. ``ALWAYS``: of every step. ``CHECKS``: of a step that is finite, and in which

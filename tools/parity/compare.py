@@ -150,7 +150,9 @@ class History:
         # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured.
         # Adam moves a number by a whole step even if its gradient is only rounding: hence the root.
         growth = min(10.0, largest / (self.largest or largest or 1.0))
-        self.slack = max(2 * (0.8 * it.tolerance.gradients) ** 0.5, 10 * growth * largest)
+        # What rounding does follows from how far gradients are apart, if they may be further.
+        rounding = min(it.tolerance.gradients, 10 * max(largest, it.tolerance.eps))
+        self.slack = max(2 * (0.8 * rounding) ** 0.5, 10 * growth * largest)
         self.started, self.largest = self.started or max(share, it.tolerance.eps), largest
         self.compared += 1
         self.first = self.first or (it.reference.weights, it.run.weights)
@@ -168,6 +170,7 @@ class Step:
         self.names, self.reference, self.run = names, reference, run  # N parameters
         self.x, self.y = reference.gradients, run.gradients
         self.history, self.tolerance = history, tolerance
+        self.slack = history.slack  # as it is in this step
         self.finite = reference.finite and run.finite
         # Of both runs: what gradients were scaled by before the optimizer
         self.given = [[x for rank in line["ranks"] for x in rank["factors"]] for line in after]
@@ -299,7 +302,8 @@ def verdict(it, lines):
                 f"in the same time.{notes}")
     left = checks.not_compared(it, lines)
     return (f"EQUAL: {what}\nIn the first step gradients may differ by {it.tolerance.gradients:.1e}"
-            f", the loss by {it.tolerance.loss:.1e}; the largest difference of gradients is "
+            f", the loss by {it.tolerance.loss:.1e}, then gradients and updates by "
+            f"{it.slack:.1e}; the largest difference of gradients is "
             f"{it.history.largest:.1e}\nNot compared: {'; '.join(left)}{notes}")
 
 

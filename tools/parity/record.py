@@ -44,7 +44,7 @@ class Parity:
         if rank() == 0:
             create(self.path)
         COMPILED.clear()
-        # Until the first record: module outputs show types, and where a forward pass goes wrong.
+        # While steps are recorded: module outputs show types, and where a forward pass is wrong.
         self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
         if isinstance(model, torch.nn.Module):
             self.dropout = [f"{name}.{key} = {p}" for name, module in model.named_modules()
@@ -81,15 +81,17 @@ class Parity:
                 note_compiled(x.dtype)
             return
         self.types.update(x.dtype for x in tensors)
-        name, x = self.modules.get(module), next((x for x in tensors if x.ndim), None)
-        if name is None or x is None or x.is_meta:
+        name = self.modules.get(module)
+        if name is None:
             return
-        if hasattr(x, "placements"):
-            if any(place.is_partial() for place in x.placements):
-                return
-            x = x.to_local()
-        old = self.outputs.get(name, (0.0, 0))
-        self.outputs[name] = old[0] + square(x), old[1] + x.numel()
+        for i, x in enumerate(x for x in tensors if x.ndim and not x.is_meta):
+            if hasattr(x, "placements"):
+                if any(place.is_partial() for place in x.placements):
+                    continue
+                x = x.to_local()
+            key = f"{name}[{i}]" if i else name
+            old = self.outputs.get(key, (0.0, 0))
+            self.outputs[key] = old[0] + square(x), old[1] + x.numel()
 
     @torch.no_grad()
     def record(self, step, loss=None, batch=None):
@@ -105,7 +107,8 @@ class Parity:
 
         Raises ValueError if no forward pass has shown in which type the model computes.
         """
-        self.hook.remove()
+        if not self.optimizers:
+            self.hook.remove()
         self.types |= COMPILED
         if not self.types:
             raise ValueError(
@@ -132,7 +135,7 @@ class Parity:
                           p.dtype for p in self.parameters.values()),
                       "optimizer states are kept": names_of_types(x.dtype for x in states)},
             "samples": samples, "numbers": numbers, "targets": targets, "shifted": shifted,
-            "outputs": self.outputs, "by_hand": self.where is not None, "left_out": self.left_out,
+            "outputs": self.outputs, "left_out": self.left_out,
         }
         everyone, self.factors, self.outputs = [own], [], {}
         if dist.is_available() and dist.is_initialized():
@@ -174,6 +177,8 @@ class Parity:
         """Note how much longer gradients are than in ``record``, at least and at most: steps that
         are not recorded accuse nobody."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(self.parameters[name]) in own for name in self.squares):
+            self.hook.remove()  # this step is not recorded
         large = 1e-12 * max(self.squares.values(), default=0.0)  # others may underflow
         for name, p in self.parameters.items():
             if id(p) in own and p.grad is not None and (old := self.squares.pop(name, 0)) > large:
