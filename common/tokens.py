@@ -133,8 +133,8 @@ def open_dataset(args, option="--data"):
 
 
 def _find_files(data, option):
-    """The files of ``data``, in the order of their paths, and the places of its folders. A folder to
-    which two links lead counts once. One that cannot be read is an error."""
+    """The files of ``data``, in the order of their paths, and the places of its folders. A folder
+    to which two links lead counts once. One that cannot be read is an error."""
     standard = data == STANDARD_LIBRARY
     path = pathlib.Path(sysconfig.get_path("stdlib") if standard else data)
     if data == "" or not os.path.exists(path):
