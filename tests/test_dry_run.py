@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from common.experts import MixtureConfig
 from common.model import PRESETS
+from common.options import flag
 from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
@@ -153,6 +155,12 @@ def test_operations_of_experts():
     rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24)
     found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
     assert found == 2 * 10 * 16 * 24  # each row has one expert
+    dims = {"num_hidden_layers": 2, "num_experts": 4, "expert_size": 64}
+    config, T = MixtureConfig(**vars(PRESETS["tiny"]) | dims), 64
+    more = " ".join(f"{flag(name)} {value}" for name, value in dims.items())
+    found = count(f"ep.py --seq-len {T} --batch-size 1 {more}", 1)["operations"]
+    scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
+    assert found == T * (config.flops_per_token(T) + scores)  # as above
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [
