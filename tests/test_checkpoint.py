@@ -138,6 +138,17 @@ def test_a_failure_reaches_all_ranks(folder, rank):
 
 
 @on_ranks(2)
+def test_ranks_with_other_settings(folder, rank):
+    """Those that may change in a run, too."""
+    for settings in (({"n_layer": 2 + rank}, {}), ({}, {"n_layer": 2 + rank})):
+        weight = nn.Parameter(torch.zeros(2))
+        checkpoints = Checkpoints(folder, settings, {"weight": weight}, torch.optim.SGD([weight]),
+                                  stop=9)
+        with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
+            checkpoints.resume()
+
+
+@on_ranks(2)
 def test_rank_0_decides(folder, rank):
     """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
     what rank 0 sees. And torchrun has counted a restart on one of two machines: no rank starts a

@@ -34,7 +34,7 @@ def order(dp=1, grad_accum=1, start=0, stop=15, size=SIZE, **options):
 
 
 def test_permutation_for_every_size():
-    for size in [*range(1, 600), *range(600, 10_001, 37)]:
+    for size in [*range(1, 300), *range(300, 10_001, 397)]:
         places = permute(np.arange(size), size, (0, size))
         assert (np.bincount(places, minlength=size) == 1).all(), size
 
@@ -57,6 +57,15 @@ def test_global_batches_are_equal_in_order():
             assert order(dp, grad_accum) == expected
         for start in (1, 2, 3, 11):  # step 2 holds the end of the first epoch
             assert order(dp, start=start) == expected[start:]
+
+
+def test_batches_that_cannot_be_shared_evenly():
+    for batch_size, grad_accum, ranks, words in (
+        (16, 1, 3, "3 data-parallel ranks .*multiple of 3, such as 15 or 18"),
+        (4, 3, 2, "3 accumulation steps: use a multiple of 6, such as 6"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            BatchSampler(SIZE, batch_size, grad_accum, world_size=ranks)
 
 
 def test_epochs():
@@ -168,8 +177,9 @@ def test_a_linked_folder_is_read_like_any_other(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "data" / "a" / "text").write_text("hello ")
     (tmp_path / "elsewhere" / "text").write_text("world!")
-    for name in "bc":  # by the first of two links: a chain of such pairs would never end
+    for name in "bc":  # by the first of two links
         (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "elsewhere")
     dataset = TokenDataset(tmp_path / "data", 11)
     assert bytes(dataset[0][0].tolist()) == b"hello world" and dataset.tokens == 12
 
@@ -188,6 +198,9 @@ def test_a_file_that_changes_is_not_read_on(tmp_path):
         again()
         with pytest.raises(SettingError, match="text has changed since the run began: "):
             dataset[3]
+    path.unlink()
+    with pytest.raises(SettingError, match="text cannot be read .No such file"):
+        dataset[3]
 
 
 def test_the_default_is_real_text():
