@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from common.data import BatchSampler
 from common.errors import SettingError
@@ -62,10 +61,13 @@ def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
 # On several ranks
 
 
-def checkpoints_of_tensors(folder, tensors, **options):
+def checkpoints_of(folder, tensors, optimizer=None, must=None, may=None, **options):
+    """``tensors``: a dict of them, or a model."""
+    if isinstance(tensors, nn.Module):
+        tensors = tensors.state_dict(keep_vars=True)
     trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    optimizer = torch.optim.AdamW(trained, foreach=False)
-    return Checkpoints(folder, ({}, {}), tensors, optimizer, stop=9, **options)
+    return Checkpoints(folder, (must or {}, may or {}), tensors,
+                       optimizer or torch.optim.SGD(trained, 0.1, 0.9), **{"stop": 9, **options})
 
 
 @on_ranks(4)
@@ -79,7 +81,7 @@ def test_buffers_agree(folder, rank):
     }
     tensors["everywhere"] = torch.full((), float(rank))
     tensors["weight"] = nn.Parameter(torch.zeros(2))
-    checkpoints = checkpoints_of_tensors(folder, tensors)
+    checkpoints = checkpoints_of(folder, tensors)
     checkpoints.resume()
     checkpoints.save(1)
     assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
@@ -92,7 +94,7 @@ def test_buffers_agree(folder, rank):
 @on_ranks(2)
 def test_two_folders_are_noticed(folder, rank):
     """Each rank has a folder of its own."""
-    checkpoints = checkpoints_of_tensors(folder / str(rank), {"weight": nn.Parameter(torch.ones(2))})
+    checkpoints = checkpoints_of(folder / str(rank), {"weight": nn.Parameter(torch.ones(2))})
     with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
                            datetime.timedelta(seconds=1)), \
             pytest.raises(SettingError, match="is not one folder for all machines"):
@@ -101,20 +103,15 @@ def test_two_folders_are_noticed(folder, rank):
 
 @on_ranks(2)
 def test_each_file_has_one_writer(folder, rank):
-    """Also after each rank has saved the same tensors alone. Rank 0 makes the plan once."""
+    """Also after each rank has saved the same tensors alone."""
     weight = nn.Parameter(torch.zeros(2))
     alone, dist.is_initialized = dist.is_initialized, lambda: False
-    checkpoints_of_tensors(folder / str(rank), {"weight": weight}).save(1)
+    checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
     dist.is_initialized = alone
     writers = []
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
-            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])), \
-            mock.patch.object(DefaultSavePlanner, "_create_global_plan", autospec=True,
-                              side_effect=DefaultSavePlanner._create_global_plan) as planned:
-        checkpoints = checkpoints_of_tensors(folder, {"weight": weight})
-        checkpoints.save(1)
-        checkpoints.save(2)
-    assert planned.call_count == (rank == 0)
+            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
+        checkpoints_of(folder, {"weight": weight}).save(1)
     written = [name for names in checkpoint.gather(list(writers[0].sums), dist.group.WORLD)
                for name in names]
     assert len(written) == len(set(written)) == 1, written
@@ -124,7 +121,7 @@ def test_each_file_has_one_writer(folder, rank):
 def test_a_failure_reaches_all_ranks(folder, rank):
     """What only one rank can know is an error on all, and leaves the checkpoint before it."""
     weight = nn.Parameter(torch.zeros(2))
-    checkpoints = checkpoints_of_tensors(folder, {"weight": weight}, every=1)
+    checkpoints = checkpoints_of(folder, {"weight": weight}, every=1)
     checkpoints.resume()
     checkpoints.after_step(0, torch.tensor(1.0))
     for norm, value in ((1.0, float("inf")), (float("nan"), 0.0)):
@@ -140,10 +137,9 @@ def test_a_failure_reaches_all_ranks(folder, rank):
 @on_ranks(2)
 def test_ranks_with_other_settings(folder, rank):
     """Those that may change in a run, too."""
-    for settings in (({"n_layer": 2 + rank}, {}), ({}, {"n_layer": 2 + rank})):
-        weight = nn.Parameter(torch.zeros(2))
-        checkpoints = Checkpoints(folder, settings, {"weight": weight}, torch.optim.SGD([weight]),
-                                  stop=9)
+    for kind in ("must", "may"):
+        checkpoints = checkpoints_of(folder, {"weight": nn.Parameter(torch.zeros(2))},
+                                     **{kind: {"n_layer": 2 + rank}})
         with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
             checkpoints.resume()
 
@@ -154,7 +150,7 @@ def test_rank_0_decides(folder, rank):
     what rank 0 sees. And torchrun has counted a restart on one of two machines: no rank starts a
     new run."""
     weight = nn.Parameter(torch.zeros(2))
-    first = checkpoints_of_tensors(folder, {"weight": weight}, keep=9)
+    first = checkpoints_of(folder, {"weight": weight}, keep=9)
     first.resume()
     for step in (1, 2, 3):
         with torch.no_grad():
@@ -164,7 +160,7 @@ def test_rank_0_decides(folder, rank):
     with mock.patch.object(checkpoint, "list_checkpoints",
                            lambda folder: listed(folder)[: -1 if rank == 1 else None]), \
             mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(rank)):
-        assert checkpoints_of_tensors(folder, {"weight": weight}).resume(newest=False) == 3
+        assert checkpoints_of(folder, {"weight": weight}).resume(newest=False) == 3
     assert (weight == 3).all()
 
 
@@ -178,12 +174,6 @@ class Small(nn.Module):
 
     def forward(self, inputs):
         return self.norm(self.linear(inputs)).square()
-
-
-def checkpoints_of(folder, model, optimizer=None, must=None, may=None, **options):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    return Checkpoints(folder, (must or {}, may or {}), model.state_dict(keep_vars=True), optimizer,
-                       **{"stop": 9, **options})
 
 
 def saved(folder, model=None, **options):
@@ -255,8 +245,6 @@ def test_a_checkpoint_of_another_run(tmp_path):
         options = {"must": {"sizes": (1, 2)} if name == "sgd" else {}} | options
         with pytest.raises(SettingError, match=message):
             checkpoints_of(tmp_path / name, model, optimizer, **options).resume()
-    finished = checkpoints_of(tmp_path / "sgd", Small(), must={"sizes": (1, 2)}, stop=1)
-    assert finished.resume() == 1  # the loop then has no step
 
 
 def test_tensors_and_optimizers_belong_together(tmp_path):
@@ -311,39 +299,29 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
 
 
-@pytest.mark.parametrize("steps, saved", [(4, [2, 4]), (5, [2, 4, 5])])
-def test_a_loop_that_breaks_loses_no_save(tmp_path, steps, saved):
-    """The user's own break: what the thread still writes is complete after finish. The last step of
-    a run is saved too."""
-    checkpoints = checkpoints_of(tmp_path, Small(), every=2, keep=9, in_background=True, stop=5)
-    checkpoints.resume()
-    for step in range(steps):
-        checkpoints.after_step(step, 1.0)
-    checkpoints.finish()
-    checkpoints.finish()
-    assert steps_of(tmp_path) == saved
-
-
-def test_a_save_in_the_background_has_its_own_copy_and_needs_no_gpu_0(tmp_path, monkeypatch):
-    """It saves the weights of its step, however late it begins. On GPUs DCP would copy ahead on a
-    stream of the thread's GPU, which is GPU 0 on every rank."""
+def test_a_save_in_the_background(tmp_path, monkeypatch):
+    """It has the weights of its step, however late it begins, is complete after ``finish``, and
+    needs no GPU: DCP would copy ahead on a stream of the thread's GPU, which is GPU 0 on every
+    rank. The last step of a run is saved too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(torch.distributed.checkpoint.filesystem, "_OverlappingCpuLoader")
     model, copies = nn.Linear(7, 11, bias=False), []
-    checkpoints = checkpoints_of(tmp_path, model, every=1, in_background=True)
+    checkpoints = checkpoints_of(tmp_path, model, every=2, in_background=True, stop=3)
     checkpoints.resume()
-    for step in (0, 1):
+    for step in range(3):
         late = threading.Event()
         checkpoints.background.submit(late.wait)
-        nn.init.constant_(model.weight, step)
+        nn.init.constant_(model.weight, step + 1)
         checkpoints.after_step(step, 1.0)
-        copies.append(checkpoints.staged["model.weight"])
+        copies.append(checkpoints.staged.get("model.weight"))
         nn.init.constant_(model.weight, 9)
         late.set()
     checkpoints.finish()
-    assert copies[0] is copies[1]  # no memory is allocated again
-    for step in (0, 1):
-        found = checkpoint_files.read(tmp_path / f"step-0000000{step + 1}")["weight"]
+    checkpoints.finish()
+    assert copies[1] is copies[2]  # no memory is allocated again
+    assert steps_of(tmp_path) == [2, 3]
+    for step in (2, 3):
+        found = checkpoint_files.read(tmp_path / f"step-0000000{step}")["weight"]
         assert torch.equal(found, torch.full((11, 7), float(step)))
 
 
