@@ -160,28 +160,20 @@ def test_out_inside_the_data(tmp_path):
 
 
 def test_a_folder_is_its_files_one_after_another(tmp_path):
-    (tmp_path / "b").mkdir()
-    for name, text in {
-        "a.txt": "hello ", "b/c.txt": "", "b/d.txt": "brave new ", "e.txt": "world"
-    }.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / ".hidden").write_text("not this")
-    dataset = TokenDataset(tmp_path, 4)
-    assert (bytes(t for i in range(len(dataset)) for t in dataset[i][0].tolist())
-            == b"hello brave new worl")
-    assert bytes(dataset[4][1].tolist()) == b"orld"
-
-
-def test_a_linked_folder_is_read_like_any_other(tmp_path):
-    (tmp_path / "data" / "a").mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "data" / "a" / "text").write_text("hello ")
-    (tmp_path / "elsewhere" / "text").write_text("world!")
-    for name in "bc":  # by the first of two links
-        (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "elsewhere")
-    dataset = TokenDataset(tmp_path / "data", 11)
-    assert bytes(dataset[0][0].tolist()) == b"hello world" and dataset.tokens == 12
+    """A linked folder is read like any other, by the first of two links, and a loop ends."""
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    (data / "b").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path, text in (
+        (data / "a.txt", "hello "), (data / "b" / "c.txt", ""), (data / "b" / "d.txt", "brave "),
+        (elsewhere / "text", "new "), (data / "z.txt", "world"), (data / ".hidden", "not this"),
+    ):
+        path.write_text(text)
+    for link in (data / "e", data / "f", elsewhere / "loop"):
+        link.symlink_to(elsewhere)
+    dataset = TokenDataset(data, 4)
+    assert bytes(t for i in range(5) for t in dataset[i][0].tolist()) == b"hello brave new worl"
+    assert bytes(dataset[4][1].tolist()) == b"orld" and dataset.tokens == 21
 
 
 def test_a_file_that_changes_is_not_read_on(tmp_path):

@@ -23,19 +23,9 @@ INSTEAD = {
     "long number": lambda path: path.write_text('{"x": 1' + "0" * 400 + "e400}"),
     "binary": lambda path: path.write_bytes(b"\xff\x00"),
 }
-
-
-def text_data(path):
-    (path.parent / "text").mkdir()
-    (path.parent / "text" / "a.txt").write_text("text " * 99)
-    path.rename(path.parent / "text" / "b")
-    return TokenDataset(str(path.parent / "text"), 9)
-
-
 READERS = {  # what reads a path, and what may stand there
     "config.json": (hf_config.read_config, INSTEAD.keys() - {"folder"}),
     "data": (lambda path: TokenDataset(str(path), 9), {"fifo", "endless"}),
-    "a file of the data": (text_data, {"fifo", "endless"}),
     "run-id": (lambda path: run_folder.read_run_id(path.parent), INSTEAD.keys()),
     "SHA256SUMS": (lambda path: checkpoint_files.read_sums(path.parent),
                    INSTEAD.keys() - {"nested", "long number"}),
@@ -52,7 +42,7 @@ def test_what_is_no_file_is_refused(tmp_path, name):
     """By its name, in one line, at once."""
     read, kinds = READERS[name]
     for kind in kinds:
-        path = tmp_path / kind / name.replace("a file of the data", "b")
+        path = tmp_path / kind / name
         path.parent.mkdir()
         INSTEAD[kind](path)
         with pytest.raises((SettingError, OSError, ValueError), match=path.name):
