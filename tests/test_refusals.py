@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -72,7 +71,6 @@ SINGLE = [
     ("--num-key-value-heads 3", "3 does not divide num_attention_heads 8"),
     ("--model nowhere", "--model nowhere ... choose from tiny, small ... config.json"),
     ("--model file", "file cannot be read (JSONDecodeError"),
-    ("--dtype wrong", "--dtype: invalid choice: 'wrong'"),
     ("--device cuda", "--device cuda ... no GPU ... --device cpu"),
     ("--profile --steps 3", "--steps 3 ... at least 4"),
     ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2"),
@@ -81,7 +79,7 @@ SINGLE = [
     ("--data ''", "--data '' ... 'stdlib'"), ("--data nowhere", "--data nowhere: no such file"),
     ("--data with-loop", "loop cannot be read"), ("--data odd.bin", "odd.bin has 301 bytes"),
     ("--data empty", "--data empty holds 0 tokens ... --seq-len 128 takes 129"),
-    ("--data wide.bin", "--data wide.bin ... uint32"), ("--data mixed", "mixed mixes .bin files"),
+    ("--data mixed", "mixed mixes .bin files"),
     ("--data big.bin", "token 256, beyond a vocabulary of 256: raise --vocab-size"),
     ("--val-data ''", "--val-data: ... empty"), ("--val-data nowhere", "--val-data nowhere: no"),
     ("--val-data file --batch-size 79", "--val-data has 78 samples ... --batch-size 79"),
@@ -99,7 +97,6 @@ SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 STRATEGIES = {
     "single": [(2, "", "started as 2")],
     "zero": [(2, "--stage 3", "--stage 3 ... fsdp.py")],
-    "ddp": [(2, "--num-experts 4", "unrecognized arguments: --num-experts")],
     "fsdp": [
         (3, "--replicate 2", "--replicate 2 does not divide the world size 3: use 1 or 3"),
         (2, "--model mixtral", "--model mixtral ... ep.py"),
@@ -199,8 +196,7 @@ def folder(server, tmp_path_factory):
     for name in ("a.bin", "b.txt"):
         (folder / "mixed" / name).write_bytes(b"text" * 99)
     (folder / "odd.bin").write_bytes(bytes(301))
-    np.arange(5000, dtype=np.uint32).tofile(folder / "wide.bin")
-    np.full(5000, 256, np.uint16).tofile(folder / "big.bin")
+    (folder / "big.bin").write_bytes(b"\0\1" * 5000)
     for name, change in {
         "1": {"hidden_size": 64}, "mixtral": {"model_type": "mixtral", "num_key_value_heads": 4},
     }.items():
@@ -320,7 +316,8 @@ def refused(server, folder):
         result = server.run(script, world, [*defaults, *options], folder=folder, pass_out=False,
                             expect_ok=False, **more)
         assert all(status not in (0, -9) for status in result.statuses), result.output
-        (line,) = result.lines
+        assert "Traceback" not in result.output
+        (line,) = [line for line in result.lines if "error: " in line]  # torch may warn beside it
         assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
         assert in_order(words, line), line
 
