@@ -55,15 +55,6 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def become_a_fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
 def test_no_such_checkpoint_and_no_older_one(out):
     with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
         resume(out, step=5)
@@ -137,12 +128,11 @@ def take_files_of_step_2(step):
 
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
-    ("__1_0.distcp", truncate, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
+    ("__1_0.distcp", flip_a_bit, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
     (SUMS, pathlib.Path.unlink, f"{SUMS} cannot be read"),
-    (DATA, become_a_fifo, f"{DATA} is no regular file"), (DATA, grow, "1,099,511,627,776 bytes"),
-    ("", take_files_of_step_2, "was saved after step 2"),
+    (DATA, grow, "1,099,511,627,776 bytes"), ("", take_files_of_step_2, "was saved after step 2"),
     # What a stranger could write, with hashes that fit
     ("", write(".metadata", pickle.dumps(Run(os.system, "touch ran"))), "posix.system"),
     ("", write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))), "'torch.Size'"),
