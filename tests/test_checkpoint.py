@@ -1,7 +1,6 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
 import datetime
-import errno
 import itertools
 import os
 import threading
@@ -14,7 +13,7 @@ from torch import nn
 
 from common.data import BatchSampler
 from common.errors import SettingError
-from common.services import checkpoint, checkpoint_files, run_folder
+from common.services import checkpoint, checkpoint_files
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
 from common.services.run_folder import new_id, write_run_id
@@ -286,17 +285,6 @@ def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
     result = run("single.py", 0, f"{SMALL} --data {corpus}", expect_ok=False,
                  inject="time.sleep = lambda _: None")
     assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """One line, and the run goes on."""
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
-    assert checkpoints_of(tmp_path, Small()).resume() == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
 
 
 def test_a_save_in_the_background(tmp_path, monkeypatch):

@@ -239,6 +239,15 @@ def test_options(folder, monkeypatch):
     assert contents(folder) == before
 
 
+def test_a_finished_run_is_done(folder, capsys):
+    """Started again it says so, and writes nothing."""
+    before = contents(folder)
+    options = f"{DONE} --data {folder}/file --out {folder}/done"
+    assert importlib.import_module("single").main(options.split()) == []
+    assert "finished step 2, its last: raise --steps" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -322,14 +331,6 @@ def refused(server, folder):
         assert in_order(words, line), line
 
     yield refused
-    assert contents(folder) == before
-
-
-def test_a_finished_run_is_done(server, folder):
-    """Started again it ends with status 0 and a line that says so, and writes nothing."""
-    before = contents(folder)
-    again = server.run(f"zero.py {DONE} --data file", 2, folder=folder, out="done")
-    assert "finished step 2, its last: raise --steps" in again.lines[-1]
     assert contents(folder) == before
 
 
