@@ -336,7 +336,7 @@ def refused(server, folder):
 
 BOTH = "{} is ... on rank 0 and {} on rank 1: start all ranks with the same"
 @pytest.mark.parametrize("command, world, code, words", sampled(COMMANDS := [
-    (r"single.py --data '\udcff\x1b[2J'", 0, "", r"--data \udcff\x1b[2J: no such file"),
+    ("single.py --data '\udcff\x1b[2J'", 0, "", r"--data \udcff\x1b[2J: no such file"),
     # Models that a strategy cannot take
     ("zero.py", 2, "tied()", "weight is in 2 of the units"),
     ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
