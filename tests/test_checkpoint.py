@@ -50,6 +50,7 @@ def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     assert killed.statuses == [-9] and steps_of(killed.out) == complete
     again = run("single.py", 0, f"{options} --data {corpus}")
     assert f"resuming after step {complete[-1]}" in again.output
+    assert "finished step" not in again.output
     assert_bit_equal(tensors(again.out), tensors(once("single.py", 0, options).out))
     assert [record["step"] for record in again.history] == list(range(1, 21))
     assert {path.name for path in again.out.iterdir()} == {
@@ -256,13 +257,15 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 
 
-@pytest.mark.parametrize("value, message", [
-    (torch.tensor([[1.0, float("nan")]]),
+@pytest.mark.parametrize("value, norm, message", [
+    (torch.tensor([[1.0, float("nan")]]), 1.0,
      "optimizer.linear.weight.momentum_buffer is not finite: lower --lr"),
-    (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (torch.ones(1), float("nan"), "a gradient norm is not finite: lower --lr"),
 ])
-def test_what_must_not_be_saved(tmp_path, value, message):
-    """The infinity of a mask is saved, and the step before is intact."""
+def test_what_must_not_be_saved(tmp_path, value, norm, message):
+    """Nor a step after a norm that was not finite. The infinity of a mask is saved, and the step
+    before is intact."""
     model = Small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     optimizer = torch.optim.SGD(model.parameters())
@@ -272,7 +275,7 @@ def test_what_must_not_be_saved(tmp_path, value, message):
         checkpoints.after_step(step, 1.0)
     assert checkpoint_files.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
-    checkpoints.after_step(2, 1.0)
+    checkpoints.after_step(2, norm)
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
