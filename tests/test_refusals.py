@@ -65,6 +65,7 @@ def test_the_type_of_each_option(monkeypatch):
 
 SINGLE = [
     ("--lr ''", "--lr: ... ''"), ("--beta2 1", "--beta2: 1 ... most"), ("--unknown", "--unknown"),
+    ("--lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
     ("--num-hidden-layers 10001", "num_hidden_layers ... 10001 ... at most 10000"),
     ("--head-dim 7", "head_dim 7 ... odd"),
     ("--num-attention-heads 7", "7 does not divide hidden_size 128"),
@@ -75,7 +76,6 @@ SINGLE = [
     ("--profile --steps 3", "--steps 3 ... at least 4"),
     ("--resume-from 2 --no-resume", "--no-resume with --resume-from 2"),
     ("--out ''", "--out: ... empty"), ("--out file/run", "file/run ... Not a directory"),
-    ("--data with-loop --out with-loop/out", "--out with-loop/out is inside --data with-loop"),
     ("--data ''", "--data '' ... 'stdlib'"), ("--data nowhere", "--data nowhere: no such file"),
     ("--data with-loop", "loop cannot be read"), ("--data odd.bin", "odd.bin has 301 bytes"),
     ("--data empty", "--data empty holds 0 tokens ... --seq-len 128 takes 129"),

@@ -126,8 +126,9 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     start(tmp_path / "hf", "pp.py", 2, inject=f"load_again({str(tmp_path / 'hf')!r})")
     out = f"{tmp_path}/it's out"
     import_hf.main([str(tmp_path / "hf"), out])
-    printed, command = capsys.readouterr().out.split(" such as: ")
-    assert "embedding and head were tied" in printed
+    printed = capsys.readouterr()
+    assert "tie_word_embeddings: here the head is a weight of its own" in printed.err
+    command = printed.out.split(" such as: ")[1]
     assert shlex.split(command) == ["bash", "run.sh", "fsdp.py", "--model", out, "--out", out]
     assert json.loads(pathlib.Path(out, "config.json").read_text())["tie_word_embeddings"] is False
     change(tmp_path / "hf", tie_word_embeddings=False)
@@ -214,6 +215,7 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
         "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
         "sliding_window", "router_jitter_noise")],
     ({"model_type": "mistral"}, "model_type 'mistral'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
      "partial_rotary_factor 0.5"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
