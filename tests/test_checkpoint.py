@@ -1,22 +1,19 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
 import datetime
-import errno
 import itertools
 import os
-import shutil
+import threading
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data import BatchSampler
 from common.errors import SettingError
-from common.services import checkpoint, checkpoint_files, run_folder
+from common.services import checkpoint, checkpoint_files
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
 from common.services.run_folder import new_id, write_run_id
@@ -25,7 +22,6 @@ from tests.support.on_ranks import on_ranks
 SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
          "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 20 --log-every 1 "
          "--warmup-steps 3 --dtype float64")
-OPTIONS = f"{SMALL} --save-every 5 --keep 9"
 
 
 def tensors(folder, step=20):
@@ -43,34 +39,19 @@ def steps_of(folder):
     return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(folder)]
 
 
-def test_resuming_is_bit_equal(run, once, corpus, tmp_path):
-    """Also from a folder as after a kill: metrics.jsonl has lines of steps that no checkpoint
-    holds, and half a line."""
-    whole = once("ddp.py", 2, OPTIONS).out
-    out = shutil.copytree(whole, tmp_path / "out")
-    for later in ("step-00000015", "step-00000020"):
-        shutil.rmtree(out / later)
-    lines = (out / "metrics.jsonl").read_text().splitlines(True)
-    kept, cut = "".join(lines[:13]).encode(), lines[13][:20].encode()
-    (out / "metrics.jsonl").write_bytes(kept + cut)
-    result = run("ddp.py", 2, f"{OPTIONS} --data {corpus}")
-    assert "resuming after step 10" in result.output
-    assert_bit_equal(tensors(out), tensors(whole))
-    assert [record["step"] for record in result.history] == list(range(1, 21))
-
-
 @pytest.mark.parametrize("when, complete", [
     ("writing", [5, 10]), ("renaming", [5, 10]), ("removing", [10, 15]),
 ])
 def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     """Killed while it saves step 15, in three places; then started again."""
-    options = f"{SMALL} --save-every 5 --keep 2 --data {corpus}"
-    killed = run("ddp.py", 2, options, inject=f"kill_while_saving('{when}')",
-                 expect_ok=False)
-    assert killed.statuses[0] == -9 and steps_of(killed.out) == complete
-    again = run("ddp.py", 2, options)
+    options = f"{SMALL} --save-every 5"
+    killed = run("single.py", 0, f"{options} --data {corpus}", expect_ok=False,
+                 inject=f"kill_while_saving('{when}')")
+    assert killed.statuses == [-9] and steps_of(killed.out) == complete
+    again = run("single.py", 0, f"{options} --data {corpus}")
     assert f"resuming after step {complete[-1]}" in again.output
-    assert_bit_equal(tensors(again.out), tensors(once("ddp.py", 2, OPTIONS).out))
+    assert "finished step" not in again.output
+    assert_bit_equal(tensors(again.out), tensors(once("single.py", 0, options).out))
     assert [record["step"] for record in again.history] == list(range(1, 21))
     assert {path.name for path in again.out.iterdir()} == {
         "step-00000015", "step-00000020", "metrics.jsonl", "summary.json", "lock", "run-id"
@@ -80,10 +61,13 @@ def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
 # On several ranks
 
 
-def checkpoints_of_tensors(folder, tensors, **options):
+def checkpoints_of(folder, tensors, optimizer=None, must=None, may=None, **options):
+    """``tensors``: a dict of them, or a model."""
+    if isinstance(tensors, nn.Module):
+        tensors = tensors.state_dict(keep_vars=True)
     trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    optimizer = torch.optim.AdamW(trained, foreach=False)
-    return Checkpoints(folder, ({}, {}), tensors, optimizer, stop=9, **options)
+    return Checkpoints(folder, (must or {}, may or {}), tensors,
+                       optimizer or torch.optim.SGD(trained, 0.1, 0.9), **{"stop": 9, **options})
 
 
 @on_ranks(4)
@@ -97,7 +81,7 @@ def test_buffers_agree(folder, rank):
     }
     tensors["everywhere"] = torch.full((), float(rank))
     tensors["weight"] = nn.Parameter(torch.zeros(2))
-    checkpoints = checkpoints_of_tensors(folder, tensors)
+    checkpoints = checkpoints_of(folder, tensors)
     checkpoints.resume()
     checkpoints.save(1)
     assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
@@ -109,41 +93,25 @@ def test_buffers_agree(folder, rank):
 
 @on_ranks(2)
 def test_two_folders_are_noticed(folder, rank):
-    """Each rank has a folder of its own, with a checkpoint of the same step."""
-    own = folder / str(rank)
-    weight = nn.Parameter(torch.full((2,), float(rank)))
-    alone, dist.is_initialized = dist.is_initialized, lambda: False
-    checkpoints = checkpoints_of_tensors(own, {"weight": weight})
-    checkpoints.resume()
-    checkpoints.save(3)
-    checkpoints.lock.close()
-    dist.is_initialized = alone
-    try:
-        with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
-                               datetime.timedelta(seconds=1)):  # it waits half of it
-            checkpoints_of_tensors(own, {"weight": weight}).resume()
-    except SettingError as error:
-        assert "is not one folder for all machines" in str(error), error
-    else:
-        raise AssertionError("the ranks mix two checkpoints")
+    """Each rank has a folder of its own."""
+    checkpoints = checkpoints_of(folder / str(rank), {"weight": nn.Parameter(torch.ones(2))})
+    with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
+                           datetime.timedelta(seconds=1)), \
+            pytest.raises(SettingError, match="is not one folder for all machines"):
+        checkpoints.resume()  # it waits half of a second
 
 
 @on_ranks(2)
 def test_each_file_has_one_writer(folder, rank):
-    """Also after each rank has saved the same tensors alone. Rank 0 makes the plan once."""
+    """Also after each rank has saved the same tensors alone."""
     weight = nn.Parameter(torch.zeros(2))
     alone, dist.is_initialized = dist.is_initialized, lambda: False
-    checkpoints_of_tensors(folder / str(rank), {"weight": weight}).save(1)
+    checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
     dist.is_initialized = alone
     writers = []
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
-            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])), \
-            mock.patch.object(DefaultSavePlanner, "_create_global_plan", autospec=True,
-                              side_effect=DefaultSavePlanner._create_global_plan) as planned:
-        checkpoints = checkpoints_of_tensors(folder, {"weight": weight})
-        checkpoints.save(1)
-        checkpoints.save(2)
-    assert planned.call_count == (rank == 0)
+            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
+        checkpoints_of(folder, {"weight": weight}).save(1)
     written = [name for names in checkpoint.gather(list(writers[0].sums), dist.group.WORLD)
                for name in names]
     assert len(written) == len(set(written)) == 1, written
@@ -153,29 +121,36 @@ def test_each_file_has_one_writer(folder, rank):
 def test_a_failure_reaches_all_ranks(folder, rank):
     """What only one rank can know is an error on all, and leaves the checkpoint before it."""
     weight = nn.Parameter(torch.zeros(2))
-    checkpoints = checkpoints_of_tensors(folder, {"weight": weight}, every=1)
+    checkpoints = checkpoints_of(folder, {"weight": weight}, every=1)
     checkpoints.resume()
     checkpoints.after_step(0, torch.tensor(1.0))
     for norm, value in ((1.0, float("inf")), (float("nan"), 0.0)):
         with torch.no_grad():
             weight.fill_(value if rank == 1 else 0.0)
-        try:
+        name = "model.weight" if value else "a gradient norm"
+        with pytest.raises(SettingError, match=f"step 2 is not saved, since {name} is not finite"):
             checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
-        except SettingError as error:
-            name = "model.weight" if value else "a gradient norm"
-            assert f"step 2 is not saved, since {name} is not finite" in str(error), error
-        else:
-            raise AssertionError("the step was saved")
     checkpoints.finish()
     assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
 
 
 @on_ranks(2)
+def test_ranks_with_other_settings(folder, rank):
+    """Those that may change in a run, too."""
+    for kind in ("must", "may"):
+        checkpoints = checkpoints_of(folder, {"weight": nn.Parameter(torch.zeros(2))},
+                                     **{kind: {"n_layer": 2 + rank}})
+        with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
+            checkpoints.resume()
+
+
+@on_ranks(2)
 def test_rank_0_decides(folder, rank):
     """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
-    what rank 0 sees."""
+    what rank 0 sees. And torchrun has counted a restart on one of two machines: no rank starts a
+    new run."""
     weight = nn.Parameter(torch.zeros(2))
-    first = checkpoints_of_tensors(folder, {"weight": weight}, keep=9)
+    first = checkpoints_of(folder, {"weight": weight}, keep=9)
     first.resume()
     for step in (1, 2, 3):
         with torch.no_grad():
@@ -183,8 +158,9 @@ def test_rank_0_decides(folder, rank):
         first.save(step)
     listed = checkpoint.list_checkpoints
     with mock.patch.object(checkpoint, "list_checkpoints",
-                           lambda folder: listed(folder)[: -1 if rank == 1 else None]):
-        assert checkpoints_of_tensors(folder, {"weight": weight}).resume() == 3
+                           lambda folder: listed(folder)[: -1 if rank == 1 else None]), \
+            mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(rank)):
+        assert checkpoints_of(folder, {"weight": weight}).resume(newest=False) == 3
     assert (weight == 3).all()
 
 
@@ -200,12 +176,6 @@ class Small(nn.Module):
         return self.norm(self.linear(inputs)).square()
 
 
-def checkpoints_of(folder, model, optimizer=None, must=None, may=None, **options):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    return Checkpoints(folder, (must or {}, may or {}), model.state_dict(keep_vars=True), optimizer,
-                       **{"stop": 9, **options})
-
-
 def saved(folder, model=None, **options):
     """A folder with a checkpoint after step 1, whose run has ended."""
     checkpoints = checkpoints_of(folder, model or Small(), **options)
@@ -216,12 +186,14 @@ def saved(folder, model=None, **options):
 
 
 def test_settings_of_any_kind_survive_the_file(tmp_path, capsys):
-    """A Hugging Face config has tuples, and keys that are numbers. What may change is printed."""
+    """A Hugging Face config has tuples, and keys that are numbers. What may change is printed,
+    without control characters."""
     settings = {"sizes": (1, 2), "labels": {0: "a"}, "dtype": torch.float32}
-    saved(tmp_path, must=settings, may={"--lr": 1, "--steps": 8})
+    saved(tmp_path, must=settings, may={"--lr": "\x1b[2J", "--steps": 8})
     capsys.readouterr()
     assert checkpoints_of(tmp_path, Small(), must=settings, may={"--lr": 2, "--steps": 8}).resume()
-    assert capsys.readouterr().out == f"changed since {tmp_path}/step-00000001: --lr was 1, is 2\n"
+    assert capsys.readouterr().out == (
+        f"changed since {tmp_path}/step-00000001: --lr was \\x1b[2J, is 2\n")
 
 
 def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
@@ -250,14 +222,6 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
         checkpoints_of(tmp_path, Small(), must={"size": 5}).resume()
 
 
-def another_model(names):
-    model = Small()
-    for name in names:
-        owner, _, name = name.rpartition(".")
-        setattr(model.get_submodule(owner), name, None)
-    return model
-
-
 def adam(model, **options):
     return torch.optim.AdamW(model.parameters(), **options)
 
@@ -265,7 +229,8 @@ def adam(model, **options):
 def test_a_checkpoint_of_another_run(tmp_path):
     saved(tmp_path / "sgd", must={"sizes": (1, 2)})
     saved(tmp_path / "adam", model := Small(), optimizer=adam(model))
-    fewer = another_model(["linear.bias", "norm.running_var"])
+    fewer = Small()
+    fewer.linear.bias = fewer.norm.running_var = None
     more = nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)})
     larger = nn.ModuleDict({"linear": nn.Linear(4, 5)})
     for name, model, optimizer, options, message in [
@@ -280,8 +245,6 @@ def test_a_checkpoint_of_another_run(tmp_path):
         options = {"must": {"sizes": (1, 2)} if name == "sgd" else {}} | options
         with pytest.raises(SettingError, match=message):
             checkpoints_of(tmp_path / name, model, optimizer, **options).resume()
-    finished = checkpoints_of(tmp_path / "sgd", Small(), must={"sizes": (1, 2)}, stop=1)
-    assert finished.resume() == 1  # the loop then has no step
 
 
 def test_tensors_and_optimizers_belong_together(tmp_path):
@@ -294,13 +257,15 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 
 
-@pytest.mark.parametrize("value, message", [
-    (torch.tensor([[1.0, float("nan")]]),
+@pytest.mark.parametrize("value, norm, message", [
+    (torch.tensor([[1.0, float("nan")]]), 1.0,
      "optimizer.linear.weight.momentum_buffer is not finite: lower --lr"),
-    (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (torch.ones(1), float("nan"), "a gradient norm is not finite: lower --lr"),
 ])
-def test_what_must_not_be_saved(tmp_path, value, message):
-    """The infinity of a mask is saved, and the step before is intact."""
+def test_what_must_not_be_saved(tmp_path, value, norm, message):
+    """Nor a step after a norm that was not finite. The infinity of a mask is saved, and the step
+    before is intact."""
     model = Small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     optimizer = torch.optim.SGD(model.parameters())
@@ -310,7 +275,7 @@ def test_what_must_not_be_saved(tmp_path, value, message):
         checkpoints.after_step(step, 1.0)
     assert checkpoint_files.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
-    checkpoints.after_step(2, 1.0)
+    checkpoints.after_step(2, norm)
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
@@ -320,69 +285,35 @@ def test_what_must_not_be_saved(tmp_path, value, message):
 def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
     checkpoints = checkpoints_of(tmp_path / "out", Small())
     checkpoints.resume()
-    options = f"{SMALL} --steps 1 --save-every 0 --data {corpus}"
-    result = run("single.py", 0, options, expect_ok=False,
+    result = run("single.py", 0, f"{SMALL} --data {corpus}", expect_ok=False,
                  inject="time.sleep = lambda _: None")
     assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
-    checkpoints.lock.close()
-    run("single.py", 0, options)
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """One line, and the run goes on."""
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
-    assert checkpoints_of(tmp_path, Small()).resume() == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")
-
-
-@pytest.mark.parametrize("steps, saved", [(4, [2, 4]), (5, [2, 4, 5])])
-def test_a_loop_that_breaks_loses_no_save(tmp_path, steps, saved):
-    """The user's own break: what the thread still writes is complete after finish. The last step of
-    a run is saved too."""
-    checkpoints = checkpoints_of(tmp_path, Small(), every=2, keep=9, in_background=True, stop=5)
-    checkpoints.resume()
-    for step in range(steps):
-        checkpoints.after_step(step, 1.0)
-    checkpoints.finish()
-    checkpoints.finish()
-    assert steps_of(tmp_path) == saved
-
-
-class Copies(TorchDispatchMode):
-    """Counts what copies a whole tensor of ``size`` elements, and notes which memory is pinned."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.copies, self.pinned = size, 0, []
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if args and isinstance(args[0], torch.Tensor) and args[0].numel() == self.size:
-            self.copies += name in ("copy_", "_to_copy", "clone")
-            if name == "empty_like":
-                self.pinned.append((kwargs["device"].type, kwargs["pin_memory"]))
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_save_in_the_background_copies_once_and_needs_no_gpu_0(tmp_path, monkeypatch):
-    """On GPUs into pinned memory. DCP would copy ahead on a stream of the thread's GPU, which is
-    GPU 0 on every rank."""
+def test_a_save_in_the_background(tmp_path, monkeypatch):
+    """It has the weights of its step, however late it begins, is complete after ``finish``, and
+    needs no GPU: DCP would copy ahead on a stream of the thread's GPU, which is GPU 0 on every
+    rank. The last step of a run is saved too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(torch.distributed.checkpoint.filesystem, "_OverlappingCpuLoader")
-    model = nn.Linear(7, 11, bias=False)
-    checkpoints = checkpoints_of(tmp_path, model, every=1, in_background=True)
+    model, copies = nn.Linear(7, 11, bias=False), []
+    checkpoints = checkpoints_of(tmp_path, model, every=2, in_background=True, stop=3)
     checkpoints.resume()
-    for step in (0, 1):
-        with Copies(77) as seen:
-            checkpoints.after_step(step, 1.0)
-        assert seen.copies == 1
-        assert seen.pinned == ([("cpu", False)] if step == 0 else [])  # pinned, if it is on a GPU
+    for step in range(3):
+        late = threading.Event()
+        checkpoints.background.submit(late.wait)
+        nn.init.constant_(model.weight, step + 1)
+        checkpoints.after_step(step, 1.0)
+        copies.append(checkpoints.staged.get("model.weight"))
+        nn.init.constant_(model.weight, 9)
+        late.set()
     checkpoints.finish()
-    assert steps_of(tmp_path) == [1, 2]
+    checkpoints.finish()
+    assert copies[1] is copies[2] is not None  # no memory is allocated again
+    assert steps_of(tmp_path) == [2, 3]
+    for step in (2, 3):
+        found = checkpoint_files.read(tmp_path / f"step-0000000{step}")["weight"]
+        assert torch.equal(found, torch.full((11, 7), float(step)))
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@ and what to use instead. Loading runs no code that a file has chosen."""
 
 import json
 import os
+import pathlib
 import pickle
 import shutil
 import subprocess
@@ -16,8 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from common.errors import SettingError
 from common.services import checkpoint_files
 from common.services.checkpoint import Checkpoints
-from tests.support.sample import sampled, thorough
-from tests.test_checkpoint import SMALL, assert_bit_equal, tensors
+from tests.test_checkpoint import SMALL
 
 STEPS = f"{SMALL} --steps 8 --save-every 2 --keep 9"
 DATA, SUMS = "__0_0.distcp", checkpoint_files.SUMS
@@ -55,51 +55,6 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def clear(path):
-    path.write_text("")
-
-
-def remove(path):
-    path.unlink()
-
-
-def become_a_fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def become_endless(path):
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def become_a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def test_a_script_and_a_damaged_file(run, corpus, out):
-    """Several ranks, and one line; test_damage has all kinds of damage, in one process."""
-    become_a_fifo(out / "step-00000006" / "run.json")
-    result = run("fsdp.py", 2, f"{STEPS} --data {corpus}", expect_ok=False)
-    assert all(result.statuses) and "Traceback" not in result.output, result.output
-    (line,) = [line for line in result.lines if "error:" in line]
-    assert f"{out}/step-00000006/run.json " in line and line.endswith("--resume-from 4")
-
-
-def test_the_older_checkpoint_goes_on_to_the_same_end(run, corpus, saved, out):
-    flip_a_bit(out / "step-00000006" / DATA)
-    result = run("ddp.py", 2, f"{STEPS} --data {corpus} --resume-from 4")
-    assert "resuming after step 4" in result.output
-    assert_bit_equal(tensors(out, 8), tensors(saved, 8))
-    assert [record["step"] for record in result.history] == list(range(1, 9))
-    assert (out / "previous-1" / "step-00000006").is_dir()  # what was newer has moved aside
-
-
 def test_no_such_checkpoint_and_no_older_one(out):
     with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
         resume(out, step=5)
@@ -117,13 +72,6 @@ def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options
     assert resume(out, **options) == options.get("step", 0)
 
 
-def test_a_restart_that_torchrun_has_counted_on_one_of_two_machines(run, corpus, out):
-    result = run("ddp.py", 2, f"{STEPS} --data {corpus} --no-resume",
-                 env={"TORCHELASTIC_RESTART_COUNT": "{rank}"})
-    assert "resuming after step 6" in result.output
-
-
-@thorough
 def test_sha256sum_reads_the_hashes(saved):
     result = subprocess.run(["sha256sum", "-c", SUMS], text=True, cwd=saved / "step-00000006",
                             capture_output=True)
@@ -169,8 +117,7 @@ def save_an_object(folder):
 
 
 def grow(path):
-    """A sparse file takes no disk."""
-    os.truncate(path, 2**40)
+    os.truncate(path, path.stat().st_size + 1)
 
 
 def take_files_of_step_2(step):
@@ -179,30 +126,21 @@ def take_files_of_step_2(step):
 
 
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
-    (DATA, flip_a_bit, f"{DATA} is damaged"), (".metadata", flip_a_bit, ".metadata is damaged"),
-    ("run.json", flip_a_bit, "run.json is damaged"), (SUMS, flip_a_bit, ""),
-    ("__1_0.distcp", truncate, "__1_0.distcp is damaged"), (SUMS, clear, "SHA256SUMS lacks it"),
-    (DATA, remove, f"{DATA} cannot be read"), (SUMS, remove, f"{SUMS} cannot be read"),
-    (DATA, become_a_fifo, f"{DATA} is no regular file"), (SUMS, grow, "1,099,511,627,776 bytes"),
-    ("", take_files_of_step_2, "was saved after step 2"),
+    (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
+    ("__1_0.distcp", flip_a_bit, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
+    (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
+    (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
+    (SUMS, pathlib.Path.unlink, f"{SUMS} cannot be read"),
+    (DATA, grow, "bytes, and at most"), ("", take_files_of_step_2, "was saved after step 2"),
     # What a stranger could write, with hashes that fit
     ("", write(".metadata", pickle.dumps(Run(os.system, "touch ran"))), "posix.system"),
     ("", write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))), "'torch.Size'"),
     ("", save_an_object, "BytesStorageMetadata"),
-    ("", write("run.json", b"[" * 9999), "RecursionError"),
-]
-MORE = [
-    (".metadata", remove, ".metadata cannot be read"), (SUMS, truncate, ""),
-    ("run.json", remove, "run.json cannot be read"), (DATA, grow, "1,099,511,627,776 bytes"),
-    (".metadata", become_endless, ".metadata is no regular file"),
-    (SUMS, become_a_folder, f"{SUMS} is no regular file"),
-    ("", write(".metadata", pickle.dumps(Run(bytes, 10**18))), "builtins.bytes"),
-    ("", write(".metadata", b"junk"), "cannot be read"),
-    ("", write("run.json", b"{}"), "cannot be read"),
+    ("", write("run.json", b"[" * 9999), "RecursionError"), ("", write("run.json", b"{}"), ""),
 ]
 
 
-@pytest.mark.parametrize("name, change, words", sampled(DAMAGE + MORE, DAMAGE))
+@pytest.mark.parametrize("name, change, words", DAMAGE)
 def test_damage(out, tmp_path, monkeypatch, name, change, words):
     """It is refused by a run that resumes and by what only reads; the first names an older one."""
     monkeypatch.chdir(tmp_path)
@@ -219,35 +157,10 @@ def test_damage(out, tmp_path, monkeypatch, name, change, words):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("reduce", [
-    lambda member, _: (getattr, (type(member), member.name)),
-    lambda member, _: (type(member), (member.value,)),
-], ids=["3.11.0 to 3.11.3", "newer"])
-def test_an_index_that_another_python_has_written(out, monkeypatch, reduce):
-    """Versions of Python pickle a member of an Enum in two ways. DCP's index has one."""
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
+def test_an_index_that_another_python_has_written(out, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle a member of an Enum by getattr. DCP's index has one."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__",
+                        lambda member, _: (getattr, (type(member), member.name)))
     index = pickle.loads((out / "step-00000006" / ".metadata").read_bytes())
     write(".metadata", pickle.dumps(index))(out / "step-00000006")
     assert resume(out) == 6
-
-
-def test_control_characters_do_not_reach_the_terminal(out, capsys):
-    text = (out / "step-00000006" / "run.json").read_text()
-    write("run.json", text.replace('"--lr": 0.002', r'"--lr": "\u001b[2J"').encode())(
-        out / "step-00000006")
-    assert resume(out) == 6
-    printed = capsys.readouterr().out
-    assert r"--lr was \x1b[2J, is 0.002" in printed and "\x1b" not in printed
-
-
-def test_links_to_old_checkpoints(run, corpus, out, tmp_path):
-    """They are removed as links, if they lead to this run's; others stay, and stand in no way."""
-    for step in (2, 4):
-        shutil.move(out / f"step-0000000{step}", tmp_path / f"kept-{step}")
-        (out / f"step-0000000{step}").symlink_to(tmp_path / f"kept-{step}")
-    (out / "step-00000001.old").symlink_to(tmp_path / "kept-2")
-    (out / "step-00000009.tmp").symlink_to("nowhere")
-    run("single.py", 0, f"{STEPS} --data {corpus} --keep 1")
-    assert {path.name for path in out.glob("step-*")} == {
-        "step-00000008", "step-00000001.old", "step-00000009.tmp"}
-    assert checkpoint_files.read(tmp_path / "kept-2") and checkpoint_files.read(tmp_path / "kept-4")

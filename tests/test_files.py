@@ -4,44 +4,15 @@ overwritten."""
 
 import os
 import pathlib
-import re
 
 import pytest
 
 from common.errors import SettingError
-from common.files import read_text, reading
 from common.services import checkpoint_files, hf_config, hf_weights, run_folder
 from common.services.metrics import start_metrics
 from common.services.new_files import append, new_file, new_folder
 from common.tokens import TokenDataset
-from tests.support.processes import ROOT
 from tools.support import command
-
-# Calls of these names touch files. Where else than in these two they stand, and why.
-CALLS = r"(?<!def )(?<!self\.)\b(open|write_text|write_bytes|read_bytes|unlink|rename|rmtree|" \
-        r"fromfile|memmap|save_file|(?<=os\.)replace|(?<=\.)read_text)\("
-ELSEWHERE = {
-    "common/launch.py": {"open", "read_bytes"},  # /dev/null; the source files of the run itself
-    "common/tokens.py": {"fromfile"},  # of a file that open_regular has opened
-    "common/services/run_folder.py": {"open", "rename"},  # the lock; what a run has written
-    "common/services/checkpoint.py": {"rename"}, "common/services/checkpoint_files.py": {"unlink"},
-    "examples/fsdp_gpt2.py": {"open"}, "examples/fsdp_lora.py": {"save_file"},
-    "examples/trainer.py": {"open"}, "examples/trainer_fsdp.py": {"open"},
-    "tools/check.py": {"open", "read_text", "write_text"},  # in a temporary folder of its own
-    "tools/parity/record.py": {"open"},  # it needs torch alone, and has a reader of its own
-    "tools/plan.py": {"read_bytes"},  # the sources of this repository
-    "tools/support/timed.py": {"write_text"},  # into a folder that bench has made
-    "tools/support/torchrun.py": {"open"},  # /proc
-}
-
-
-def test_nothing_else_touches_files():
-    folders = "", "common", "common/services", "examples", "tools", "tools/parity", "tools/support"
-    found = {str(path.relative_to(ROOT)): set(re.findall(CALLS, path.read_text()))
-             for folder in folders for path in (ROOT / folder).glob("*.py")
-             if path.name not in ("files.py", "new_files.py")}
-    assert {name: calls for name, calls in found.items() if calls} == ELSEWHERE
-
 
 # What a path may be instead of a regular file. A sparse file takes no disk.
 INSTEAD = {
@@ -52,25 +23,9 @@ INSTEAD = {
     "long number": lambda path: path.write_text('{"x": 1' + "0" * 400 + "e400}"),
     "binary": lambda path: path.write_bytes(b"\xff\x00"),
 }
-
-
-def text_data(path):
-    (path.parent / "text").mkdir()
-    (path.parent / "text" / "a.txt").write_text("text " * 99)
-    path.rename(path.parent / "text" / "b")
-    return TokenDataset(str(path.parent / "text"), 9)
-
-
-def text_file(path):
-    with reading(path):
-        read_text(path)
-
-
 READERS = {  # what reads a path, and what may stand there
-    "text": (text_file, INSTEAD.keys() - {"nested", "long number"}),
     "config.json": (hf_config.read_config, INSTEAD.keys() - {"folder"}),
     "data": (lambda path: TokenDataset(str(path), 9), {"fifo", "endless"}),
-    "a file of the data": (text_data, {"fifo", "endless"}),
     "run-id": (lambda path: run_folder.read_run_id(path.parent), INSTEAD.keys()),
     "SHA256SUMS": (lambda path: checkpoint_files.read_sums(path.parent),
                    INSTEAD.keys() - {"nested", "long number"}),
@@ -87,19 +42,11 @@ def test_what_is_no_file_is_refused(tmp_path, name):
     """By its name, in one line, at once."""
     read, kinds = READERS[name]
     for kind in kinds:
-        path = tmp_path / kind / name.replace("a file of the data", "b")
+        path = tmp_path / kind / name
         path.parent.mkdir()
         INSTEAD[kind](path)
         with pytest.raises((SettingError, OSError, ValueError), match=path.name):
             read(path)
-
-
-def test_a_walk_ends(tmp_path):
-    """Two links to the folder that they are in; each file counts once."""
-    (tmp_path / "a.txt").write_text("text " * 99)
-    for name in ("b", "c"):
-        (tmp_path / name).symlink_to(tmp_path)
-    assert TokenDataset(str(tmp_path), 9).tokens == 495
 
 
 # Writing

@@ -3,32 +3,20 @@
 Python has no reader of W&B's file, so W&B's own command reads it: ``wandb leet inspect --json``.
 """
 
+import argparse
 import json
-import os
 import subprocess
 import sys
+import time
 
-import numpy as np
 import pytest
 
-from tests.support.processes import PATIENCE, ROOT
-from tests.support.sample import thorough
+from common.errors import SettingError
+from common.services import loggers
+from tests.support.processes import PATIENCE, SMALL
 
-OPTIONS = ("--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
-           "--num-key-value-heads 2 --num-hidden-layers 1 --seq-len 16 --batch-size 8 --steps 4 "
-           "--log-every 1 --save-every 2 --val-every 2 --val-batches 1")
-pytest.importorskip("wandb")
+wandb = pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
-
-
-@pytest.fixture
-def log(run, corpus, held_out):
-    """Runs a script with the loggers, offline."""
-    def log(command, world, options, **more):
-        options = f"{OPTIONS} --data {corpus} --val-data {held_out} {options}"
-        return run(command, world, options, env={"WANDB_MODE": "offline"}, **more)
-
-    return log
 
 
 def read_wandb(folder):
@@ -56,62 +44,45 @@ def read_tensorboard(folder):
     return rows
 
 
-def logged(result, kind=float):
-    """What metrics.jsonl has: a dict of the values by step."""
-    rows = {}
-    for record in result.history:
-        values = {name: float(kind(value)) for name, value in record.items() if name != "step"}
-        rows.setdefault(record["step"], {}).update(values)
-    return rows
-
-
-def test_both_have_what_the_run_has_logged_and_a_resume_continues_it(log):
-    """Rank 0 alone logs. Step 3, which the resume repeats, TensorBoard shows once."""
-    ended = log("ddp.py", 2, "--wandb mine --tensorboard", inject="at(4, kill_self)",
-                expect_ok=False)
-    assert list(logged(ended)) == [1, 2, 3]
-    result = log("ddp.py", 2, "--wandb mine --tensorboard")
-    rows = logged(result)
-    assert list(rows) == [1, 2, 3, 4] and "val_loss" in rows[2]
-    first, second = sorted(result.out.glob("wandb/offline-run-*"))
+def test_both_have_what_the_run_has_logged_and_a_resume_continues_it(tmp_path, monkeypatch, capsys):
+    """Step 3, which the resume repeats, TensorBoard shows once."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    args = argparse.Namespace(out=tmp_path, wandb="mine", tensorboard=True, batch_size=8)
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        chosen = loggers.chosen_loggers(args, start)
+        for log in chosen:
+            for step in steps:
+                log({"step": step, "loss": step + start, "lr": 0.5})
+        shown = read_tensorboard(tmp_path / "tensorboard")  # at once
+        assert len(chosen) == 2 and wandb.setup().settings.silent  # it would ask at a terminal
+        wandb.finish()
+        time.sleep(1)  # W&B names the folder of a start by its second
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*"))
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
+    assert f"W&B: wandb sync {second}" in capsys.readouterr().out
     run, found = read_wandb(second)
+    rows = {step: {"loss": step + 2 * (step > 2), "lr": 0.5} for step in (1, 2, 3, 4)}
     assert found == {step: rows[step] for step in (3, 4)} and run["project"] == "mine"
     assert run["config"]["update"]["batch_size"] == 8
-    assert read_tensorboard(result.out / "tensorboard") == logged(result, np.float32)
-    assert f"W&B: wandb sync {second}" in result.output
+    assert shown == rows
 
 
-@pytest.mark.parametrize("option, inject, name", [
-    ("--wandb mine", "loggers.start_wandb = lambda *_: 1 / 0", "log_to_wandb"),
-    ("", "after(loggers, 'chosen_loggers', lambda chosen, *_: "  # a user's
-     "chosen.insert(0, lambda record: 1 / (3 - record['step'])))", "<lambda>"),
-])
-def test_a_logger_that_raises_is_said_once_and_left_out(log, option, inject, name):
-    result = log("single.py", 0, option, inject=f"from common.services import loggers\n{inject}")
-    assert list(logged(result)) == [1, 2, 3, 4] and "final loss" in result.output
-    (line,) = [line for line in result.lines if "ZeroDivisionError: division by zero" in line]
-    assert f"{name} failed" in line and "metrics.jsonl" in line
+def test_a_logger_that_raises_is_said_once_and_left_out(run, corpus):
+    """W&B, and a user's."""
+    result = run("single.py", 0, f"{SMALL} --steps 4 --log-every 1 --data {corpus} --wandb mine",
+                 inject="from common.services import loggers\n"
+                 "loggers.start_wandb = lambda *_: 1 / 0\n"
+                 "after(loggers, 'chosen_loggers', lambda chosen, *_: "
+                 "chosen.insert(0, lambda record: 1 / (3 - record['step'])))")
+    assert [record["step"] for record in result.history] == [1, 2, 3, 4]
+    failed = [line for line in result.lines if "ZeroDivisionError: division by zero" in line]
+    for line, name in zip(failed, ("log_to_wandb", "<lambda>"), strict=True):
+        assert f"{name} failed" in line and "metrics.jsonl" in line
 
 
-@thorough
-def test_w_and_b_without_a_login_does_not_ask_at_a_terminal(corpus, tmp_path):
-    spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-    options = f"{OPTIONS} --data {corpus} --wandb mine --out {tmp_path / 'out'}"
-    environment = {name: value for name, value in os.environ.items() if "WANDB" not in name}
-    result = subprocess.run(
-        [sys.executable, "-c", spawn, sys.executable, ROOT / "single.py", *options.split()],
-        env=environment | {"HOME": str(tmp_path), "NETRC": "/dev/null"}, cwd=tmp_path,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
-    )
-    assert result.returncode == 0 and "final loss" in result.stdout, result.stdout
-    assert result.stdout.count("wandb login") == 1
-
-
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_missing_package_is_one_line(log, package):
-    """Before the run, and also where the working folder has a folder of that name."""
-    option = {"wandb": "--wandb mine", "tensorboard": "--tensorboard"}[package]
-    result = log("ddp.py", 2, option, inject=f"sys.modules['{package}'] = None", expect_ok=False)
-    (line,) = result.lines
-    assert all(result.statuses) and f"--{package} needs" in line and f"install {package}" in line
+def test_a_missing_package_is_one_line(monkeypatch):
+    for package, options in (("wandb", {"wandb": "mine", "tensorboard": False}),
+                             ("tensorboard", {"wandb": None, "tensorboard": True})):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SettingError, match=f"--{package} needs .* install {package}"):
+            loggers._check(argparse.Namespace(**options))

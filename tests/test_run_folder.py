@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
+import single
 from common.errors import SettingError
 from common.services import checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
 from common.services.metrics import start_metrics
 from tests.support.processes import SMALL
-from tests.support.sample import sampled
 
 RUN = "0123456789abcdef"
 
@@ -67,16 +67,12 @@ def link(path):
     path.symlink_to("../elsewhere")
 
 
-FOREIGN = [  # the first eight without --all
-    ("metrics.jsonl", write), ("trace-rank0.json", write), ("lock", write), ("run-id", link),
-    ("step-00000003", os.mkdir), ("step-00000003.tmp", write), ("tensorboard", os.mkdir),
-    ("wandb", os.mkdir),
-    ("summary.json", write), ("summary.json", os.mkfifo), ("flight-record-rank0", write),
-    ("lock", link), ("lock", os.mkfifo), ("run-id", write),
-]
-
-
-@pytest.mark.parametrize("name, make", sampled(FOREIGN, FOREIGN[:8]))
+@pytest.mark.parametrize("name, make", [
+    ("metrics.jsonl", write), ("trace-rank0.json", write), ("lock", write), ("lock", link),
+    ("run-id", link), ("step-00000003", os.mkdir), ("step-00000003.tmp", write),
+    ("tensorboard", os.mkdir), ("wandb", os.mkdir), ("summary.json", os.mkfifo),
+    ("flight-record-rank0", write),
+])
 def test_a_foreign_folder_is_refused(tmp_path, name, make):
     """In one line that names what bears the name of a run's file; and nothing has changed."""
     path = tmp_path / "out" / name
@@ -90,7 +86,7 @@ def test_a_foreign_folder_is_refused(tmp_path, name, make):
     assert contents(tmp_path) == before and os.listdir(path.parent) == [name]
 
 
-def test_what_else_is_in_a_folder_stays(run, corpus, tmp_path):
+def test_what_else_is_in_a_folder_stays(corpus, tmp_path):
     """Also what has almost the name of a file that a run writes, through all that a run does."""
     out = tmp_path / "out"
     out.mkdir()
@@ -101,25 +97,37 @@ def test_what_else_is_in_a_folder_stays(run, corpus, tmp_path):
     (out / "summary.json.tmp").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(out / "run-id.tmp")
     before = contents(tmp_path)
-    options = f"{SMALL} --log-every 1 --save-every 1 --keep 1 --data {corpus}"
-    run("ddp.py", 2, f"{options} --steps 4 --profile")
-    run("ddp.py", 2, f"{options} --steps 5")
-    (out / "step-00000005" / "notes").write_text("mine")
-    run("ddp.py", 2, f"{options} --steps 6")  # its rotation
-    (notes,) = out.glob("step-00000005.*.old/notes")
+    options = f"{SMALL} --save-every 1 --keep 1 --data {corpus} --out {out}"
+    single.main(f"{options} --steps 4".split())
+    (out / "trace-rank0.json").touch()
+    (out / "step-00000004" / "notes").write_text("mine")
+    single.main(f"{options} --steps 5".split())  # removes step 4
+    (notes,) = out.glob("step-00000004.*.old/notes")
     assert notes.read_text() == "mine" and len(list(notes.parent.iterdir())) == 1
-    run("ddp.py", 2, f"{options} --steps 1 --no-resume")
+    single.main(f"{options} --steps 1 --no-resume".split())
     assert before.items() <= contents(tmp_path).items()
     assert sorted(path.name for path in (out / "previous-2").iterdir()) == [
-        "metrics.jsonl", "step-00000006", "summary.json", "trace-rank0.json", "trace-rank1.json"]
+        "metrics.jsonl", "step-00000005", "summary.json", "trace-rank0.json"]
+
+
+def test_links_to_old_checkpoints(out, tmp_path):
+    """They are removed as links, if they lead to this run's; others stay, and stand in no way."""
+    for step in (1, 2):
+        shutil.move(out / f"step-0000000{step}", tmp_path / f"kept-{step}")
+        (out / f"step-0000000{step}").symlink_to(tmp_path / f"kept-{step}")
+    (out / "step-00000001.old").symlink_to(tmp_path / "kept-2")
+    (out / "step-00000009.tmp").symlink_to("nowhere")
+    start(out, (4, 5))
+    assert {path.name for path in out.glob("step-*")} == {
+        "step-00000003", "step-00000004", "step-00000005", "step-00000001.old", "step-00000009.tmp"}
+    assert checkpoint_files.read(tmp_path / "kept-1") and checkpoint_files.read(tmp_path / "kept-2")
 
 
 # The run's own files
 
 
 def test_a_run_id_of_another_form(out):
-    for text in (b"", b"\xff\x00", f"run {RUN}, start {RUN}, process 1 on a\nb\n".encode(),
-                 b"run ../../etc/passwd, start 0, process 1 on a\n", b"x" * 2000):
+    for text in (b"\xff\x00", b"run ../../etc/passwd, start 0, process 1 on a\n", b"x" * 2000):
         (out / "run-id").write_bytes(text)
         with pytest.raises(SettingError, match="run-id (is not what|cannot be read|has 2,000)"):
             start(out)

@@ -3,6 +3,7 @@
     bash run.sh test tests/test_soak.py --all --kills 500 --seed 7
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -19,62 +20,39 @@ COMMANDS = ["single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.
             "hybrid_3d.py --tp 2", "diloco.py --inner-steps 3"]
 
 
-def a_process(processes, launcher):
-    os.kill(random.choice(processes), signal.SIGKILL)
+KILLS = ["a process", "the launcher", "all at once", "preempt", "preempt and kill", "a full disk"]
 
 
-def the_launcher(processes, launcher):
-    os.kill(launcher, signal.SIGKILL)
-
-
-def all_at_once(processes, launcher):
-    for pid in (launcher, *processes):
-        os.kill(pid, signal.SIGKILL)
-
-
-def a_process_that_has_stopped(processes, launcher):
-    victim = random.choice(processes)
-    os.kill(victim, signal.SIGSTOP)
-    time.sleep(random.uniform(0, 2))
-    os.kill(victim, signal.SIGKILL)
-
-
-def preempt(processes, launcher):
-    os.kill(launcher, random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]))
-
-
-def preempt_and_kill(processes, launcher):
-    """While it saves because it was asked to."""
-    preempt(processes, launcher)
-    time.sleep(random.uniform(0, 0.5))
-    for pid in (launcher, *processes):
-        try:
+def kill(kind, processes, launcher):
+    """By a signal that asks the run to stop, or by SIGKILL, also while it saves because of one."""
+    if kind.startswith("preempt"):
+        os.kill(launcher, random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]))
+        time.sleep(random.uniform(0, 0.5))
+    if kind == "preempt":
+        return
+    victims = {"a process": [random.choice(processes)], "the launcher": [launcher]}
+    for pid in victims.get(kind, [launcher, *processes]):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended
-            pass
-
-
-KILLS = [a_process, the_launcher, all_at_once, a_process_that_has_stopped, preempt,
-         preempt_and_kill, "a full disk"]
 
 
 def logged(folder):
     return len(history(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def disturb(kill, run, folder):
-    """Start a run, and end it by ``kill`` after a few more steps."""
-    if kill == "a full disk":  # files can grow no further: the next save fails
+def disturb(kind, run, folder):
+    """Start a run, and end it after a few more steps."""
+    if kind == "a full disk":  # files can grow no further: the next save fails
         run = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", *run]
     process, enough = start(run, folder, NPROC="2"), logged(folder / "out") + random.randint(1, 6)
-    if kill == "a full disk":
+    if kind == "a full disk":
         ours, found, _ = finish(process).partition("could not be written to")
         assert found and "Traceback" not in ours, ours
     else:
         wait_until(lambda: logged(folder / "out") >= enough or process.poll() is not None)
         time.sleep(random.uniform(0, 0.2))
         assert process.poll() is None, finish(process)
-        kill(children(process.pid) or [process.pid], process.pid)
+        kill(kind, children(process.pid) or [process.pid], process.pid)
         finish(process)
     wait_until(lambda: not left_over(folder))
 
@@ -93,9 +71,9 @@ def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
     whole = server.run(script, world, options, folder=tmp_path, out="whole").out
     random.seed(f"{seed} {place}")
     (tmp_path / "work").mkdir()
-    for kill in own:
+    for kind in own:
         run = RUN if world else ["env", "-u", "NPROC", *RUN]
-        disturb(kill, [*run, script, *options, "--out", "out"], tmp_path / "work")
+        disturb(kind, [*run, script, *options, "--out", "out"], tmp_path / "work")
     out = server.run(script, world, options, folder=tmp_path / "work").out
     found, expected = (Result([0], "", folder) for folder in (out, whole))
     assert found.curve("step", "loss", "grad_norm") == expected.curve(
