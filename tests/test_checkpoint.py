@@ -1,6 +1,7 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
 import datetime
+import errno
 import itertools
 import os
 import threading
@@ -13,7 +14,7 @@ from torch import nn
 
 from common.data import BatchSampler
 from common.errors import SettingError
-from common.services import checkpoint, checkpoint_files
+from common.services import checkpoint, checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
 from common.services.run_folder import new_id, write_run_id
@@ -326,3 +327,14 @@ def test_buckets_are_arranged_without_a_trace():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.buffers(), before))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """One line, and the run goes on."""
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
+    assert checkpoints_of(tmp_path, Small()).resume() == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path} cannot be locked (No locks available): make sure that no")

@@ -4,6 +4,7 @@ overwritten."""
 
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -12,7 +13,34 @@ from common.services import checkpoint_files, hf_config, hf_weights, run_folder
 from common.services.metrics import start_metrics
 from common.services.new_files import append, new_file, new_folder
 from common.tokens import TokenDataset
+from tests.support.processes import ROOT
 from tools.support import command
+
+# Calls of these names touch files. Where else than in these two they stand, and why.
+CALLS = r"(?<!def )(?<!self\.)\b(open|write_text|write_bytes|read_bytes|unlink|rename|rmtree|" \
+        r"fromfile|memmap|save_file|(?<=os\.)replace|(?<=\.)read_text)\("
+ELSEWHERE = {
+    "common/launch.py": {"open", "read_bytes"},  # /dev/null; the source files of the run itself
+    "common/tokens.py": {"fromfile"},  # of a file that open_regular has opened
+    "common/services/run_folder.py": {"open", "rename"},  # the lock; what a run has written
+    "common/services/checkpoint.py": {"rename"}, "common/services/checkpoint_files.py": {"unlink"},
+    "examples/fsdp_gpt2.py": {"open"}, "examples/fsdp_lora.py": {"save_file"},
+    "examples/trainer.py": {"open"}, "examples/trainer_fsdp.py": {"open"},
+    "tools/check.py": {"open", "read_text", "write_text"},  # in a temporary folder of its own
+    "tools/parity/record.py": {"open"},  # it needs torch alone, and has a reader of its own
+    "tools/plan.py": {"read_bytes"},  # the sources of this repository
+    "tools/support/timed.py": {"write_text"},  # into a folder that bench has made
+    "tools/support/torchrun.py": {"open"},  # /proc
+}
+
+
+def test_nothing_else_touches_files():
+    folders = "", "common", "common/services", "examples", "tools", "tools/parity", "tools/support"
+    found = {str(path.relative_to(ROOT)): set(re.findall(CALLS, path.read_text()))
+             for folder in folders for path in (ROOT / folder).glob("*.py")
+             if path.name not in ("files.py", "new_files.py")}
+    assert {name: calls for name, calls in found.items() if calls} == ELSEWHERE
+
 
 # What a path may be instead of a regular file. A sparse file takes no disk.
 INSTEAD = {

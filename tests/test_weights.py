@@ -7,6 +7,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import sys
 
 import pytest
 import torch
@@ -264,6 +265,12 @@ def test_a_disk_that_is_full(llama, tmp_path, monkeypatch):
     with pytest.raises(SettingError, match="could not be written .rank 0: .*No space left"):
         import_hf.main([str(llama[0]), str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_one_line(llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(SettingError, match="pip install safetensors"):
+        ours(llama[0])
 
 
 # Writing

@@ -64,7 +64,7 @@ class ProcessServer:
     def __enter__(self):
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                        "PYTHONPATH": str(ROOT)}
+                        "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as run.sh does
         self.process = subprocess.Popen(
             [sys.executable, __file__, *self.modules], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
