@@ -72,8 +72,7 @@ class ProcessServer:
         return self
 
     def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate("\n")  # a data worker of the tests may hold the pipe open
 
     def run(self, script, world_size, options="", *, folder, out="out", timeout=PATIENCE, env=None,
             inject="", expect_ok=True, pass_out=True):
@@ -181,6 +180,8 @@ def serve():
         sys.exit()  # through the whole end of the interpreter
 
     for line in sys.stdin:
+        if line == "\n":
+            break
         job = json.loads(line)
         folder = tempfile.mkdtemp()  # a rank would remove a TemporaryDirectory at its end
         with tempfile.TemporaryFile() as output, free_port() as port:
