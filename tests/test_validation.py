@@ -130,6 +130,7 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     reported.synchronize = lambda: waits.add(reported.done)
     for step, _ in reported.steps((step, None) for step in range(8)):
         model(torch.ones(2)).sum().backward()
+        torch.ones(1 if step < 4 else 10**6)  # one of the first steps is counted
         now[0] += 1
         reported.log(step, 1.5, 0.5)
         if step % 2:
@@ -147,6 +148,10 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["tokens_per_second"] == 10
     assert summary["loss"] == 1.5 and summary["val_loss"] == 2.5
+    assert summary["peak"]["activations"] < 1000
+    (tmp_path / "summary.json").unlink()
+    reported.rank = 1
+    assert reported.close() == history and not (tmp_path / "summary.json").exists()
 
 
 # A step that is trained is saved
