@@ -55,6 +55,7 @@ def curve(row, run):
     assert furthest(found.curve(*names), expected.curve(*names)) < WITHIN[row.dtype]
     losses = [loss for (loss,) in found.curve("loss")]
     assert len(losses) == 4 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.5
+    assert "model tiny: 55,136 parameters" in found.output  # of all ranks and stages
 
 
 def validation(row, run):
