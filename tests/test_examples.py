@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from examples import cp_documents as cp
+from tests.support import inject
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, ProcessServer
 from tests.support.sample import sampled, thorough
@@ -97,13 +97,11 @@ def example(start):
 RUNS = [  # an example, ranks, its model, other options
     ("cp_documents", 2, "", ""), ("fsdp_lora", 2, "", ""), ("fsdp_muon", 2, "", ""),
     ("tp_llama", 2, "", ""), ("tp_llama", 2, "", "--no-sequence-parallel"),
-    ("fsdp_lora", 3, "", ""), ("fsdp_muon", 3, "", ""),
-    ("fsdp_gpt2", 3, "--dropout 0", ""), ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"),
-    ("ddp_convnet", 3, "", ""),
+    ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"), ("ddp_convnet", 3, "", ""),
     ("cp_documents", 4, "", "--attention ulysses"),
     ("cp_documents", 4, "", "--activation-checkpointing selective"),
     ("fsdp_lora", 4, "", "--replicate 2"),
-    ("fsdp_lora", 2, "", "--no-reshard-after-forward --activation-checkpointing"),
+    ("fsdp_lora", 3, "", "--no-reshard-after-forward --activation-checkpointing"),
     ("fsdp_muon", 4, "", "--replicate 2"),
     # A rank owns no matrix; some have no rows of one
     ("fsdp_muon", 8, "--num-hidden-layers 1 --num-key-value-heads 1", "--grad-accum 1"),
@@ -124,6 +122,8 @@ def test_follows_one_process(example, name, world, model, more):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     if name == "cp_documents" and "checkpointing" not in more:
         assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]  # as in cp.py
+    if name == "ddp_convnet":
+        assert {"images", "images_per_second"} <= found.history[-1].keys()
 
 
 RESUMES = [  # an example, and by how much its last loss may differ on other ranks: with dropout, or
@@ -226,18 +226,14 @@ def lora_by_hand(base, corpus):
 
 
 def muon_by_hand(base, corpus):
-    """With torch's Muon, which would compute in bfloat16: 2.15 converts by ``to``, 2.13 by
-    ``bfloat16``."""
-    args, to = settings(MUON), torch.Tensor.to
+    """With torch's Muon."""
+    args = settings(MUON)
     model = plain_model(args)
     matrices, rest = ([p for name, p in model.named_parameters() if ("_proj." in name) == within]
                       for within in (True, False))
     muon = torch.optim.Muon(matrices, args.lr, args.weight_decay, adjust_lr_fn="match_rms_adamw")
-    with mock.patch.multiple(
-        torch.Tensor, bfloat16=torch.Tensor.clone, to=lambda tensor, *args, **kwargs: (
-            tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs)
-        ),
-    ):
+    with mock.patch.multiple(torch.Tensor, bfloat16=torch.Tensor.bfloat16, to=torch.Tensor.to):
+        inject.unrounded_muon()
         return by_hand(args, corpus, matrices + rest, [muon, adamw(rest, args)],
                        lambda inputs, targets: model(inputs, targets) / targets.numel())
 
@@ -260,7 +256,7 @@ BYTES = [
 
 
 @pytest.mark.parametrize("name, world, options", sampled(BYTES, BYTES[:2]))
-def test_bytes_and_collectives(example, name, world, options):
+def test_bytes(example, name, world, options):
     """Beside the formulas. On top come AdamW's count of steps, and the norm for clipping: a number
     for each tensor that is trained. The ranks of a replica own equally many layers."""
     layers = 4 if "layers 4" in options else LAYERS
@@ -275,52 +271,28 @@ def test_bytes_and_collectives(example, name, world, options):
     size, n = 4 if "bfloat16" in options else 8, 2 if "--replicate" in options else world
     norms = 2 * tensors * size * (n - 1) / n
     assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
-    calls, sent = {}, {}
-    for part in summary["collectives"]:
-        kind = part["collective"]
-        calls[kind] = calls.get(kind, 0) + part["calls"]
-        sent[kind] = sent.get(kind, 0) + part["bytes"]
-    if name == "fsdp_lora":
-        a = 2 if "--grad-accum" in options else 1
-        assert calls["all-gather"] == (
-            LAYERS + 2 if "--no-reshard" in options else a * (2 * LAYERS + 2))
-        assert calls["reduce-scatter"] == a * LAYERS
-    else:
-        M = size * layers * (2 * 32 * 32 + 2 * 8 * 32 + 3 * 32 * 48)  # 2 of 8 heads have keys
-        assert calls["all-to-all"] == 2 and sent["all-to-all"] == 2 * M / n * (n - 1) / n
 
 
 # fsdp_lora.py
 
 
 def test_another_base_is_refused(example, start, base, tmp_path):
-    """One row of one matrix is enough, in a resume or on one of two ranks."""
+    """One row of one matrix is enough."""
     transformers = pytest.importorskip("transformers")
     resumed = example("fsdp_lora", 1, "--grad-accum 2").out.parent
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
-    model.save_pretrained(tmp_path / "rank1" / "base")
-    shutil.copytree(base, tmp_path / "rank0" / "base")
-    for world, folder, options, inject, words in (
-        (1, resumed, f"--model {tmp_path}/rank1/base", "", "the hash of the base is "),
-        (2, tmp_path, "--model base", "os.chdir(f'rank{rank}')", "the hash of the base is "),
-        (1, tmp_path, "--model tiny", "", "tiny has no .safetensors file with weights"),
-    ):
-        result = start("fsdp_lora", world, options, folder, inject=inject, expect_ok=False)
-        assert not result.ok and words in result.output
+    model.save_pretrained(tmp_path)
+    result = start("fsdp_lora", 1, f"--model {tmp_path}", resumed, expect_ok=False)
+    assert not result.ok and "the hash of the base is " in result.output
 
 
 def test_peft_reads_the_adapters(start, base, tmp_path):
-    """It computes the same logits. They are exported at the end of a run, not where it stops. A
-    checkpoint has nothing else."""
+    """It computes the same logits. A checkpoint has nothing else."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path / "adapters"
-    options = f"--export {folder} --lr 0.05"
-    start("fsdp_lora", 2, options, tmp_path, inject="at(2, signal_self, 'SIGTERM')")
-    assert not folder.exists()
-    result = start("fsdp_lora", 2, options, tmp_path)
-    assert re.search("resuming after step [23]", result.output)
+    result = start("fsdp_lora", 2, f"--export {folder} --lr 0.05", tmp_path)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
     reference = transformers.LlamaForCausalLM.from_pretrained(base).double()
@@ -420,13 +392,6 @@ def test_attention_within_documents_is_causal():
 
 
 @thorough
-def test_the_convnet_learns(start):
-    result = start("ddp_convnet", 2, "--steps 150 --dtype bfloat16 --lr 0.05")
-    assert float(re.search(r"held-out set: (\S+)", result.output)[1]) > 0.6
-    assert {"images", "images_per_second"} <= result.history[-1].keys()
-
-
-@thorough
 def test_the_trained_llama_is_exported(start, tmp_path):
     result = start("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
     from transformers import LlamaForCausalLM
@@ -436,25 +401,16 @@ def test_the_trained_llama_is_exported(start, tmp_path):
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
-# As a user starts them: without PYTHONPATH
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def by_a_user(*command):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @thorough
 def test_the_trainer_and_the_same_with_fsdp():
-    plain = by_a_user(sys.executable, "-m", "examples.trainer")
-    sharded = by_a_user(*TORCHRUN, "-m", "examples.trainer_fsdp")
+    """As a user starts them: without PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m examples.trainer_fsdp"
+    plain, sharded = (
+        subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, env=environment,
+                       check=True, stdout=subprocess.PIPE, text=True, timeout=PATIENCE).stdout
+        for command in ("examples.trainer", torchrun)
+    )
     one, other = (
         torch.tensor([[float(word) for word in line.split()[3::2]] for line in output.splitlines()])
         for output in (plain, sharded)
