@@ -69,14 +69,6 @@ def after(owner, name, do):
 
 # Other models and data
 
-def dropout():
-    """In every layer."""
-    forward = common.model.Layer.forward
-    common.model.Layer.forward = lambda self, *args: F.dropout(
-        forward(self, *args), 0.1, self.training
-    )
-
-
 def ignored():
     """Every second sample has no target at all, the others lack some of the first."""
     read = TokenDataset.__getitem__
@@ -88,27 +80,6 @@ def ignored():
         return inputs, targets
 
     TokenDataset.__getitem__ = read_and_ignore
-
-
-def frozen():
-    """The embedding, and the MLP of layer 1."""
-    after(common.model.Transformer, "__init__", lambda _, model, config: (
-        model.model.embed_tokens.requires_grad_(False),
-        model.model.layers["1"].mlp.requires_grad_(False),
-    ))
-
-
-def frozen_norms():
-    after(common.model.Transformer, "__init__", lambda _, model, config: [
-        parameter.requires_grad_(False) for parameter in model.parameters() if parameter.ndim == 1
-    ])
-
-
-def trained_only(part):
-    """All parameters without ``part`` in their names are frozen."""
-    after(common.model.Transformer, "__init__", lambda _, model, config: [
-        parameter.requires_grad_(part in name) for name, parameter in model.named_parameters()
-    ])
 
 
 def tied():
@@ -136,56 +107,6 @@ def unrounded_muon():
     torch.Tensor.bfloat16 = lambda tensor: tensor.clone()
     torch.Tensor.to = lambda tensor, *args, **kwargs: (
         tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs))
-
-
-# Experts
-
-def unused(experts):
-    """At the start the bias of the first ``experts`` of each layer keeps all tokens from them."""
-    after(common.materialise, "materialise", lambda _, model, *args: [
-        layer.bias[:experts].sub_(9) for layer in common.experts.mixtures(model)
-    ])
-
-
-def note_margins():
-    """Print the smallest difference between the score + bias of the last chosen expert of a token
-    and that of the next one: if it were rounding error, rounding would choose."""
-    topk, margins = torch.Tensor.topk, []
-
-    def topk_and_note(scores, k):
-        last, following = topk(scores, k + 1).values.unbind(1)[-2:]
-        margins.append((last - following).min().item())
-        return topk(scores, k)
-
-    torch.Tensor.topk = topk_and_note
-    before(Report, "close", lambda *_: print("\nmargin", min(margins), flush=True))
-
-
-def check_counts(rows):
-    """In each step, the experts of a layer have got ``rows`` rows in all."""
-    def check(model, rate, group=None):
-        ranks = dist.get_world_size(group) if group else 1
-        for layer in common.experts.mixtures(model):
-            assert rate == 0 or layer.counts.sum() * ranks == rows, layer.counts
-
-    before(common.experts, "balance_experts", check)
-
-
-def note_gathers():
-    """At the end, print in their order the units that FSDP gathered in each step, and "wait" where
-    the CPU waited for the counts of the tokens."""
-    order, steps, unshard = [], [], FSDPParamGroup.unshard
-
-    def unshard_and_note(self, *args):
-        pending = self._all_gather_result
-        unshard(self, *args)
-        if self._all_gather_result is not pending:
-            order.append(self._module_fqn)
-
-    FSDPParamGroup.unshard = unshard_and_note
-    before(common.experts, "read_counts", lambda *_: order.append("wait"))
-    before(Report, "log", lambda *_, **__: (steps.append(order[:]), order.clear()))
-    before(Report, "close", lambda *_: rank or print("\ngathers", json.dumps(steps), flush=True))
 
 
 # Weights of Hugging Face
@@ -336,12 +257,6 @@ def fill_disk_under(name):
     os.open = open_full
 
 
-def replace(name):
-    """The file ``name``, which is read, by another one of the same size."""
-    pathlib.Path("new").write_text("news " * (os.path.getsize(name) // 5))
-    os.replace("new", name)
-
-
 def fail_to_count():
     """A part of the count of bytes."""
     counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
@@ -409,19 +324,6 @@ def count_compiled(backend):
     ))
 
 
-def note_communicators():
-    """At the end, print the sets of the groups that all-reduce gradients, and of those that carry
-    the ring."""
-    gradients, ring = set(), set()
-    before(dist, "all_reduce", lambda tensor, *_, group=None, **__: (
-        tensor.ndim == 2 and gradients.add(group.group_name)
-    ))
-    before(dist, "batch_isend_irecv", lambda ops: ring.update(op.group.group_name for op in ops))
-    after(Report, "close", lambda *_: rank or print(
-        "groups", json.dumps([*map(sorted, (gradients, ring))]), flush=True
-    ))
-
-
 def tell_the_end():
     """Say when the handlers of atexit run, and when the interpreter is finalised."""
     class Last:
@@ -440,26 +342,6 @@ def write_counts():
             "held": counter.held, "peak": counter.peak, "collectives": counter.collectives()}))
 
     before(Report, "close", write)
-
-
-def note_place():
-    """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
-    tokens that its model gets, to rank-N.json in the run folder."""
-    found, load_steps = {}, common.data.load_steps
-
-    def load_and_note(*args):
-        for step, batch in load_steps(*args):
-            found.setdefault("inputs", batch[0][0].tolist())
-            yield step, batch
-
-    common.data.load_steps = load_and_note
-    before(common.model.Transformer, "forward", lambda self, tokens, *args, **options: (
-        found.setdefault("given", tokens.tolist()),
-        found.setdefault("positions", options["positions"].tolist()),
-    ))
-    before(Report, "close", lambda self, *_: (
-        (self.args.out / f"rank-{rank}.json").write_text(json.dumps(found))
-    ))
 
 
 def resumed(folders, train=True, step=4):
