@@ -12,7 +12,6 @@ import json
 import multiprocessing  # noqa: F401
 import os
 import pathlib
-import platform  # noqa: F401
 import resource
 import runpy
 import shutil
@@ -23,9 +22,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import common.data
 import common.experts
@@ -34,12 +31,11 @@ import common.materialise
 import common.model
 import common.options
 import common.services.settings
-from common.data import BatchSampler  # noqa: F401
-from common.tokens import TokenDataset  # noqa: F401
 from common.services import counting, hf_weights
-from common.services.checkpoint import Checkpoints  # noqa: F401
-from common.services.report import Report  # noqa: F401
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
 from common.services.validation import Validation  # noqa: F401
+from common.tokens import TokenDataset
 
 rank = int(os.environ.get("RANK", 0))
 
@@ -225,10 +221,6 @@ def kill_while_saving(when):
     os.fsync, pathlib.Path.rename, pathlib.Path.unlink = fsync_or_die, rename_or_die, unlink_and_die
 
 
-def fail(words, kind=RuntimeError):
-    raise kind(words)
-
-
 def end_reader():
     """Of what this process prints to stdout."""
     reader, writer = os.pipe()
@@ -279,14 +271,6 @@ def other_code(name):
         return text + b"# edited" if rank == 1 and path.name == name else text
 
     pathlib.Path.read_bytes = read_and_change
-
-
-def other_models():
-    """Foreign ones, which have options of their own."""
-    settings = common.services.settings.run_settings
-    common.services.settings.run_settings = lambda args, dataset: settings(
-        args, dataset, {"n_layer": 2 + rank}
-    )
 
 
 def slow(late, seconds):
