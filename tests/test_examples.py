@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.data import BatchSampler
@@ -96,9 +95,9 @@ def example(start):
 
 RUNS = [  # an example, ranks, its model, other options
     ("cp_documents", 2, "", ""), ("fsdp_lora", 2, "", ""), ("fsdp_muon", 2, "", ""),
-    ("tp_llama", 2, "", ""), ("tp_llama", 2, "", "--no-sequence-parallel"),
+    ("tp_llama", 2, "", ""), ("cp_documents", 2, "", "--attention ulysses"),
+    ("tp_llama", 2, "", "--no-sequence-parallel"),
     ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"), ("ddp_convnet", 3, "", ""),
-    ("cp_documents", 4, "", "--attention ulysses"),
     ("cp_documents", 4, "", "--activation-checkpointing selective"),
     ("fsdp_lora", 4, "", "--replicate 2"),
     ("fsdp_lora", 3, "", "--no-reshard-after-forward --activation-checkpointing"),
@@ -108,7 +107,7 @@ RUNS = [  # an example, ranks, its model, other options
 ]
 
 
-@pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:4]))
+@pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:5]))
 def test_follows_one_process(example, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""
@@ -316,70 +315,34 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
 
 # cp_documents.py
 
-HEADS, KV_HEADS, SIZE, CHUNK = 8, 2, 6, 3  # CHUNK: positions in half of a rank's zig-zag
-
-
-def ends_of_documents(T):
-    """(sequences, T): True where a document ends. Documents of random lengths, of the whole
-    sequence, up to its last token, of one token, of one chunk and of two halves of chunks."""
-    torch.manual_seed(1)
-    position = torch.arange(T)
-    return torch.stack([
-        torch.rand(T) < 0.05, torch.rand(T) < 0.2, torch.rand(T) < 0.5, position < 0,
-        position == T - 1, position >= 0, position % CHUNK == CHUNK - 1, position % CHUNK == 1,
-    ])
-
-
-def one_by_one(q, k, v, ends):
-    """Attention to each document as if there were no other."""
-    out = []
-    for row, row_ends in enumerate(ends):
-        borders = [0, *(row_ends.nonzero().flatten() + 1).tolist(), len(row_ends)]
-        out.append(torch.cat([scaled_dot_product_attention(
-            *(x[row:row + 1, :, a:b] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        ) for a, b in zip(borders, borders[1:]) if a < b], dim=2))
-    return torch.cat(out)
-
-
-def blocks_in_sight(ends, shards, rank):
-    """The number of ranks of whose keys a query of ``rank`` sees any, found pair by pair."""
-    numbers = ends.long().cumsum(1) - ends.long()
-    seen = torch.ones(ends.shape[1], ends.shape[1], dtype=torch.bool).tril()
-    seen = (seen & (numbers[:, :, None] == numbers[:, None, :])).any(0)
-    return sum(seen[shards[rank]][:, shard].any().item() for shard in shards)
-
-
-@on_ranks(2, 4, sample=(2,))
+@on_ranks(2)
 def test_attention_within_documents(mesh, rank):
-    """Outputs and gradients, of all sequences at once and one by one. Blocks that no query sees are
-    not computed."""
-    n, group = mesh.size(), mesh.get_group()
-    alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("all", "own")).get_group("own")
-    T = 2 * n * CHUNK
-    ring_of_one = functools.partial(cp.ring_attention, group=alone)
-    by_ulysses = functools.partial(cp.ulysses_attention, attention=ring_of_one)
-    for attention, ring in ((cp.ring_attention, group), (by_ulysses, alone)):
-        positions = cp.shard_positions(T, n, zigzag=ring is group)[rank]
-        shards = cp.shard_positions(T, ring.size())
-        every = ends_of_documents(T)
-        for ends in (every, *every.split(1)):
-            torch.manual_seed(2)
-            whole = [torch.randn(len(ends), heads, T, SIZE, dtype=torch.float64)
-                     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-            within = functools.partial(
-                attention, group=group, is_causal=True,
-                documents=cp.documents_in_sight(ends.long(), 1, shards, ring),
-            )
-            kernels = {name: mock.Mock(wraps=getattr(cp, name)) for name in (
-                "attend_where_visible", "attend_where_visible_backward")}
-            with mock.patch.multiple(cp, **kernels):
-                mine = (x[:, :, positions] for x in whole)
-                found = results(within, *(x.mT.contiguous().mT for x in mine))  # in columns
-            blocks = blocks_in_sight(ends, shards, ring.rank())
-            assert [kernel.call_count for kernel in kernels.values()] == [blocks] * 2
-            expected = results(functools.partial(one_by_one, ends=ends), *whole)
-            for x, y in zip(found, expected):  # also where it is NaN
-                torch.testing.assert_close(x, y[:, :, positions], rtol=0, atol=1e-12)
+    """Outputs and gradients are those of each document by itself. Rank 0 has positions 0 to 2 and 9
+    to 11. Blocks that no query sees are not computed."""
+    group, positions = mesh.get_group(), cp.shard_positions(12, 2)
+    for ends, blocks in (
+        ([], (2, 2)), ([2, 5, 8], (1, 1)), ([2], (2, 1)), ([8], (1, 2)), ([0, 4, 7], (2, 2)),
+    ):
+        tokens = torch.zeros(1, 12, dtype=torch.int64)
+        tokens[:, ends] = 1
+        sizes = torch.tensor([-1, *ends, 11]).diff().tolist()
+
+        def one_by_one(*inputs):
+            documents = zip(*(x.split(sizes, dim=2) for x in inputs))
+            return torch.cat([scaled_dot_product_attention(*document, is_causal=True)
+                              for document in documents], dim=2)
+
+        torch.manual_seed(2)
+        whole = torch.randn(4, 1, 2, 12, 6, dtype=torch.float64)
+        documents = cp.documents_in_sight(tokens, 1, positions, group)
+        within = functools.partial(cp.ring_attention, group=group, is_causal=True,
+                                   documents=documents)
+        kernel = mock.Mock(wraps=cp.attend_where_visible)
+        with mock.patch.object(cp, "attend_where_visible", kernel):
+            found = results(within, *whole[..., positions[rank], :])
+        assert kernel.call_count == blocks[rank], ends
+        for x, y in zip(found, results(one_by_one, *whole)):
+            torch.testing.assert_close(x, y[:, :, positions[rank]], rtol=0, atol=1e-12)
 
 
 def test_attention_within_documents_is_causal():

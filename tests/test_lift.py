@@ -2,7 +2,6 @@
 services; the functions below ``main`` can be taken alone."""
 
 import ast
-import difflib
 import functools
 import re
 
@@ -163,26 +162,3 @@ def test_a_copy_without_services_trains_to_the_same_weights(
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
     assert run("tests/support/lifted.py", 2, pass_out=False).output.count("all is right") == 2
-
-
-# The shape of a script
-
-MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
-
-
-def loop_of(name):
-    """The lines of the loop down to the services, without comments that mark nothing."""
-    _, _, loop = SOURCES[name].partition("\n    for step, batch in ")
-    loop, _, _ = loop.partition("\n        report.log(")
-    return [re.sub(f"  (?!{MARK})#.*", "", line).strip() for line in loop.splitlines()]
-
-
-def test_the_loop_says_which_lines_are_the_strategy():
-    """Each run of lines that single.py's loop does not have has a mark, such as ``# TP:``."""
-    for name in SCRIPTS[1:]:
-        own = loop_of(name)
-        matcher = difflib.SequenceMatcher(None, loop_of("single"), own, autojunk=False)
-        assert len(own) > 10
-        for kind, _, _, first, last in matcher.get_opcodes():
-            run = "\n".join(own[first:last])
-            assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
