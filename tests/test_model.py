@@ -1,17 +1,19 @@
 """The model: its initial weights, its loss, its types and its presets. That it computes what
 transformers computes: test_weights.py."""
 
-import collections
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.model import (
+    PRESETS, ModelConfig, Transformer, keep_products, next_token_loss, wrap_layers
+)
 from common.services.counting import StepCounter
 from common.step import decay_groups
 
@@ -87,30 +89,18 @@ def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
     assert len(calls) == 2 * len(layers)
 
 
-class Calls(TorchDispatchMode):
-    """Counts calls of matrix products and of attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_selective_checkpointing_keeps_products_and_attention(model):
-    """It calls them as often as without checkpointing, and others more often."""
-    tokens, found = torch.arange(8).view(1, 8), []
-    for checkpointed in (None, "selective"):
-        wrap_layers(model.model.layers.values(), False, checkpointed)
-        with Calls() as calls:
-            model(tokens, tokens).backward()
-        found.append(calls.names)
-    plain, selective = found
-    more = {name for name in selective if selective[name] > plain[name]}
-    assert "silu" in more and not [
-        name for name in more if name == "mm" or name.startswith("_scaled_dot_product")]
+def test_selective_checkpointing_keeps_products_and_attention(model, monkeypatch):
+    policy = mock.Mock(wraps=keep_products)
+    monkeypatch.setattr(common.model, "keep_products", policy)
+    wrap_layers(model.model.layers.values(), False, "selective")
+    tokens = torch.arange(8).view(1, 8)
+    model(tokens, tokens).backward()
+    found = {True: set(), False: set()}
+    for context, operation, *_ in (call.args for call in policy.call_args_list):
+        kept = keep_products(context, operation) == CheckpointPolicy.MUST_SAVE
+        found[kept].add(operation.overloadpacket.__name__)
+    assert found[True] == {"mm", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert "silu" in found[False]
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):

@@ -293,8 +293,6 @@ def test_what_an_attention_does_not_compute_is_refused(attention):
         words = f"{attention.__name__} computes causal or full .* no {keyword}: .* ulysses_att"
         with pytest.raises(SettingError, match=words):
             attention(q, k, v, group=None, is_causal=True, **{keyword: value})
-    with pytest.raises(TypeError, match="is_causal"):  # it must be said
-        attention(q, k, v, group=None)
 
 
 class Own(nn.Module):
