@@ -145,22 +145,17 @@ def at(number, do, *arguments, on=None):
 
 def gradients_times(factor, number):
     """Multiply the gradients of the layers in step ``number``; the loss stays."""
+    forward, now = common.model.Layer.forward, [1.0]
 
-    class Times(torch.autograd.Function):
-        now = 1.0
+    def forward_and_hook(self, *args):
+        hidden = forward(self, *args)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * now[0])
+        return hidden
 
-        @staticmethod
-        def forward(_, hidden):
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(_, gradient):
-            return gradient * Times.now
-
-    forward = common.model.Layer.forward
-    common.model.Layer.forward = lambda self, *args: Times.apply(forward(self, *args))
-    at(number, setattr, Times, "now", factor)
-    at(number + 1, setattr, Times, "now", 1.0)
+    common.model.Layer.forward = forward_and_hook
+    at(number, now.__setitem__, 0, factor)
+    at(number + 1, now.__setitem__, 0, 1.0)
 
 
 def stages_return(change):
@@ -200,25 +195,21 @@ def stop(number, stopped):
 
 def kill_while_saving(when):
     """While step 15 is saved and step 5 removed: "writing", "renaming" or "removing"."""
-    fsync, rename, unlink = os.fsync, pathlib.Path.rename, pathlib.Path.unlink
-
-    def fsync_or_die(descriptor):
-        if when == "writing" and rank == 0 and list(pathlib.Path("out").glob("step-*15.*.tmp")):
-            os.ftruncate(descriptor, 1000)
-            kill_self()
-        fsync(descriptor)
-
-    def rename_or_die(path, target):
-        if when == "renaming" and path.match("step-00000015.*.tmp"):
-            kill_self()
-        return rename(path, target)
-
-    def unlink_and_die(path, *args, **kwargs):
-        unlink(path, *args, **kwargs)
-        if when == "removing" and path.match("step-00000005.*.old/*.distcp"):
+    def die(now, place, descriptor=None):
+        if when == now and place:
+            if descriptor:
+                os.ftruncate(descriptor, 1000)
             kill_self()
 
-    os.fsync, pathlib.Path.rename, pathlib.Path.unlink = fsync_or_die, rename_or_die, unlink_and_die
+    before(os, "fsync", lambda descriptor: die(
+        "writing", list(pathlib.Path("out").glob("step-*15.*.tmp")), descriptor
+    ))
+    before(pathlib.Path, "rename", lambda path, _: die(
+        "renaming", path.match("step-00000015.*.tmp")
+    ))
+    after(pathlib.Path, "unlink", lambda _, path, **__: die(
+        "removing", path.match("step-00000005.*.old/*.distcp")
+    ))
 
 
 def end_reader():
