@@ -1,22 +1,20 @@
-"""diloco.py: its reference is one process that runs the replicas in turn. Where replicas make no
-difference it is DDP, or one process (see also tests/support/table.py). Its checkpoints."""
+"""diloco.py: its reference is one process that runs the replicas in turn. Its checkpoints."""
 
 import argparse
-import re
 import shutil
 
 import pytest
 import torch
 
+import single
 from common.data import BatchSampler
+from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
-from tests.support.edits import edited
 from tests.support.processes import Result
-from tests.support.sample import sampled
 from tests.test_checkpoint import assert_bit_equal
 from tests.test_same_run import assert_near, furthest
 from tools.export import export
@@ -98,41 +96,15 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus):
                            saved["model.replica1.lm_head.weight"])
 
 
-# Equal to other runs
-
-CONSTANT = f"{MODEL} --steps 6 --log-every 1 --warmup-steps 0 --grad-clip 0 --save-every 0"
-ADAMW = """torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
-    )"""
-
-
-@pytest.mark.parametrize("inner, outer, expected", sampled(SGD := [
-    # The mean of the replicas' steps is the step of the mean gradient
-    ("--lr 0.3 --min-lr 0.3", "--outer-lr 1 --outer-momentum 0", "args.lr"),
-    # The replicas' steps are their gradients: the outer optimizer is DDP's
-    ("--lr 1 --min-lr 1", "--outer-lr 0.1 --outer-momentum 0.9", "0.1, 0.9, nesterov=True"),
-], SGD[1:]))
-def test_with_sgd_and_a_meeting_in_each_step_it_is_ddp(run, corpus, tmp_path, inner, outer,
-                                                       expected):
-    found, ddp = (
-        edited(tmp_path / "copy", script, (ADAMW, f"torch.optim.SGD(model.parameters(), {sgd})"))
-        for script, sgd in (("diloco.py", "args.lr"), ("ddp.py", expected))
-    )
-    more = "--lr 0.1 --min-lr 0.1" if "nesterov" in expected else inner
-    other = run(ddp, 2, f"{CONSTANT} {more} --data {corpus}", out="ddp").curve("loss")
-    result = run(found, 2, f"{CONSTANT} {inner} {outer} --inner-steps 1 --data {corpus}")
-    assert furthest(result.curve("loss"), other) < 1e-13
-    assert other[-1][0] < other[0][0] - 0.1
-
-
 # Checkpoints
 
 
 def test_a_run_resumes_between_two_meetings(whole):
-    """Bit for bit the same weights in the same replicas."""
+    """Bit for bit the same weights in the same replicas. The bytes."""
     again = Result([0], "", whole.out / "again-0")
     assert_bit_equal(tensors(again.out), tensors(whole.out))
     assert again.curve() == whole.curve()[4:]
+    holds_and_sends(whole, 4, met=1)
 
 
 def copy_of(whole, folder, step):
@@ -140,12 +112,11 @@ def copy_of(whole, folder, step):
     name = f"step-{step:08d}"
     shutil.copytree(whole.out / name, folder / name)
     shutil.copy(whole.out / "run-id", folder)
-    return folder.name
 
 
 def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, tmp_path):
-    out = copy_of(whole, tmp_path / "again", 4)
-    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}", inject="ignored()", out=out)
+    copy_of(whole, tmp_path / "again", 4)
+    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}", inject="ignored()", out="again")
     assert furthest(found.curve(), whole.curve()[4:]) < 1e-10
     assert_near(tensors(found.out), tensors(whole.out))
     holds_and_sends(found, 2, met=0)
@@ -162,21 +133,10 @@ def test_the_common_weights_are_exported(whole, tmp_path):
         assert torch.equal(tensor, expected[f"model.{name}"]), name
 
 
-@pytest.mark.parametrize("command, here", sampled(OTHERS := [
-    ("fsdp.py", "and None in this run"), (COMMAND.replace("2", "1", 1), "and 1 in this run"),
-], OTHERS[1:]))
-def test_others_refuse_it(run, whole, corpus, tmp_path, command, here):
-    out = copy_of(whole, tmp_path / "again", 4)
-    result = run(command, 2, f"{WHOLE} --data {corpus}", out=out, inject="ignored()",
-                 expect_ok=False)
-    assert re.search(f"--replicas is 2 in .*{here}", result.output), result.output
-
-
-# Bytes
-
-
-def test_bytes(whole):
-    holds_and_sends(whole, 4, met=1)
+def test_others_refuse_it(whole, corpus, tmp_path):
+    copy_of(whole, tmp_path / "again", 4)
+    with pytest.raises(SettingError, match="--replicas is 2 in .*and None in this run"):
+        single.main(f"{WHOLE} --data {corpus} --out {tmp_path}/again".split())
 
 
 def holds_and_sends(result, n, met):

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.data import BatchSampler
@@ -28,6 +26,7 @@ from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from examples import cp_documents as cp
+from tests.support import inject
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, ProcessServer
 from tests.support.sample import sampled, thorough
@@ -96,21 +95,19 @@ def example(start):
 
 RUNS = [  # an example, ranks, its model, other options
     ("cp_documents", 2, "", ""), ("fsdp_lora", 2, "", ""), ("fsdp_muon", 2, "", ""),
-    ("tp_llama", 2, "", ""), ("tp_llama", 2, "", "--no-sequence-parallel"),
-    ("fsdp_lora", 3, "", ""), ("fsdp_muon", 3, "", ""),
-    ("fsdp_gpt2", 3, "--dropout 0", ""), ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"),
-    ("ddp_convnet", 3, "", ""),
-    ("cp_documents", 4, "", "--attention ulysses"),
+    ("tp_llama", 2, "", ""), ("cp_documents", 2, "", "--attention ulysses"),
+    ("tp_llama", 2, "", "--no-sequence-parallel"),
+    ("fsdp_gpt2", 4, "--dropout 0", "--replicate 2"), ("ddp_convnet", 3, "", ""),
     ("cp_documents", 4, "", "--activation-checkpointing selective"),
     ("fsdp_lora", 4, "", "--replicate 2"),
-    ("fsdp_lora", 2, "", "--no-reshard-after-forward --activation-checkpointing"),
+    ("fsdp_lora", 3, "", "--no-reshard-after-forward --activation-checkpointing"),
     ("fsdp_muon", 4, "", "--replicate 2"),
     # A rank owns no matrix; some have no rows of one
     ("fsdp_muon", 8, "--num-hidden-layers 1 --num-key-value-heads 1", "--grad-accum 1"),
 ]
 
 
-@pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:4]))
+@pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:5]))
 def test_follows_one_process(example, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""
@@ -124,6 +121,8 @@ def test_follows_one_process(example, name, world, model, more):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     if name == "cp_documents" and "checkpointing" not in more:
         assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]  # as in cp.py
+    if name == "ddp_convnet":
+        assert {"images", "images_per_second"} <= found.history[-1].keys()
 
 
 RESUMES = [  # an example, and by how much its last loss may differ on other ranks: with dropout, or
@@ -226,18 +225,14 @@ def lora_by_hand(base, corpus):
 
 
 def muon_by_hand(base, corpus):
-    """With torch's Muon, which would compute in bfloat16: 2.15 converts by ``to``, 2.13 by
-    ``bfloat16``."""
-    args, to = settings(MUON), torch.Tensor.to
+    """With torch's Muon."""
+    args = settings(MUON)
     model = plain_model(args)
     matrices, rest = ([p for name, p in model.named_parameters() if ("_proj." in name) == within]
                       for within in (True, False))
     muon = torch.optim.Muon(matrices, args.lr, args.weight_decay, adjust_lr_fn="match_rms_adamw")
-    with mock.patch.multiple(
-        torch.Tensor, bfloat16=torch.Tensor.clone, to=lambda tensor, *args, **kwargs: (
-            tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs)
-        ),
-    ):
+    with mock.patch.multiple(torch.Tensor, bfloat16=torch.Tensor.bfloat16, to=torch.Tensor.to):
+        inject.unrounded_muon()
         return by_hand(args, corpus, matrices + rest, [muon, adamw(rest, args)],
                        lambda inputs, targets: model(inputs, targets) / targets.numel())
 
@@ -260,7 +255,7 @@ BYTES = [
 
 
 @pytest.mark.parametrize("name, world, options", sampled(BYTES, BYTES[:2]))
-def test_bytes_and_collectives(example, name, world, options):
+def test_bytes(example, name, world, options):
     """Beside the formulas. On top come AdamW's count of steps, and the norm for clipping: a number
     for each tensor that is trained. The ranks of a replica own equally many layers."""
     layers = 4 if "layers 4" in options else LAYERS
@@ -275,52 +270,28 @@ def test_bytes_and_collectives(example, name, world, options):
     size, n = 4 if "bfloat16" in options else 8, 2 if "--replicate" in options else world
     norms = 2 * tensors * size * (n - 1) / n
     assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
-    calls, sent = {}, {}
-    for part in summary["collectives"]:
-        kind = part["collective"]
-        calls[kind] = calls.get(kind, 0) + part["calls"]
-        sent[kind] = sent.get(kind, 0) + part["bytes"]
-    if name == "fsdp_lora":
-        a = 2 if "--grad-accum" in options else 1
-        assert calls["all-gather"] == (
-            LAYERS + 2 if "--no-reshard" in options else a * (2 * LAYERS + 2))
-        assert calls["reduce-scatter"] == a * LAYERS
-    else:
-        M = size * layers * (2 * 32 * 32 + 2 * 8 * 32 + 3 * 32 * 48)  # 2 of 8 heads have keys
-        assert calls["all-to-all"] == 2 and sent["all-to-all"] == 2 * M / n * (n - 1) / n
 
 
 # fsdp_lora.py
 
 
 def test_another_base_is_refused(example, start, base, tmp_path):
-    """One row of one matrix is enough, in a resume or on one of two ranks."""
+    """One row of one matrix is enough."""
     transformers = pytest.importorskip("transformers")
     resumed = example("fsdp_lora", 1, "--grad-accum 2").out.parent
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
-    model.save_pretrained(tmp_path / "rank1" / "base")
-    shutil.copytree(base, tmp_path / "rank0" / "base")
-    for world, folder, options, inject, words in (
-        (1, resumed, f"--model {tmp_path}/rank1/base", "", "the hash of the base is "),
-        (2, tmp_path, "--model base", "os.chdir(f'rank{rank}')", "the hash of the base is "),
-        (1, tmp_path, "--model tiny", "", "tiny has no .safetensors file with weights"),
-    ):
-        result = start("fsdp_lora", world, options, folder, inject=inject, expect_ok=False)
-        assert not result.ok and words in result.output
+    model.save_pretrained(tmp_path)
+    result = start("fsdp_lora", 1, f"--model {tmp_path}", resumed, expect_ok=False)
+    assert not result.ok and "the hash of the base is " in result.output
 
 
 def test_peft_reads_the_adapters(start, base, tmp_path):
-    """It computes the same logits. They are exported at the end of a run, not where it stops. A
-    checkpoint has nothing else."""
+    """It computes the same logits. A checkpoint has nothing else."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path / "adapters"
-    options = f"--export {folder} --lr 0.05"
-    start("fsdp_lora", 2, options, tmp_path, inject="at(2, signal_self, 'SIGTERM')")
-    assert not folder.exists()
-    result = start("fsdp_lora", 2, options, tmp_path)
-    assert re.search("resuming after step [23]", result.output)
+    result = start("fsdp_lora", 2, f"--export {folder} --lr 0.05", tmp_path)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
     reference = transformers.LlamaForCausalLM.from_pretrained(base).double()
@@ -344,70 +315,34 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
 
 # cp_documents.py
 
-HEADS, KV_HEADS, SIZE, CHUNK = 8, 2, 6, 3  # CHUNK: positions in half of a rank's zig-zag
-
-
-def ends_of_documents(T):
-    """(sequences, T): True where a document ends. Documents of random lengths, of the whole
-    sequence, up to its last token, of one token, of one chunk and of two halves of chunks."""
-    torch.manual_seed(1)
-    position = torch.arange(T)
-    return torch.stack([
-        torch.rand(T) < 0.05, torch.rand(T) < 0.2, torch.rand(T) < 0.5, position < 0,
-        position == T - 1, position >= 0, position % CHUNK == CHUNK - 1, position % CHUNK == 1,
-    ])
-
-
-def one_by_one(q, k, v, ends):
-    """Attention to each document as if there were no other."""
-    out = []
-    for row, row_ends in enumerate(ends):
-        borders = [0, *(row_ends.nonzero().flatten() + 1).tolist(), len(row_ends)]
-        out.append(torch.cat([scaled_dot_product_attention(
-            *(x[row:row + 1, :, a:b] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        ) for a, b in zip(borders, borders[1:]) if a < b], dim=2))
-    return torch.cat(out)
-
-
-def blocks_in_sight(ends, shards, rank):
-    """The number of ranks of whose keys a query of ``rank`` sees any, found pair by pair."""
-    numbers = ends.long().cumsum(1) - ends.long()
-    seen = torch.ones(ends.shape[1], ends.shape[1], dtype=torch.bool).tril()
-    seen = (seen & (numbers[:, :, None] == numbers[:, None, :])).any(0)
-    return sum(seen[shards[rank]][:, shard].any().item() for shard in shards)
-
-
-@on_ranks(2, 4, sample=(2,))
+@on_ranks(2)
 def test_attention_within_documents(mesh, rank):
-    """Outputs and gradients, of all sequences at once and one by one. Blocks that no query sees are
-    not computed."""
-    n, group = mesh.size(), mesh.get_group()
-    alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("all", "own")).get_group("own")
-    T = 2 * n * CHUNK
-    ring_of_one = functools.partial(cp.ring_attention, group=alone)
-    by_ulysses = functools.partial(cp.ulysses_attention, attention=ring_of_one)
-    for attention, ring in ((cp.ring_attention, group), (by_ulysses, alone)):
-        positions = cp.shard_positions(T, n, zigzag=ring is group)[rank]
-        shards = cp.shard_positions(T, ring.size())
-        every = ends_of_documents(T)
-        for ends in (every, *every.split(1)):
-            torch.manual_seed(2)
-            whole = [torch.randn(len(ends), heads, T, SIZE, dtype=torch.float64)
-                     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-            within = functools.partial(
-                attention, group=group, is_causal=True,
-                documents=cp.documents_in_sight(ends.long(), 1, shards, ring),
-            )
-            kernels = {name: mock.Mock(wraps=getattr(cp, name)) for name in (
-                "attend_where_visible", "attend_where_visible_backward")}
-            with mock.patch.multiple(cp, **kernels):
-                mine = (x[:, :, positions] for x in whole)
-                found = results(within, *(x.mT.contiguous().mT for x in mine))  # in columns
-            blocks = blocks_in_sight(ends, shards, ring.rank())
-            assert [kernel.call_count for kernel in kernels.values()] == [blocks] * 2
-            expected = results(functools.partial(one_by_one, ends=ends), *whole)
-            for x, y in zip(found, expected):  # also where it is NaN
-                torch.testing.assert_close(x, y[:, :, positions], rtol=0, atol=1e-12)
+    """Outputs and gradients are those of each document by itself. Rank 0 has positions 0 to 2 and 9
+    to 11. Blocks that no query sees are not computed."""
+    group, positions = mesh.get_group(), cp.shard_positions(12, 2)
+    for ends, blocks in (
+        ([], (2, 2)), ([2, 5, 8], (1, 1)), ([2], (2, 1)), ([8], (1, 2)), ([0, 4, 7], (2, 2)),
+    ):
+        tokens = torch.zeros(1, 12, dtype=torch.int64)
+        tokens[:, ends] = 1
+        sizes = torch.tensor([-1, *ends, 11]).diff().tolist()
+
+        def one_by_one(*inputs):
+            documents = zip(*(x.split(sizes, dim=2) for x in inputs))
+            return torch.cat([scaled_dot_product_attention(*document, is_causal=True)
+                              for document in documents], dim=2)
+
+        torch.manual_seed(2)
+        whole = torch.randn(4, 1, 2, 12, 6, dtype=torch.float64)
+        documents = cp.documents_in_sight(tokens, 1, positions, group)
+        within = functools.partial(cp.ring_attention, group=group, is_causal=True,
+                                   documents=documents)
+        kernel = mock.Mock(wraps=cp.attend_where_visible)
+        with mock.patch.object(cp, "attend_where_visible", kernel):
+            found = results(within, *whole[..., positions[rank], :])
+        assert kernel.call_count == blocks[rank], ends
+        for x, y in zip(found, results(one_by_one, *whole)):
+            torch.testing.assert_close(x, y[:, :, positions[rank]], rtol=0, atol=1e-12)
 
 
 def test_attention_within_documents_is_causal():
@@ -420,13 +355,6 @@ def test_attention_within_documents_is_causal():
 
 
 @thorough
-def test_the_convnet_learns(start):
-    result = start("ddp_convnet", 2, "--steps 150 --dtype bfloat16 --lr 0.05")
-    assert float(re.search(r"held-out set: (\S+)", result.output)[1]) > 0.6
-    assert {"images", "images_per_second"} <= result.history[-1].keys()
-
-
-@thorough
 def test_the_trained_llama_is_exported(start, tmp_path):
     result = start("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
     from transformers import LlamaForCausalLM
@@ -436,25 +364,16 @@ def test_the_trained_llama_is_exported(start, tmp_path):
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
-# As a user starts them: without PYTHONPATH
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def by_a_user(*command):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @thorough
 def test_the_trainer_and_the_same_with_fsdp():
-    plain = by_a_user(sys.executable, "-m", "examples.trainer")
-    sharded = by_a_user(*TORCHRUN, "-m", "examples.trainer_fsdp")
+    """As a user starts them: without PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m examples.trainer_fsdp"
+    plain, sharded = (
+        subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, env=environment,
+                       check=True, stdout=subprocess.PIPE, text=True, timeout=PATIENCE).stdout
+        for command in ("examples.trainer", torchrun)
+    )
     one, other = (
         torch.tensor([[float(word) for word in line.split()[3::2]] for line in output.splitlines()])
         for output in (plain, sharded)

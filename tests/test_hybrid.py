@@ -1,48 +1,35 @@
-"""hybrid_3d.py: each rank has its place in the grid. Its curves and bytes: test_same_run.py."""
+"""hybrid_3d.py: its grid. Its curves and bytes: test_same_run.py."""
 
-import json
 import re
+import types
 
-from common.data import BatchSampler
-from common.tokens import TokenDataset
+import pytest
+import torch
+
+import hybrid_3d
+from common.errors import SettingError
 from tests.support.edits import edited
 from tests.support.processes import ROOT
-from tests.support.sample import thorough
 from tests.support.table import OPTIONS, Row
 from tests.test_same_run import assert_near, furthest, read
 
 
-@thorough
-def test_all_four_on_16_ranks(once, corpus):
-    """The grid from the environment, with hybrid sharding; and the lines that show it. Each rank
-    reads the rows and holds the positions that the mesh says."""
-    grid = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2", "PP_SIZE": "2"}
-    options = f"{OPTIONS} --dtype float64 --steps 2 --num-hidden-layers 3 --save-every 0"
-    result = once("hybrid_3d.py", 16, f"{options} --replicate 2", env=grid,
-                  inject="ignored(); note_place()")
-    assert "rank grid pp 2 x dp_replicate 2 x dp_shard 1 x cp 2 x tp 2" in result.output
-    assert [line for line in result.lines if line.startswith("pp ")] == [
-        "pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | layers 0-1",
-        "pp 0 dp 1 | cp 0: 4 5   cp 1: 6 7 | layers 0-1",
-        "pp 1 dp 0 | cp 0: 8 9   cp 1: 10 11 | layers 2-2",
-        "pp 1 dp 1 | cp 0: 12 13   cp 1: 14 15 | layers 2-2",
+def test_the_lines_that_show_the_grid():
+    mesh = types.SimpleNamespace(mesh=torch.arange(16).view(2, 2, 1, 2, 2))
+    assert list(hybrid_3d.describe_grid(mesh, [range(0), range(3)])) == [
+        "pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | no layers",
+        "pp 0 dp 1 | cp 0: 4 5   cp 1: 6 7 | no layers",
+        "pp 1 dp 0 | cp 0: 8 9   cp 1: 10 11 | layers 0-2",
+        "pp 1 dp 1 | cp 0: 12 13   cp 1: 14 15 | layers 0-2",
     ]
-    assert "warn" not in result.output.lower() and "W1" not in result.output
-    dataset = TokenDataset(corpus, 24)
-    (rows,) = BatchSampler(len(dataset), 24, stop=1)
-    batch = [dataset[i][0].tolist() for i in rows]
-    early, middle, late = list(range(6)), list(range(6, 18)), list(range(18, 24))
-    for rank in range(8):  # of the first stage, which gets tokens
-        found = json.loads((result.out / f"rank-{rank}.json").read_text())
-        dp, cp = rank // 4, rank // 2 % 2  # tp innermost, then cp, then dp
-        positions = middle if cp else early + late
-        assert found["inputs"] == batch[dp * 12 :][:12] and found["positions"] == positions
-        micro_batch = found["inputs"][: len(found["given"])]
-        assert found["given"] == [[row[p] for p in positions] for row in micro_batch] != []
 
-    expected = once("single.py", 0, options, inject="ignored()")
-    assert furthest(result.curve(), expected.curve()) < 1e-10
-    assert furthest(result.curve("val_loss"), expected.curve("val_loss")) < 1e-10
+
+def test_the_grid_comes_from_the_environment(monkeypatch):
+    for name, size in (("DP_SIZE", "1"), ("CP_SIZE", "2"), ("TP_SIZE", "3"), ("PP_SIZE", "4")):
+        monkeypatch.setenv(name, size)
+    grid = re.escape("dp (1) x tp (3) x cp (5) x pp (4) = 60")
+    with pytest.raises(SettingError, match=grid):
+        hybrid_3d.main(["--cp", "5"])
 
 
 def test_without_the_lines_that_the_docs_delete(once, shared):

@@ -2,7 +2,6 @@
 services; the functions below ``main`` can be taken alone."""
 
 import ast
-import difflib
 import functools
 import re
 
@@ -57,25 +56,18 @@ def names_in(node):
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-# The two rooms
-
-HEADING = "\n\n# Services, optional: delete an import and every line that uses it\n"
-
-
 def test_the_two_rooms():
-    """No essential imports a service, nor anything else outside of its room. A script's imports are
-    two paragraphs: what it needs in order to train; then what is optional."""
+    """What a script needs in order to train stands in one paragraph of imports, and what is
+    optional in the next one. No file of the first room imports one of the second."""
+    heading = "\n\n# Services, optional: delete an import and every line that uses it\n"
+    for source in SOURCES.values():
+        essentials, services = source.split(heading)
+        assert not [path for path in imports(essentials) if path.startswith("common/services/")]
+        assert not list(imports(services.partition("\n\n")[2]))
     for path in (ROOT / "common").glob("*.py"):
-        found = needed(f"common/{path.name}")
-        assert {path.rpartition("/")[0] for path in found} == {"common"}, path
+        assert not [each for each in needed(f"common/{path.name}") if "services" in each], path
     for path in ("common/model.py", "common/data.py"):
         assert "torch.distributed" not in (ROOT / path).read_text()
-    for source in SOURCES.values():
-        essentials, services = source.split(HEADING)
-        services, rest = services.split("\n\n", 1)
-        assert all(line.startswith("from common.services") for line in services.splitlines())
-        assert not [path for path in imports(essentials) if path.startswith("common/services/")]
-        assert not list(imports(rest))
 
 
 # What a service is called: the names that its paragraph imports, and its variable in ``main``.
@@ -108,8 +100,7 @@ def without(services, source):
 
 
 def copy(name, folder, services=frozenset()):
-    """Copy a script without some of its services, and the files that it needs, and no others.
-    Returns their paths."""
+    """Copy a script without some of its services, and the files that it needs, and no others."""
     (folder / "common" / "services").mkdir(parents=True)
     copied, todo = set(), {f"{name}.py"}
     while todo:
@@ -120,8 +111,9 @@ def copy(name, folder, services=frozenset()):
         (folder / path).write_text(source)
         copied.add(path)
         todo |= set(imports(source)) - copied
+    if services == ALL:
+        (folder / "common" / "services").rmdir()  # it is empty
     (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
-    return copied
 
 
 def train(server, name, folder, options, **kwargs):
@@ -132,93 +124,41 @@ def train(server, name, folder, options, **kwargs):
     return [torch.load(folder / f"weights-{rank}.pt") for rank in range(max(world, 1))]
 
 
-def equal(found, expected):
-    assert all(len(rank) == len(other) > 1 for rank, other in zip(found, expected, strict=True))
-    return all(torch.equal(a, b) for rank, other in zip(found, expected)
-               for a, b in zip(rank, other))
-
-
-IN_USE = {  # the services of a whole script
-    "checkpoint": "--save-every 2 --keep 1", "report": "--log-every 1",
-    "validation": "--val-data {corpus} --val-every 2 --val-batches 1",
-}
+IN_USE = "--log-every 1 --save-every 2"  # of services
 
 
 @pytest.fixture(scope="module")
 def whole(server, corpus, tmp_path_factory):
-    """A copy of a script with what it imports, and no others; what it has trained."""
+    """What a copy of a script with all services has trained."""
     @functools.cache
     def whole(name):
         folder = tmp_path_factory.mktemp("whole") / "copy"
-        used = " ".join(IN_USE.values()).replace("{corpus}", corpus)
-        copied = copy(name, folder)
-        return copied, train(server, name, folder, f"--data {corpus} {used}")
+        copy(name, folder)
+        return train(server, name, folder, f"--data {corpus} {IN_USE}")
 
     return whole
 
 
-OF_CHECKPOINTS = {"checkpoint", "checkpoint_files", "settings", "signals"}  # files only it needs
-ROWS = [("fsdp", CHECKPOINTS, OF_CHECKPOINTS), ("fsdp", VALIDATION, {"validation"}),
-        ("fsdp", CALLS, {"same_calls"}),
-        ("fsdp", REPORT, {"counting", "loggers", "metrics", "report", "theory"}),
-        *[(name, ALL, None) for name in SCRIPTS]]
+ROWS = [  # a script, the services that it is without, options of the others
+    ("fsdp", CHECKPOINTS, "--log-every 1"), ("fsdp", REPORT, "--save-every 2"),
+    ("fsdp", CALLS, IN_USE), ("fsdp", VALIDATION, IN_USE), *[(name, ALL, "") for name in SCRIPTS],
+]
 
 
-@pytest.mark.parametrize("name, services, files", sampled(
+@pytest.mark.parametrize("name, services, options", sampled(
     ROWS, [row for row in ROWS if row[:2] in (("fsdp", CHECKPOINTS), ("fsdp", ALL))]))
 def test_a_copy_without_services_trains_to_the_same_weights(
-    server, corpus, tmp_path, whole, name, services, files
+    server, corpus, tmp_path, whole, name, services, options
 ):
     """In a folder with the script, or those of which it is composed. The other services work."""
-    copied, expected = whole(name)
-    bare = copy(name, tmp_path / "copy", services)
-    left = {path for path in copied - bare if path.startswith("common/services/")}
-    assert bare < copied and left == copied - bare
-    used = ""
-    if files:
-        assert left == {f"common/services/{name}.py" for name in files}
-        used = " ".join(use for name, use in IN_USE.items() if name not in files)
-    else:
-        (tmp_path / "copy" / "common" / "services").rmdir()  # it is empty
-    options = f"--data {corpus} {used}".replace("{corpus}", corpus)
-    found = train(server, name, tmp_path / "copy", options, pass_out=bool(files))
-    assert equal(found, expected)
-    out = {path.name for path in (tmp_path / "copy" / "out").glob("*")}
-    assert ("step-00000004" in out) == bool(files and "checkpoint" not in files)
-    assert ("metrics.jsonl" in out) == bool(files and "report" not in files)
+    copy(name, tmp_path / "copy", services)
+    found = train(server, name, tmp_path / "copy", f"--data {corpus} {options}",
+                  pass_out=services != ALL)
+    expected = whole(name)
+    assert len(found) == len(expected) and len(found[0]) > 1
+    for rank, other in zip(found, expected):
+        assert all(map(torch.equal, rank, other))
 
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
     assert run("tests/support/lifted.py", 2, pass_out=False).output.count("all is right") == 2
-
-
-# The shape of a script
-
-MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
-
-
-def loop_of(name):
-    """The lines of the loop down to the services, without comments that mark nothing."""
-    _, _, loop = SOURCES[name].partition("\n    for step, batch in ")
-    loop, _, _ = loop.partition("\n        report.log(")
-    return [re.sub(f"  (?!{MARK})#.*", "", line).strip() for line in loop.splitlines()]
-
-
-def test_the_loop_says_which_lines_are_the_strategy():
-    """Each run of lines that single.py's loop does not have has a mark, such as ``# TP:``."""
-    for name in SCRIPTS[1:]:
-        own = loop_of(name)
-        matcher = difflib.SequenceMatcher(None, loop_of("single"), own, autojunk=False)
-        assert len(own) > 10
-        for kind, _, _, first, last in matcher.get_opcodes():
-            run = "\n".join(own[first:last])
-            assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
-
-
-def test_no_line_is_longer_than_100_columns():
-    """So that diffs stand side by side."""
-    paths = [path for path in ROOT.rglob("*.py") if "/.venv" not in str(path)]
-    assert len(paths) > 40
-    long = [f"{path.relative_to(ROOT)}:{number}" for path in paths
-            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]
-    assert long == []

@@ -1,24 +1,21 @@
-"""The model: Hugging Face's Llama in names, shapes and arithmetic; weights seeded by name."""
+"""The model: its initial weights, its loss, its types and its presets. That it computes what
+transformers computes: test_weights.py."""
 
-import collections
 import dataclasses
-import itertools
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 import common.materialise
 import common.model
-from common.materialise import draw_weight, local_slices, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.materialise import draw_weight, materialise
+from common.model import (
+    PRESETS, ModelConfig, Transformer, keep_products, next_token_loss, wrap_layers
+)
 from common.services.counting import StepCounter
 from common.step import decay_groups
-from tests.support.on_ranks import on_ranks
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -28,56 +25,9 @@ CONFIG = ModelConfig(
 
 @pytest.fixture
 def model():
-    model = Transformer(CONFIG).double()
+    model = Transformer(CONFIG)
     materialise(model, "cpu", 0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # large enough that nothing is nearly linear
-            parameter.mul_(5)
     return model
-
-
-def test_arithmetic_is_llamas(model):
-    """Against the formulas, written out: complex rotations, repeated heads, an explicit mask."""
-    w = dict(model.named_parameters())
-    tokens = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(1))
-
-    def norm(x, weight):
-        return x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * weight
-
-    def heads(x, weight, rotated):
-        x = (x @ weight.T).view(2, 11, -1, 8).transpose(1, 2)
-        if rotated:
-            frequencies = CONFIG.rope_theta ** (-torch.arange(4, dtype=torch.float64) / 4)
-            turn = torch.exp(1j * torch.arange(11, dtype=torch.float64)[:, None] * frequencies)
-            turned = torch.complex(x[..., :4], x[..., 4:]) * turn
-            x = torch.cat((turned.real, turned.imag), -1)
-        return x.repeat_interleave(6 // x.shape[1], 1)
-
-    x = w["model.embed_tokens.weight"][tokens]
-    for i in (0, 1):
-        p = f"model.layers.{i}."
-        h = norm(x, w[p + "input_layernorm.weight"])
-        q, k, v = (heads(h, w[p + f"self_attn.{n}_proj.weight"], n != "v") for n in "qkv")
-        scores = q @ k.transpose(-1, -2) / 8**0.5
-        scores = scores.masked_fill(torch.ones(11, 11, dtype=bool).triu(1), float("-inf"))
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 11, 48)
-        x = x + out @ w[p + "self_attn.o_proj.weight"].T
-        h = norm(x, w[p + "post_attention_layernorm.weight"])
-        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
-    expected = norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
-
-
-def test_positions_place_a_shard_in_the_sequence(model):
-    del model.model.layers["1"]
-    for layer in model.model.layers.values():  # each token sees itself only: a shard is then exact
-        layer.self_attn.attention = lambda q, k, v, **_: v.repeat_interleave(3, 1) + q
-    tokens = torch.arange(16)[None] % 96
-    whole = model(tokens)
-    for positions in (torch.arange(8, 16), torch.arange(8, 16)[None]):
-        assert torch.equal(model(tokens[:, 8:], positions=positions), whole[:, 8:])
-    assert not torch.equal(model(tokens[:, 8:]), whole[:, 8:])
 
 
 def test_init_does_not_depend_on_what_else_is_drawn():
@@ -96,13 +46,23 @@ def test_init_does_not_depend_on_what_else_is_drawn():
     assert not torch.equal(a, draw_weight("other.weight", whole_rows, (96, 48), CONFIG, 3))
 
 
-def test_the_sizes_of_initial_weights():
-    """GPT-2's: what enters the residual stream is smaller. Blocks of 64 rows differ."""
-    config = dataclasses.replace(CONFIG, initializer_range=0.05)
-    for name, expected in ("layers.0.self_attn.o_proj.weight", 0.025), ("q_proj.weight", 0.05):
-        whole = draw_weight(name, (slice(0, 256), slice(0, 256)), (256, 256), config, 0)
-        assert whole.std().item() == pytest.approx(expected, rel=0.02)
+def test_a_part_of_an_initial_weight(monkeypatch):
+    """No more blocks of 64 rows are drawn than it touches. The sizes are GPT-2's: what enters the
+    residual stream is smaller."""
+    drawn, randn = [], torch.randn
+    monkeypatch.setattr(common.materialise.torch, "randn", lambda rows, *more, **options: (
+        drawn.append(rows), randn(rows, *more, **options)
+    )[1])
+    config, shape = dataclasses.replace(CONFIG, initializer_range=0.05), (200, 256)
+    for name, std in ("layers.0.self_attn.o_proj.weight", 0.025), ("q_proj.weight", 0.05):
+        whole = draw_weight(name, (slice(0, 200), slice(0, 256)), shape, config, 0)
+        assert whole.std().item() == pytest.approx(std, rel=0.02)
         assert len({block.sum().item() for block in whole.split(64)}) == 4
+        for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 0):
+            drawn.clear()
+            part = slice(first, last), slice(8, 40)
+            assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])
+            assert sum(drawn) == rows
 
 
 def test_only_matrices_decay():
@@ -121,53 +81,26 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    calls, layers = [], model.model.layers.values()
+    calls, layers, tokens = [], model.model.layers.values(), torch.arange(8).view(1, 8)
     for layer in layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
     wrap_layers(layers, compiled, "full")
-    model(torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)).backward()
+    model(tokens, tokens).backward()
     assert len(calls) == 2 * len(layers)
 
 
-class Calls(TorchDispatchMode):
-    """Counts calls of matrix products and of attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_selective_checkpointing_keeps_products_and_attention(model):
-    """It calls them as often as without checkpointing, and others more often."""
-    tokens, found = torch.arange(8).view(1, 8), []
-    for checkpointed in (None, "selective"):
-        wrap_layers(model.model.layers.values(), False, checkpointed)
-        with Calls() as calls:
-            model(tokens, tokens).backward()
-        found.append(calls.names)
-    plain, selective = found
-    more = {name for name in selective if selective[name] > plain[name]}
-    assert "silu" in more and not [
-        name for name in more if name == "mm" or name.startswith("_scaled_dot_product")]
-
-
-def test_a_loss_in_chunks_is_the_same_loss(model, monkeypatch):
-    generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(0, 96, (2, 3, 37), generator=generator)
-    targets[0, :20] = -100
-    found = []
-    for most in (2**24, 100):  # 111 tokens x 96: in one piece, and in chunks of 6 tokens
-        monkeypatch.setattr(common.model, "MAX_LOGITS", most)
-        loss = model(tokens, targets)
-        found.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
-    expected = next_token_loss(model(tokens), targets)
-    assert torch.equal(found[0][0], expected)
-    for whole, chunked in zip(*found):
-        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+def test_selective_checkpointing_keeps_products_and_attention(model, monkeypatch):
+    policy = mock.Mock(wraps=keep_products)
+    monkeypatch.setattr(common.model, "keep_products", policy)
+    wrap_layers(model.model.layers.values(), False, "selective")
+    tokens = torch.arange(8).view(1, 8)
+    model(tokens, tokens).backward()
+    found = {True: set(), False: set()}
+    for context, operation, *_ in (call.args for call in policy.call_args_list):
+        kept = keep_products(context, operation) == CheckpointPolicy.MUST_SAVE
+        found[kept].add(operation.overloadpacket.__name__)
+    assert found[True] == {"mm", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert "silu" in found[False]
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
@@ -247,46 +180,3 @@ def test_large_presets_have_their_size():
         with torch.device("meta"):
             parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
         assert round(parameters / 1e9, 1) == billions
-
-
-class Matrix(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.config = ModelConfig()
-        self.x = nn.Linear(shape[1], shape[0], bias=False, device="meta")
-
-    def forward(self, inputs):
-        return self.x(inputs)
-
-
-@on_ranks(4)
-def test_initial_weights_are_parts_of_the_same():
-    """Every way to shard a matrix gives its part of the same whole weight, and no rank draws more
-    blocks of rows than it holds."""
-    drawn, randn = [], torch.randn
-
-    def count(rows, *rest, **options):
-        drawn.append(rows)
-        return randn(rows, *rest, **options)
-
-    common.materialise.torch.randn = count
-    shapes, cases = [(200, 48), (128, 64), (7, 24), (1, 8), (65, 16)], 0
-    for shape, (dp, tp), replicate, style in itertools.product(
-        shapes, [(4, 1), (2, 2), (1, 4)], (1, 2), (ColwiseParallel, RowwiseParallel)
-    ):
-        if dp % replicate or (tp > 1 and (shape[0] % tp or shape[1] % tp)):
-            continue
-        whole, model = Matrix(shape), Matrix(shape)
-        materialise(whole, "cpu", 3)
-        mesh = init_device_mesh("cpu", (replicate, dp // replicate, tp),
-                                mesh_dim_names=("replicate", "shard", "tp"))
-        if tp > 1:
-            parallelize_module(model, mesh["tp"], {"x": style()}, src_data_rank=None)
-        fully_shard(model, mesh=mesh["shard"] if replicate == 1 else mesh["replicate", "shard"])
-        drawn.clear()
-        materialise(model, "cpu", 3)
-        rows, _ = local_slices(model.x.weight)
-        assert sum(drawn) <= rows.stop - rows.start + 2 * 63, (shape, drawn, rows)
-        assert torch.equal(model.x.weight.full_tensor(), whole.x.weight), (shape, dp, tp)
-        cases += 1
-    assert cases > 30

@@ -12,7 +12,7 @@ import torch
 from common.services import checkpoint_files
 from tests.support import oracles
 from tests.support.processes import Result
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled
 from tests.support.table import (
     AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, SELECTIVE, Row
 )
@@ -55,6 +55,7 @@ def curve(row, run):
     assert furthest(found.curve(*names), expected.curve(*names)) < WITHIN[row.dtype]
     losses = [loss for (loss,) in found.curve("loss")]
     assert len(losses) == 4 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.5
+    assert "model tiny: 55,136 parameters" in found.output  # of all ranks and stages
 
 
 def validation(row, run):
@@ -187,7 +188,8 @@ def compiled(row, run):
     eager = Row(row.command.replace(" --compile", ""), row.world)
     if eager in EXACT:
         assert found.summary["peak"]["parameters"] == run(eager).summary["peak"]["parameters"]
-    (first, *rest), graphs = compiled_calls(found)
+    (line,) = [line for line in found.lines if line.startswith("calls ")]  # of count_compiled
+    (first, *rest), graphs = json.loads(line.removeprefix("calls "))
     assert len(rest) == 3 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
     # One for training and one without gradients, of a layer and of the loss; where a ring breaks a
     # layer's graph, for each part
@@ -196,12 +198,6 @@ def compiled(row, run):
     again = AGAIN in row.command and SELECTIVE not in row.command
     if row.script not in ("cp.py", "pp.py"):
         assert rest[0] == row.option("--grad-accum") * (LAYERS * (1 + again) + 1)
-
-
-def compiled_calls(result):
-    """What ``count_compiled`` prints."""
-    (line,) = [line for line in result.lines if line.startswith("calls ")]
-    return json.loads(line.removeprefix("calls "))
 
 
 def claims_of(row):
@@ -220,14 +216,3 @@ def claims_of(row):
 def test_a_row(once, row):
     for claim in claims_of(row):
         claim(row, lambda row: row.run(once))
-
-
-@thorough
-def test_a_large_layer_is_one_graph(once):
-    """DDP's own optimizer would cut it where a bucket of 25 MB is full."""
-    options = f"{OPTIONS} --num-hidden-layers 1 --steps 2 --save-every 0 --compile"
-    small, large = (
-        compiled_calls(once("ddp.py", 2, f"{options} {sizes}", inject="count_compiled('eager')"))
-        for sizes in ("", "--hidden-size 1024 --intermediate-size 4096")
-    )
-    assert small == large and small[0][1] > 0

@@ -12,7 +12,6 @@ import json
 import multiprocessing  # noqa: F401
 import os
 import pathlib
-import platform  # noqa: F401
 import resource
 import runpy
 import shutil
@@ -23,9 +22,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import common.data
 import common.experts
@@ -34,12 +31,11 @@ import common.materialise
 import common.model
 import common.options
 import common.services.settings
-from common.data import BatchSampler  # noqa: F401
-from common.tokens import TokenDataset  # noqa: F401
 from common.services import counting, hf_weights
-from common.services.checkpoint import Checkpoints  # noqa: F401
-from common.services.report import Report  # noqa: F401
+from common.services.checkpoint import Checkpoints
+from common.services.report import Report
 from common.services.validation import Validation  # noqa: F401
+from common.tokens import TokenDataset
 
 rank = int(os.environ.get("RANK", 0))
 
@@ -69,14 +65,6 @@ def after(owner, name, do):
 
 # Other models and data
 
-def dropout():
-    """In every layer."""
-    forward = common.model.Layer.forward
-    common.model.Layer.forward = lambda self, *args: F.dropout(
-        forward(self, *args), 0.1, self.training
-    )
-
-
 def ignored():
     """Every second sample has no target at all, the others lack some of the first."""
     read = TokenDataset.__getitem__
@@ -88,27 +76,6 @@ def ignored():
         return inputs, targets
 
     TokenDataset.__getitem__ = read_and_ignore
-
-
-def frozen():
-    """The embedding, and the MLP of layer 1."""
-    after(common.model.Transformer, "__init__", lambda _, model, config: (
-        model.model.embed_tokens.requires_grad_(False),
-        model.model.layers["1"].mlp.requires_grad_(False),
-    ))
-
-
-def frozen_norms():
-    after(common.model.Transformer, "__init__", lambda _, model, config: [
-        parameter.requires_grad_(False) for parameter in model.parameters() if parameter.ndim == 1
-    ])
-
-
-def trained_only(part):
-    """All parameters without ``part`` in their names are frozen."""
-    after(common.model.Transformer, "__init__", lambda _, model, config: [
-        parameter.requires_grad_(part in name) for name, parameter in model.named_parameters()
-    ])
 
 
 def tied():
@@ -136,56 +103,6 @@ def unrounded_muon():
     torch.Tensor.bfloat16 = lambda tensor: tensor.clone()
     torch.Tensor.to = lambda tensor, *args, **kwargs: (
         tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs))
-
-
-# Experts
-
-def unused(experts):
-    """At the start the bias of the first ``experts`` of each layer keeps all tokens from them."""
-    after(common.materialise, "materialise", lambda _, model, *args: [
-        layer.bias[:experts].sub_(9) for layer in common.experts.mixtures(model)
-    ])
-
-
-def note_margins():
-    """Print the smallest difference between the score + bias of the last chosen expert of a token
-    and that of the next one: if it were rounding error, rounding would choose."""
-    topk, margins = torch.Tensor.topk, []
-
-    def topk_and_note(scores, k):
-        last, following = topk(scores, k + 1).values.unbind(1)[-2:]
-        margins.append((last - following).min().item())
-        return topk(scores, k)
-
-    torch.Tensor.topk = topk_and_note
-    before(Report, "close", lambda *_: print("\nmargin", min(margins), flush=True))
-
-
-def check_counts(rows):
-    """In each step, the experts of a layer have got ``rows`` rows in all."""
-    def check(model, rate, group=None):
-        ranks = dist.get_world_size(group) if group else 1
-        for layer in common.experts.mixtures(model):
-            assert rate == 0 or layer.counts.sum() * ranks == rows, layer.counts
-
-    before(common.experts, "balance_experts", check)
-
-
-def note_gathers():
-    """At the end, print in their order the units that FSDP gathered in each step, and "wait" where
-    the CPU waited for the counts of the tokens."""
-    order, steps, unshard = [], [], FSDPParamGroup.unshard
-
-    def unshard_and_note(self, *args):
-        pending = self._all_gather_result
-        unshard(self, *args)
-        if self._all_gather_result is not pending:
-            order.append(self._module_fqn)
-
-    FSDPParamGroup.unshard = unshard_and_note
-    before(common.experts, "read_counts", lambda *_: order.append("wait"))
-    before(Report, "log", lambda *_, **__: (steps.append(order[:]), order.clear()))
-    before(Report, "close", lambda *_: rank or print("\ngathers", json.dumps(steps), flush=True))
 
 
 # Weights of Hugging Face
@@ -228,22 +145,17 @@ def at(number, do, *arguments, on=None):
 
 def gradients_times(factor, number):
     """Multiply the gradients of the layers in step ``number``; the loss stays."""
+    forward, now = common.model.Layer.forward, [1.0]
 
-    class Times(torch.autograd.Function):
-        now = 1.0
+    def forward_and_hook(self, *args):
+        hidden = forward(self, *args)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * now[0])
+        return hidden
 
-        @staticmethod
-        def forward(_, hidden):
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(_, gradient):
-            return gradient * Times.now
-
-    forward = common.model.Layer.forward
-    common.model.Layer.forward = lambda self, *args: Times.apply(forward(self, *args))
-    at(number, setattr, Times, "now", factor)
-    at(number + 1, setattr, Times, "now", 1.0)
+    common.model.Layer.forward = forward_and_hook
+    at(number, now.__setitem__, 0, factor)
+    at(number + 1, now.__setitem__, 0, 1.0)
 
 
 def stages_return(change):
@@ -283,29 +195,21 @@ def stop(number, stopped):
 
 def kill_while_saving(when):
     """While step 15 is saved and step 5 removed: "writing", "renaming" or "removing"."""
-    fsync, rename, unlink = os.fsync, pathlib.Path.rename, pathlib.Path.unlink
-
-    def fsync_or_die(descriptor):
-        if when == "writing" and rank == 0 and list(pathlib.Path("out").glob("step-*15.*.tmp")):
-            os.ftruncate(descriptor, 1000)
-            kill_self()
-        fsync(descriptor)
-
-    def rename_or_die(path, target):
-        if when == "renaming" and path.match("step-00000015.*.tmp"):
-            kill_self()
-        return rename(path, target)
-
-    def unlink_and_die(path, *args, **kwargs):
-        unlink(path, *args, **kwargs)
-        if when == "removing" and path.match("step-00000005.*.old/*.distcp"):
+    def die(now, place, descriptor=None):
+        if when == now and place:
+            if descriptor:
+                os.ftruncate(descriptor, 1000)
             kill_self()
 
-    os.fsync, pathlib.Path.rename, pathlib.Path.unlink = fsync_or_die, rename_or_die, unlink_and_die
-
-
-def fail(words, kind=RuntimeError):
-    raise kind(words)
+    before(os, "fsync", lambda descriptor: die(
+        "writing", list(pathlib.Path("out").glob("step-*15.*.tmp")), descriptor
+    ))
+    before(pathlib.Path, "rename", lambda path, _: die(
+        "renaming", path.match("step-00000015.*.tmp")
+    ))
+    after(pathlib.Path, "unlink", lambda _, path, **__: die(
+        "removing", path.match("step-00000005.*.old/*.distcp")
+    ))
 
 
 def end_reader():
@@ -336,12 +240,6 @@ def fill_disk_under(name):
     os.open = open_full
 
 
-def replace(name):
-    """The file ``name``, which is read, by another one of the same size."""
-    pathlib.Path("new").write_text("news " * (os.path.getsize(name) // 5))
-    os.replace("new", name)
-
-
 def fail_to_count():
     """A part of the count of bytes."""
     counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
@@ -364,14 +262,6 @@ def other_code(name):
         return text + b"# edited" if rank == 1 and path.name == name else text
 
     pathlib.Path.read_bytes = read_and_change
-
-
-def other_models():
-    """Foreign ones, which have options of their own."""
-    settings = common.services.settings.run_settings
-    common.services.settings.run_settings = lambda args, dataset: settings(
-        args, dataset, {"n_layer": 2 + rank}
-    )
 
 
 def slow(late, seconds):
@@ -409,19 +299,6 @@ def count_compiled(backend):
     ))
 
 
-def note_communicators():
-    """At the end, print the sets of the groups that all-reduce gradients, and of those that carry
-    the ring."""
-    gradients, ring = set(), set()
-    before(dist, "all_reduce", lambda tensor, *_, group=None, **__: (
-        tensor.ndim == 2 and gradients.add(group.group_name)
-    ))
-    before(dist, "batch_isend_irecv", lambda ops: ring.update(op.group.group_name for op in ops))
-    after(Report, "close", lambda *_: rank or print(
-        "groups", json.dumps([*map(sorted, (gradients, ring))]), flush=True
-    ))
-
-
 def tell_the_end():
     """Say when the handlers of atexit run, and when the interpreter is finalised."""
     class Last:
@@ -440,26 +317,6 @@ def write_counts():
             "held": counter.held, "peak": counter.peak, "collectives": counter.collectives()}))
 
     before(Report, "close", write)
-
-
-def note_place():
-    """In hybrid_3d.py: write the rows that this rank reads in the first step, and the positions and
-    tokens that its model gets, to rank-N.json in the run folder."""
-    found, load_steps = {}, common.data.load_steps
-
-    def load_and_note(*args):
-        for step, batch in load_steps(*args):
-            found.setdefault("inputs", batch[0][0].tolist())
-            yield step, batch
-
-    common.data.load_steps = load_and_note
-    before(common.model.Transformer, "forward", lambda self, tokens, *args, **options: (
-        found.setdefault("given", tokens.tolist()),
-        found.setdefault("positions", options["positions"].tolist()),
-    ))
-    before(Report, "close", lambda self, *_: (
-        (self.args.out / f"rank-{rank}.json").write_text(json.dumps(found))
-    ))
 
 
 def resumed(folders, train=True, step=4):

@@ -6,9 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from common.model import (
-    Attention, Head, Layer, Transformer, plain_attention, rotary_table
-)
+from common.model import Head, Layer, Transformer, rotary_table
 
 # LoRA
 
@@ -135,30 +133,6 @@ class Heads(nn.Module):
 
 def with_heads(model):
     model.lm_head = Heads(model.config)
-    return model
-
-
-# What is wrong under context parallelism, without a message
-
-
-def with_shift(model):
-    """Each position also sees the embedding of the one before (RWKV's token shift)."""
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, inputs, x: x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0)))
-    return model
-
-
-class DirectAttention(Attention):
-    """Nothing can replace how it attends."""
-
-    def forward(self, *args):
-        self.attention = plain_attention
-        return super().forward(*args)
-
-
-def with_direct_attention(model):
-    layer = model.model.layers["1"]
-    layer.self_attn.__class__ = DirectAttention
     return model
 
 

@@ -52,39 +52,46 @@ class Row:
 
 
 CHUNKS = "ignored(); loss_in_chunks()"
-EXACT = [Row(command, world) for command, world in [
+# Without --all: at least one row of each script, on as few ranks as show it
+SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
-    ("ddp.py --grad-accum 2", 0),
-    ("ddp.py --deterministic", 1),
-    ("ddp.py", 2),
-    (f"ddp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
-    (f"ddp.py --grad-accum 3 {SELECTIVE}", 4),
-    ("zero.py --stage 1 --grad-accum 2", 2),
     ("zero.py --stage 1 --grad-accum 2", 3),
-    (f"zero.py --stage 1 {SELECTIVE}", 4),
-    ("zero.py --stage 2", 1),
-    ("zero.py --stage 2", 2),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
-    ("fsdp.py", 1),
-    ("fsdp.py", 2),
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
-    ("fsdp.py --grad-accum 2", 3),
     (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
     ("fsdp.py --replicate 3 --grad-accum 2", 3),
+    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
+    # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
+    ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
+    ("hybrid_3d.py --grad-accum 2", 2),
+    ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
+    ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
+    # One replica and plain steps between its meetings: the algorithm of all other scripts
+    (f"{ONE_REPLICA} --inner-steps 2", 2),
+]] + [Row(command, world, inject=CHUNKS) for command, world in [
+    ("ddp.py --grad-accum 2", 2),
+    (f"tp.py {AGAIN}", 2),
+    ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
+]]
+EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
+    ("ddp.py --grad-accum 2", 0),
+    ("ddp.py --deterministic", 2),
+    (f"ddp.py --grad-accum 3 {SELECTIVE}", 4),
+    (f"zero.py --stage 1 {SELECTIVE}", 4),
+    ("zero.py --stage 2", 1),
+    ("fsdp.py", 1),
+    ("fsdp.py", 2),
+    ("fsdp.py --grad-accum 2", 3),
     ("fsdp.py --replicate 2 --grad-accum 2", 4),
     ("tp.py --grad-accum 2", 1),
-    ("tp.py", 2),
     (f"tp.py {SELECTIVE}", 4),
     (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ring", 1),
-    (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ring {SELECTIVE}", 3),
     (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ulysses {SELECTIVE}", 4),
     (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
-    # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
-    ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     (f"pp.py --schedule 1f1b --grad-accum 2 --microbatches 6 {SELECTIVE}", 4),
     ("pp.py --schedule interleaved1f1b --microbatches 6", 3),
     ("pp.py --schedule loopedbfs --stages-per-rank 3 --grad-accum 2 --microbatches 3", 2),
@@ -93,35 +100,24 @@ EXACT = [Row(command, world) for command, world in [
     ("pp.py --schedule zbv --grad-accum 2 --microbatches 4", 3),
     ("pp.py --schedule dualpipev --grad-accum 2 --microbatches 6", 2),
     ("hybrid_3d.py --grad-accum 3", 1),
-    ("hybrid_3d.py --grad-accum 2", 2),
-    ("hybrid_3d.py --dp 2 --cp 2", 4),
     ("hybrid_3d.py --dp 2 --tp 2", 4),
-    ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
-    ("hybrid_3d.py --cp 2 --pp 2", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
-    ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
-    # One replica and plain steps between its meetings: the algorithm of all other scripts
-    (f"{ONE_REPLICA} --inner-steps 2", 2),
+    ("hybrid_3d.py --replicate 2 --dp 2 --cp 2 --tp 2 --pp 2", 16),
     (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
-    (f"single.py {AGAIN}", 0),
-    ("ddp.py --grad-accum 2", 2),
-    ("zero.py --stage 2", 3),
-    ("fsdp.py --grad-accum 2", 4),
-    (f"tp.py {AGAIN}", 2),
+    (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
     ("cp.py --attention allgather", 2),
-    ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
 ]]
 # float32: rounding error, which grows during training; bfloat16: a small part of the loss
-LOOSE = [Row(command, world, "float32") for command, world in [
+SAMPLE_LOOSE = [Row("fsdp.py", 2, "bfloat16"), Row("pp.py --schedule zbv", 2, "bfloat16")]
+LOOSE = SAMPLE_LOOSE + [Row(command, world, "float32") for command, world in [
     ("single.py", 0), ("fsdp.py --grad-accum 2", 4), ("pp.py --schedule zerobubble", 2),
     ("hybrid_3d.py --tp 2 --cp 2", 4),
 ]] + [Row(command, world, "bfloat16") for command, world in [
-    ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2),
+    ("single.py", 0), ("ddp.py", 2), ("zero.py", 2),
     (f"tp.py --no-sequence-parallel {AGAIN}", 2), (f"tp.py --grad-accum 2 {AGAIN}", 2),
     ("cp.py", 2), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 2),
-    ("pp.py --schedule zbv", 2), ("hybrid_3d.py --tp 2", 4),
     ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]]
 # torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
@@ -137,20 +133,4 @@ COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in com
     ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
-# Without --all: at least one row of each script, on as few ranks as show it
-SAMPLE = [row for row in ROWS if (row.command, row.world, row.dtype) in [
-    *[(command, world, "float64") for command, world in [
-        (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0), ("ddp.py --grad-accum 2", 2),
-        ("zero.py --stage 1 --grad-accum 2", 3),
-        (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
-        (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
-        ("fsdp.py --replicate 3 --grad-accum 2", 3), ("hybrid_3d.py --grad-accum 2", 2),
-        (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
-        ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
-        (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
-        ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-        ("pp.py --schedule zbv --microbatches 2", 2),
-        ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
-        (f"{ONE_REPLICA} --inner-steps 2", 2),
-    ]], ("fsdp.py", 2, "bfloat16"), ("pp.py --schedule zbv", 2, "bfloat16"),
-]] + [row for row in EXACT if row.script == "tp.py" and "chunks" in row.inject]
+SAMPLE = SAMPLE_EXACT + SAMPLE_LOOSE
