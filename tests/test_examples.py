@@ -276,22 +276,31 @@ def test_bytes(example, name, world, options):
 
 
 def test_another_base_is_refused(example, start, base, tmp_path):
-    """One row of one matrix is enough."""
+    """One row of one matrix is enough, in a resume or on one of two ranks."""
     transformers = pytest.importorskip("transformers")
     resumed = example("fsdp_lora", 1, "--grad-accum 2").out.parent
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1].mul_(1.01)
-    model.save_pretrained(tmp_path)
-    result = start("fsdp_lora", 1, f"--model {tmp_path}", resumed, expect_ok=False)
-    assert not result.ok and "the hash of the base is " in result.output
+    model.save_pretrained(tmp_path / "rank1" / "base")
+    shutil.copytree(base, tmp_path / "rank0" / "base")
+    for world, folder, options, code in (
+        (1, resumed, f"--model {tmp_path}/rank1/base", ""),
+        (2, tmp_path, "--model base", "os.chdir(f'rank{rank}')"),
+    ):
+        result = start("fsdp_lora", world, options, folder, inject=code, expect_ok=False)
+        assert not result.ok and "the hash of the base is " in result.output
 
 
 def test_peft_reads_the_adapters(start, base, tmp_path):
-    """It computes the same logits. A checkpoint has nothing else."""
+    """It computes the same logits. They are exported at the end of a run, not where it stops. A
+    checkpoint has nothing else."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path / "adapters"
-    result = start("fsdp_lora", 2, f"--export {folder} --lr 0.05", tmp_path)
+    options = f"--export {folder} --lr 0.05"
+    start("fsdp_lora", 2, options, tmp_path, inject="at(2, signal_self, 'SIGTERM')")
+    assert not folder.exists()
+    result = start("fsdp_lora", 2, options, tmp_path)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
     reference = transformers.LlamaForCausalLM.from_pretrained(base).double()

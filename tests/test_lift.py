@@ -2,6 +2,7 @@
 services; the functions below ``main`` can be taken alone."""
 
 import ast
+import difflib
 import functools
 import re
 
@@ -162,3 +163,33 @@ def test_a_copy_without_services_trains_to_the_same_weights(
 
 def test_the_functions_below_main_lift_into_another_trainer(run):
     assert run("tests/support/lifted.py", 2, pass_out=False).output.count("all is right") == 2
+
+
+# The shape of a script
+
+MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
+
+
+def loop_of(name):
+    """The lines of the loop down to the services, without comments that mark nothing."""
+    _, _, loop = SOURCES[name].partition("\n    for step, batch in ")
+    loop, _, _ = loop.partition("\n        report.log(")
+    return [re.sub(f"  (?!{MARK})#.*", "", line).strip() for line in loop.splitlines()]
+
+
+def test_the_loop_says_which_lines_are_the_strategy():
+    """Each run of lines that single.py's loop does not have has a mark, such as ``# TP:``."""
+    for name in SCRIPTS[1:]:
+        own = loop_of(name)
+        matcher = difflib.SequenceMatcher(None, loop_of("single"), own, autojunk=False)
+        assert len(own) > 10
+        for kind, _, _, first, last in matcher.get_opcodes():
+            run = "\n".join(own[first:last])
+            assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
+
+
+def test_a_missing_evaluation_comes_before_the_loop():
+    """In all scripts alike. That it is right: test_validation.py."""
+    for line in ("if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):",
+                 "report.log_validation(sampler.start - 1, "):
+        assert all(source.count(line) == 1 for source in SOURCES.values()), line

@@ -23,6 +23,7 @@ from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.options import option_parser, parse_options
 from common.services.report import Report
+from common.services.same_calls import compare_calls
 from common.services.settings import fingerprint
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
@@ -257,3 +258,24 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     assert type(found) is torch.Tensor and found.shape == (2, 8, 4)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
         model.embed(torch.zeros(2, 15, dtype=torch.int64))
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(2, 2) for _ in "ab")
+
+    def forward(self, part):
+        return self.parts[part](torch.ones(2))
+
+
+@on_ranks(2)
+def test_calls_are_compared_in_the_first_passes(mesh, rank):
+    model, other = Either(), Either()
+    compare_calls(model, mesh.get_group(), 2)
+    model(0)
+    with pytest.raises(SettingError, match="rank 1 calls parts.1 where rank 0 calls parts.0"):
+        model(rank)
+    compare_calls(other, mesh.get_group(), 1)
+    other(0)
+    other(rank)

@@ -272,6 +272,7 @@ def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
     (line,) = [line for line in result.lines if "changed since" in line]
     assert "momentum was [0.9, None], is [0, None]" in line
     assert "nesterov was [True, None], is [False, None]" in line
+    assert "the hash of single.py was " in line
 
 
 # Refused
