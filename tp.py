@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.options import option_parser, parse_options
@@ -329,7 +329,7 @@ def check(args, n):
             ("--intermediate-size", config.intermediate_size),
             ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
         )
-    ])
+    ] + [gloo_on_gpus(args)])
 
 
 if __name__ == "__main__":

@@ -248,6 +248,16 @@ def test_a_finished_run_is_done(folder, capsys):
     assert contents(folder) == before
 
 
+def test_gloo_on_gpus(monkeypatch):
+    """Where ranks send to one another or gather DTensors."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
+    for script, *options in (["tp"], ["cp"], ["pp"], ["hybrid_3d", "--cp", "2"]):
+        with pytest.raises(SettingError, match="--backend gloo on GPUs"):
+            importlib.import_module(script).main(
+                ["--backend", "gloo", "--dtype", "float32", *options])
+
+
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 

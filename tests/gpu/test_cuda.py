@@ -105,11 +105,10 @@ def test_follows_the_cpu(on_gpus, on_cpu, table, command):
 
 
 @pytest.mark.parametrize("options, command", [
-    # Two ranks share a GPU over gloo. The other scripts send from rank to rank, which gloo does on
-    # the CPU only.
+    # Two ranks share a GPU over gloo. The others are refused: see ``gloo_on_gpus``.
     *[("--backend gloo", command) for command in (
-        "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py",
-        "cp.py --attention ulysses", "cp.py --attention allgather", "hybrid_3d.py --tp 2")],
+        "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
+        "cp.py --attention ulysses", "cp.py --attention allgather")],
     *[("--compile --activation-checkpointing", command)
       for command in ("single.py", "ddp.py", "fsdp.py", "tp.py")],
     *[("--grad-accum 2 --workers 1 --profile", command) for command in EACH_SCRIPT],

@@ -1,4 +1,4 @@
-"""A trainer of somebody else, with other models and an ordinary mean loss. The functions below
+"""A trainer of somebody else, with models of its own and an ordinary mean loss. The functions below
 ``main`` of the scripts are lifted into it, one strategy after the other: on every rank the losses
 and gradient norms of a few steps are those of one process. docs/copying.md shows these loops."""
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -19,7 +20,6 @@ import fsdp
 import pp
 import tp
 import zero
-from common.experts import MixtureConfig, MixtureOfExperts
 from common.launch import launch
 
 CPU = torch.device("cpu")
@@ -40,13 +40,36 @@ def make_model():
     return nn.Sequential(nn.Embedding(64, 16), Block(), Block(), nn.Linear(16, 64))
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))  # dimension 0: the experts
+
+    def forward(self, rows, counts, sizes=None):
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        parts = rows.split(sizes or counts.tolist())
+        return torch.cat([part @ matrix for part, matrix in zip(parts, weight)])
+
+
+class Mixture(nn.Module):
+    """Each token goes to one of four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), Experts()
+        self.dispatch = lambda rows, counts, experts: experts(rows, counts)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        score, chosen = self.router(tokens).softmax(1).max(1)
+        expert, order = chosen.sort(stable=True)
+        rows = self.dispatch(tokens[order], expert.bincount(minlength=4), self.experts)
+        out = torch.empty_like(rows).index_copy(0, order, rows)
+        return x + (score[:, None] * out).view_as(x)
+
+
 def make_mixture():
-    """Each token goes to two of four experts."""
-    config = MixtureConfig(hidden_size=16, num_experts=4, expert_size=16)
-    model = nn.Sequential(nn.Embedding(64, 16), MixtureOfExperts(config), nn.Linear(16, 64))
-    for value in (*model.parameters(), *model.buffers()):
-        nn.init.normal_(value)
-    return model
+    return nn.Sequential(nn.Embedding(64, 16), Mixture(), nn.Linear(16, 64))
 
 
 class Attention(nn.Module):
