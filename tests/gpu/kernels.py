@@ -14,6 +14,7 @@ import torch
 
 from common.attention import attend, attend_backward, merge, wide
 from common.experts import grouped_product
+from common.model import plain_attention
 
 
 def distance(found, expected):
@@ -73,6 +74,14 @@ def attention(device, dtype, heads, kv_heads, T, head_size, causal):
         names = "out", "lse", "grad_q", "grad_kv"
         for name, result, of_reference in zip(names, results, expected, strict=True):
             yield f"{whose}: {name}", distance(result, of_reference)
+    # PyTorch's own, which is cuDNN's on newer GPUs: what all scripts but cp.py use
+    q.requires_grad_()
+    kv.requires_grad_()
+    out = plain_attention(q, *kv, is_causal=causal)
+    results = out, *torch.autograd.grad(out, (q, kv), grad_out)
+    for name, result, of_reference in zip(("out", "grad_q", "grad_kv"), results,
+                                          (expected[0], *expected[2:]), strict=True):
+        yield f"plain: {name}", distance(result, of_reference)
 
 
 def experts(device, counts, width, inner):
