@@ -23,7 +23,8 @@ T, B, STEPS, H, R = 24, 16, 8, 3, 2
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
          f"--num-key-value-heads 2 --seq-len {T} --batch-size {B} --dtype float64")
 OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01"
-WHOLE = f"{OPTIONS} --save-every 4"  # steps 4 and 8 are between two meetings
+# Steps 4 and 8 are between two meetings.
+WHOLE = f"{OPTIONS} --save-every 4 --grad-accum 2 --no-reshard-after-forward"
 COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
 
 
@@ -136,7 +137,7 @@ def test_the_common_weights_are_exported(whole, tmp_path):
 def test_others_refuse_it(whole, corpus, tmp_path):
     copy_of(whole, tmp_path / "again", 4)
     with pytest.raises(SettingError, match="--replicas is 2 in .*and None in this run"):
-        single.main(f"{WHOLE} --data {corpus} --out {tmp_path}/again".split())
+        single.main(f"{OPTIONS} --data {corpus} --out {tmp_path}/again".split())
 
 
 def holds_and_sends(result, n, met):
