@@ -1,25 +1,22 @@
-"""Starting and stopping: run.sh on one machine, and on several: by hand, by a loop over ssh, and as
-a Slurm job.
+"""Starting and stopping: run.sh on one machine, by hand on several, and as a Slurm job. A loop over
+ssh: test_ssh.py.
 
-The program ssh is pretended, and in the default sample Slurm's. With --all a real Slurm runs, with
-two nodes on this machine. It needs root and packages (see .ci/run); without these its test is
-skipped, and says so.
+In the default sample Slurm's programs are pretended. With --all a real one runs, with two nodes on
+this machine. It needs root and packages (see .ci/run); without these its test is skipped, and says
+so.
 """
 
 import datetime
-import fcntl
 import json
 import os
 import pathlib
 import platform
-import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
@@ -298,57 +295,6 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
 
 
 # Over ssh: the loop of docs/launching.md, typed into a shell
-
-
-SSH = f"""#!{sys.executable}
-import pty, sys
-_, _, host, command = sys.argv
-if host not in ("host0", "host1"):
-    sys.exit(255)
-pty.spawn(["bash", "-c", command])  # in a terminal of its own, which ends when this ssh is killed
-"""
-
-
-def take_terminal():
-    """Before a shell starts: Ctrl-C in the terminal at its stdin is for it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@thorough
-@pytest.mark.parametrize("hosts, status", [("0 1", 130), ("0 9", 255)])
-def test_the_loop_ends_the_runs_of_all_hosts(tmp_path, corpus, hosts, status):
-    """When Ctrl-C is typed, which lets them save; or when a host fails."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    page = (ROOT / "docs" / "launching.md").read_text()
-    loop = re.search(r"\*\*Over ssh\*\*(?s:.*?)\n\n((?:    .*\n)+)", page)[1]
-    for old, new in (
-        ("0 1", hosts), ("MASTER_ADDR=host0", "MASTER_ADDR=127.0.0.1"),
-        ("run.sh fsdp.py --steps 1000 --out /shared/run",
-         f"{ROOT}/run.sh ddp.py {ENDLESS} --data {corpus}"),
-    ):
-        assert old in loop
-        loop = loop.replace(old, new)
-    terminal, end = os.openpty()
-    with free_port() as port:
-        shell = subprocess.Popen(
-            ["bash", "--norc", "--noediting", "-i"], cwd=tmp_path, text=True, stdin=end,
-            env=ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}",
-                               "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=take_terminal,
-        )
-        os.close(end)
-        os.write(terminal, loop.encode())
-        if status == 130:
-            wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
-            os.write(terminal, b"\x03")
-        os.write(terminal, b"exit\n")
-        output = finish(shell)
-    assert shell.returncode == status and "Traceback" not in output, output
-    wait_until(lambda: not left_over(tmp_path))
-    assert status == 255 or has_saved(tmp_path)
 
 
 # As a Slurm job

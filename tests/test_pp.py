@@ -91,7 +91,8 @@ def test_before_torch_2_13_a_loss_in_chunks_is_refused(monkeypatch):
 def allowed(name, p, M, V):
     args = argparse.Namespace(
         schedule=name, microbatches=M, grad_accum=1, batch_size=M, seq_len=1, compile=False,
-        activation_checkpointing=False, config=ModelConfig(num_hidden_layers=99),
+        activation_checkpointing=False, config=ModelConfig(num_hidden_layers=99), device="cpu",
+        backend="auto",
     )
     try:
         pp.check(args, p, V)
