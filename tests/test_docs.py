@@ -1,5 +1,5 @@
 """What README.md and docs/ show exists: commands and options, files, links, messages, variables.
-Diffs, blocks of code and tables of figures are those of the sources."""
+Diffs and blocks of code are those of the sources."""
 
 import ast
 import functools
@@ -14,13 +14,10 @@ from unittest import mock
 
 import pytest
 
-import pp
 from common import torch_versions
-from docs import draw
-from tests import bugs
 from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import thorough
-from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, needed, without
+from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
@@ -156,12 +153,6 @@ def test_a_command_works_as_typed(line, clone):
     assert result.returncode == status and words in result.stdout, result.stdout[-3000:]
 
 
-def test_the_help_of_run_sh():
-    result = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, text=True, capture_output=True)
-    assert result.returncode == 0 and result.stdout.count("bash run.sh ") > 5
-    assert "#" not in result.stdout and "set -" not in result.stdout
-
-
 # Diffs and code
 
 
@@ -221,55 +212,6 @@ def test_the_functions_to_take_are_complete():
             taken |= defined.keys() - {"main", "check"}
         used = set.union(*(names_in(defined[name]) for name in taken & defined.keys() - {"main"}))
         assert used & known <= taken | vars(torch_versions).keys(), script
-
-
-# Tables
-
-
-def test_the_lines_of_the_scripts():
-    """And of what they import without services, to 5 %."""
-    said = re.search(r"(?s)A script has (\d+) to (\d+) lines, and imports ([\d,]+) .* `ep.py` "
-                     r"imports ([\d,]+), `hybrid_3d.py`\s([\d,]+)\.", README).groups()
-    least, most, *imported = (int(number.replace(",", "")) for number in said)
-    own = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert [least, most] == pytest.approx([min(own.values()), max(own.values())], rel=0.05)
-    for name, lines in zip(("fsdp", "ep", "hybrid_3d"), imported):
-        found = sum(len((ROOT / path).read_text().splitlines())
-                    for path in needed(f"{name}.py") if "/services/" not in path)
-        assert lines == pytest.approx(found - own[name], rel=0.05), name
-
-
-def test_the_bugs_of_the_readme():
-    """The table has figures and words of docs/bugs.md."""
-    rows = re.findall(r"(?m)^\| \[.*?\]\((\S+github\S+)\) \| .* \| (\S+) \| `(.*)` \|$", README)
-    known = {address: bug for bug in bugs.read() for _, address in bugs.found_in(bug)}
-    assert len(rows) == 5 and len({known[address].name for address, *_ in rows}) == 5
-    for address, change, says in rows:
-        bug = known[address]
-        assert change == bugs.change(bug) and says in bug.says + bugs.short(bug.says)
-
-
-def test_the_table_of_the_8b_model():
-    """README.md has the figures of docs/data/8b.json."""
-    rows = draw.read("8b")
-    table = re.findall(
-        r"`([\w.]+)`\]\(\S+\)(?: `(.*?)`)? \|[^|]*\| (\S+) \| (\S+) \| (\S+) ", README
-    )
-    assert [script for script, *_ in table] == list(DOCSTRINGS)
-    for script, options, *shown in table:
-        row = rows[{"zero.py": "zero.py --stage 2"}.get(script, f"{script} {options}".strip())]
-        held = sum(row["held"][kind] for kind in draw.KINDS)
-        figures = held, row["peak"]["in all"], row["sent"]
-        assert shown == [draw.gb(size) for size in figures], script
-
-
-@pytest.mark.parametrize("name", pp.SCHEDULES)
-def test_the_waiting_of_a_schedule(name):
-    """In the table and in its picture, as the formula of pp.py says."""
-    waiting = f"{draw.waiting(draw.read('schedules')[name]):.1%}"
-    v = 1 if name in pp.ONE_STAGE else 2
-    assert pp.bubble(name, 4, v, 8)[1].endswith(f"= {waiting}")
-    assert re.search(rf"\| `{name}` \| .* \| {waiting} \|", PAGES["docs/strategies.md"])
 
 
 @pytest.mark.parametrize("page, heading, least", [
