@@ -2,14 +2,12 @@
 
     python tests/gpu/pretend_cuda/run.py guard.so < rows.json
 
-``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank, device]; for each row a
-line of JSON comes back, with what the dry run counted and, of the steps:
+``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank]; for each row a line
+of JSON comes back, with what happened in the steps:
 
 - ``attention``: the attention kernels that were called;
 - ``copies``: where a tensor was copied between the GPU and the CPU, which waits for the GPU;
 - ``on_cpu``: where a tensor on the CPU of more than one element was used;
-- ``products``: kernels of grouped products, and ``waits``: how often the counts of experts' tokens
-  were read, which waits for the GPU;
 - or ``error``: why the run ended. A dry run ends where the value of a tensor is read (``.item()``).
 """
 
@@ -112,8 +110,7 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.in_step = False
-        self.seen = {"attention": set(), "copies": set(), "on_cpu": set(), "products": set()}
-        self.waits = 0
+        self.seen = {"attention": set(), "copies": set(), "on_cpu": set()}
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -122,14 +119,6 @@ class Watch(TorchDispatchMode):
             name = function._overloadpacket.__name__
             if "attention" in name:
                 self.seen["attention"].add(name)
-                aligned = all(
-                    stride * x.element_size() % 16 == 0
-                    for x in tensors if x.is_cuda and x.ndim == 4 and x.shape[-1] > 1
-                    for stride in x.stride()[:-1]
-                )
-                assert aligned, "query is not correctly aligned (strideM)"  # as A100s say it
-            if "grouped" in name:
-                self.seen["products"].add(name)
             if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):
                 self.seen["copies"].add(f"{name} {where()}")
             if any(x.device.type == "cpu" and x.numel() > 1 for x in tensors):
@@ -145,10 +134,10 @@ def where():
             return f"{path.name}: {frame.line}"
 
 
-def count(command, world_size, rank, device):
-    """Count a dry run on ``device``, and watch it."""
+def watch_steps(command, world_size, rank):
+    """Watch a dry run on the GPU."""
     watch, world = Watch(), pretend.world
-    load_steps, equal_counts = stand_ins.load_steps, stand_ins.equal_counts
+    load_steps = stand_ins.load_steps
 
     @contextlib.contextmanager
     def world_and_watch(*args):
@@ -159,10 +148,6 @@ def count(command, world_size, rank, device):
         for step in load_steps(*args):
             watch.in_step = True
             yield step
-
-    def share_and_note(*args):
-        watch.waits += 1
-        return equal_counts(*args)
 
     # What the real ones do in a step that is neither logged nor saved.
     def after_step(self, *args):
@@ -176,12 +161,10 @@ def count(command, world_size, rank, device):
         report.Report.log(self, *args, **more)
 
     pretend.world, stand_ins.load_steps = world_and_watch, load_and_watch
-    stand_ins.equal_counts = share_and_note
     stand_ins.Checkpoints.after_step, stand_ins.Report.log = after_step, log
     script, *options = command.split()
-    counted = dry_run.count(script, options, world_size, rank, 8, torch.device(device))
-    seen = {name: sorted(seen) for name, seen in watch.seen.items()}
-    return counted | seen | {"waits": watch.waits}
+    dry_run.count(script, options, world_size, rank, 8, GPU)
+    return {name: sorted(seen) for name, seen in watch.seen.items()}
 
 
 def main():
@@ -190,7 +173,7 @@ def main():
         reader, writer = os.pipe()
         if not os.fork():  # each row in a process of its own, but torch is imported once
             try:
-                result = count(*row)
+                result = watch_steps(*row)
             except BaseException as error:
                 result = {"error": f"{type(error).__name__}: {error}"}
             os.write(writer, json.dumps(result).encode())
