@@ -3,19 +3,13 @@
 import dataclasses
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import types
 
 import pytest
 
 from common.errors import SettingError
 from common.model import PRESETS
-from tests.support.processes import ROOT
 from tests.support.sample import thorough
-from tests.test_launch import left_over, wait_until
 from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -45,7 +39,6 @@ def step(*phases):
 @pytest.mark.parametrize("command, world, stages, layers", [
     ("fsdp.py --replicate 2 --grad-accum 2", 4, 1, 16),
     ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 4, 2, 40),
-    ("ddp.py --grad-accum 2", 2, 1, 16),  # counted whole: its gradients fill one bucket, or two
 ])
 def test_a_line_is_exact(monkeypatch, tmp_path, command, world, stages, layers):
     """Through what is counted at three depths: it gives what the whole depth gives, to the byte."""
@@ -59,7 +52,7 @@ def test_a_line_is_exact(monkeypatch, tmp_path, command, world, stages, layers):
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
 
 
-TP, PP, DDP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2), plan.Strategy("ddp.py", 8)
+TP, PP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2)
 
 
 def even(depth, rank):
@@ -81,10 +74,8 @@ def in_stages(depth, rank):
     # The whole of a shallow model, or where the line is not exact: see ``peaks_stay``
     (TP, 14, even, 999, [(14, 0)], 140),
     (TP, 32, overtaken, 999, [(3, 0), (4, 0), (32, 0)], 320),
-    (DDP, 32, even, 999, [(32, 0)], 320),  # its buckets do not end with a layer
-    # Of 8 ranks the first of each stage; none after one that does not fit
+    # Of 8 ranks the first of each stage
     (PP, 40, in_stages, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 4500),
-    (PP, 40, in_stages, 999, [(8, 0), (10, 0)], 1040),
 ])
 def test_what_is_counted(monkeypatch, strategy, layers, sizes, memory, counted, peak):
     found = []
@@ -101,7 +92,7 @@ def test_what_is_counted(monkeypatch, strategy, layers, sizes, memory, counted, 
 
 
 @pytest.mark.parametrize("sizes, expected", [
-    ((4, 4, 4, 2), [0, 3]), ((4, 4, 5, 2), [0, 2, 3]), ((3, 4, 5, 6), [0, 1, 2, 3]),
+    ((4, 4, 4, 2), [0, 3]), ((4, 4, 5, 2), [0, 2, 3]),
 ])
 def test_the_stages_of_which_one_holds_most(monkeypatch, sizes, expected):
     monkeypatch.setattr(plan, "split_layers", lambda *_: [range(size) for size in sizes])
@@ -113,13 +104,9 @@ def test_the_stages_of_which_one_holds_most(monkeypatch, sizes, expected):
 @pytest.mark.parametrize("phases, exact, peak", [  # at 2, 3 and 4 layers; the peak of 12 layers
     ([[(16, 0, 6)], [(19, 0, 9)], [(22, 0, 12)]], True, 46),
     ([[(16, 0, 6)], [(19, 0, 9)], [(22 + 2**-10, 0, 12)]], False, 46),
-    # What grows faster than the peak will overtake it: after the backward pass, or before it.
-    ([[(27, 0, 6)], [(29, 0, 8)], [(31, 0, 10)]], True, 47),
+    # What grows faster than the peak will overtake it.
     ([[(27, 0, 6)], [(29, 0, 9)], [(31, 0, 12)]], False, 47),
-    ([[(27, 6, 0)], [(29, 9, 0)], [(31, 12, 0)]], False, 47),
-    # Or the peak of another phase, unless it stays below
-    ([[(100, 0, 0), (60, 0, 0)], [(110, 0, 0), (60, 0, 15)], [(120, 0, 0), (60, 0, 30)]], True,
-     200),
+    # Or the peak of another phase
     ([[(100, 0, 0), (60, 0, 0)], [(110, 0, 0), (60, 0, 16)], [(120, 0, 0), (60, 0, 32)]], False,
      200),
     # A shallow model has its peak in one phase, a deep one in another.
@@ -140,11 +127,9 @@ def test_where_there_is_a_line(phases, exact, peak):
 @pytest.mark.parametrize("memory, link, rows, expected", [
     (74, None, [""], [(1, False)]),
     (42, None, [" --grad-accum 2"], [(1, False), (2, False)]),
-    (25, None, [" --grad-accum 8"], [(1, False), (8, False)]),
     (25, 1, [" --grad-accum 8", f" --grad-accum 2 {AGAIN}"],
      [(1, False), (8, False), (1, True), (2, True)]),
     (13, None, [f" --grad-accum 8 {AGAIN}"], [(1, False), (1, True), (8, True)]),
-    (11, None, [f" {AGAIN}"], [(1, False), (1, True)]),  # nothing fits
     (9, None, [""], [(1, False)]),  # parameters, gradients and states alone are too much
 ])
 def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, link, rows, expected):
@@ -167,8 +152,6 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, li
 
 
 @pytest.mark.parametrize("rates, expected", [
-    ({}, ["sends least", "to others", "sends more", "computes more", "bubble"]),
-    ({"link": 1}, ["computes more", "bubble", "sends least", "sends more", "to others"]),
     ({"link": 10, "network": 0.1},
      ["computes more", "bubble", "sends least", "to others", "sends more"]),
     ({"tflops": 20, "link": 1},
@@ -217,17 +200,6 @@ def test_strategies_and_why_not():
     found, _ = commands(8, 8, 8, 128, 4, experts=12)
     assert found[:4] == ["ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4",
                          "hybrid_3d.py --pp 2 --ep 4"]
-    assert "hybrid_3d.py --tp 8 --ep 4" in found
-    assert not any("--pp 4" in command for command in found)  # a stage of one layer
-    found, _ = commands(32, 8, 32, 128, 16, experts=64)
-    assert "hybrid_3d.py --tp 2 --pp 2 --ep 8" in found
-    assert "hybrid_3d.py --pp 8 --ep 4" in found
-
-
-def test_stages_of_a_pipeline():
-    found, _ = plan.strategies(4, 8, 16, 128, 32)
-    stages = {each.command: each.stages for each in found if each.command.startswith("pp.py")}
-    assert list(stages.values()) == [4, 8, 8]
 
 
 # The whole tool
@@ -247,12 +219,6 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
     (path,) = tmp_path.glob("*/*")
     path.write_text('{"se')
     assert [cached(tmp_path), cached(tmp_path), cached(path)] == [2, 2, 3]
-
-
-def write_config(folder, **more):
-    """The config.json of a model like the preset tiny."""
-    config = vars(PRESETS["tiny"]) | {"tie_word_embeddings": False, **more}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_a_plan(monkeypatch, capsys, tmp_path):
@@ -287,41 +253,17 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         rows("--device-memory 0.0111")
     with pytest.raises(SettingError, match="nothing can run on 3 devices: .*ddp.py: 3 ranks"):
         rows("--device-memory 1 --devices 3")
-    write_config(tmp_path, model_type="mixtral", num_local_experts=4)
+    more = {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(vars(PRESETS["tiny"]) | more))
     mixtral = f"--model {tmp_path} --only ep.py --device-memory"
     assert [row["command"] for row in rows(f"{mixtral} 1")] == ["ep.py --ep 1", "ep.py --ep 2"]
-    with pytest.raises(SystemExit, match="--devices 32 --batch-size 32 fits ep.py --ep 1"):
-        rows(f"{mixtral} 0.0111")
-
-
-def test_a_config_of_hugging_face(tmp_path):
-    """Its options choose the same model as a preset."""
-    write_config(tmp_path, model_type="llama")
-    words, found = plan.model_options(str(tmp_path))
-    assert found == PRESETS["tiny"] == plan.model_options("tiny")[1]
-    assert "--vocab-size 256 --hidden-size 128" in " ".join(words)
 
 
 @pytest.mark.parametrize("words, message", [
     ("--model none --devices 2 --seq-len 128", "--model none: no such preset or file"),
-    ("--model tiny --devices 2", "required: --seq-len"),
-    (f"{TINY} --devices 2 --network 1", "--network .* give --link"),
     (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, zero.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
 ])
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
         plan.main(f"{words} --device-memory 1".split())
-
-
-@thorough
-def test_a_signal_leaves_no_process(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.plan", *"--model llama3-8b --devices 8 --seq-len 8192 "
-         "--device-memory 76".split()], cwd=tmp_path, stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
-    )
-    wait_until(lambda: len(left_over(tmp_path)) > 4)  # itself, two helpers of Python, two workers
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    wait_until(lambda: not left_over(tmp_path))

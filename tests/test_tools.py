@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import tracemalloc
 import types
 
 import numpy as np
@@ -138,15 +137,6 @@ def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
     assert all(len(document) <= 2**9 for document in train)
 
 
-def test_memory_does_not_grow(bpe, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["the lazy dog " * 20] * 1500)
-    tracemalloc.start()
-    prepare.main([str(path), "--tokenizer", str(bpe), "--out", f"{tmp_path}/out", "--eod", "</s>"])
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 0.7 * path.stat().st_size
-
-
 def the_line(main, words):
     """The one line with which a tool ends, from a SettingError."""
     with pytest.raises(SystemExit) as end:
@@ -157,18 +147,12 @@ def the_line(main, words):
 
 BAD_LINES = {  # in a .jsonl file
     b"{": "JSONDecodeError", b"[1]": "TypeError", b'{"body": "x"}': "KeyError('text')",
-    b'{"text": 3}': "AttributeError", b'{"text": "\\ud800"}': "surrogates not allowed",
-    b"[" * 10**5: "RecursionError", b'{"text": "\xff"}': "invalid start byte",
+    b'{"text": "\xff"}': "invalid start byte",
 }
 
 
-def interrupted(_):
-    raise KeyboardInterrupt
-
-
 def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
-    """Each ends with one line that names the value; and so does Ctrl-C."""
-    assert the_line(interrupted, []) == "test_tools.py: error: stopped"
+    """Each ends with one line that names the value."""
     good, bad, fifo = tmp_path / "a.txt", tmp_path / "bad.jsonl", tmp_path / "fifo"
     good.write_text("one fox\n" * 99)
     os.mkfifo(fifo)
@@ -182,11 +166,9 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
         found = line(bad)
         assert f"{bad}, near document " in found and words in found
     assert f"{fifo} is no regular file" in line(fifo)
-    assert f"{fifo} is no regular file" in line(good, tokenizer=fifo)
     for share in ("nan", "-1", "1"):  # one of the files would be empty
         assert f"--val {float(share)}: " in line(good, "--val", share)
     assert "--eod <eos>: the tokenizer has no such" in line(good, eod="<eos>")
-    assert str(good) in line(good, tokenizer=good)  # which is no JSON
     assert f"--out {good} is no folder" in line(good, out=good)
     assert "an argument is empty" in line("")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -212,7 +194,6 @@ def test_a_benchmark_of_a_command_that_fails(monkeypatch):
         returncode=1, stdout=output))
     found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
     assert "tutorial.py ddp failed: ddp.py: error: unrecognized arguments: --bogus" in found
-    assert "--only nope.py: " in the_line(bench.main, "--nproc 1 --only nope.py".split())
 
 
 @thorough
@@ -230,14 +211,11 @@ def test_the_benchmark_runs(tmp_path):
 
 
 @thorough
-@pytest.mark.parametrize("strategy, world, batch, more", [
-    ("ddp", 2, 8, ""), ("fsdp", 2, 8, ""), ("tp", 2, 4, ""),
-    ("ddp", 2, 8, "--num-experts 4 --expert-size 64"),
-])
-def test_the_loops_of_the_benchmark_train_the_same(server, tmp_path, strategy, world, batch, more):
+@pytest.mark.parametrize("strategy, world, batch", [("ddp", 2, 8), ("fsdp", 2, 8), ("tp", 2, 4)])
+def test_the_loops_of_the_benchmark_train_the_same(server, tmp_path, strategy, world, batch):
     """With data parallelism all ranks have the same tokens: as one process with fewer of them."""
     def losses(strategy, world, batch):
-        options = f"--steps 4 --batch-size {batch} --seq-len 16 {more}"
+        options = f"--steps 4 --batch-size {batch} --seq-len 16"
         result = server.run(f"tools/support/tutorial.py {strategy}", world, options,
                             folder=tmp_path, pass_out=False)
         return [json.loads(line.removeprefix("losses ")) for line in result.lines
