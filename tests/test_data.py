@@ -105,14 +105,6 @@ def test_large_data_costs_what_small_data_costs(monkeypatch):
     assert max(batch) > 10**11
 
 
-def test_opening_a_large_file_reads_nothing(tmp_path):
-    with open(tmp_path / "sparse.bin", "wb") as file:
-        file.truncate(2 * 10**12)
-    dataset = TokenDataset(tmp_path / "sparse.bin", 1024)
-    assert len(dataset) == (10**12 - 1) // 1024
-    assert dataset[len(dataset) - 1][0].shape == (1024,)
-
-
 def test_samples_are_windows_with_shifted_targets(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")
@@ -193,13 +185,6 @@ def test_a_file_that_changes_is_not_read_on(tmp_path):
     path.unlink()
     with pytest.raises(SettingError, match="text cannot be read .No such file"):
         dataset[3]
-
-
-def test_the_default_is_real_text():
-    dataset = TokenDataset("stdlib", 128)
-    assert dataset.tokens > 5_000_000
-    text = bytes(t for i in range(1000) for t in dataset[i][0].tolist())
-    assert text.count(b"import ") > 10 and text.count(b"def ") > 10
 
 
 Point = collections.namedtuple("Point", "x y")

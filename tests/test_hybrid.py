@@ -10,6 +10,7 @@ import hybrid_3d
 from common.errors import SettingError
 from tests.support.edits import edited
 from tests.support.processes import ROOT
+from tests.support.sample import thorough
 from tests.support.table import OPTIONS, Row
 from tests.test_same_run import assert_near, furthest, read
 
@@ -32,6 +33,7 @@ def test_the_grid_comes_from_the_environment(monkeypatch):
         hybrid_3d.main(["--cp", "5"])
 
 
+@thorough
 def test_without_the_lines_that_the_docs_delete(once, shared):
     """Those of context parallelism: what is left trains and saves what single.py does."""
     page = (ROOT / "docs" / "strategies.md").read_text()

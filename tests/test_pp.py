@@ -79,15 +79,6 @@ def build(name, p, M, V):
     return pp.SCHEDULES[name](stages[0] if name in pp.ONE_STAGE else stages, M, loss_fn=len)
 
 
-def test_before_torch_2_13_a_loss_in_chunks_is_refused(monkeypatch):
-    """Where its backward pass would have two parts. No other schedule is refused."""
-    monkeypatch.setattr(pp, "keeps_last_function", False)
-    monkeypatch.setattr(pp, "MAX_LOGITS", 255)  # a micro-batch has 256
-    refused = {name for name in pp.SCHEDULES if not allowed(name, 2, 4, 1 + (
-        name not in pp.ONE_STAGE))}
-    assert refused == set(pp.SPLIT_BACKWARD)
-
-
 def allowed(name, p, M, V):
     args = argparse.Namespace(
         schedule=name, microbatches=M, grad_accum=1, batch_size=M, seq_len=1, compile=False,
@@ -116,10 +107,8 @@ def test_refuses_exactly_what_the_engine_does():
 
 
 @pytest.mark.parametrize("name, n, v, M, share", [
-    ("gpipe", 4, 1, 8, "(n-1)/(vM+n-1) = 27.3%"), ("1f1b", 4, 1, 4, "(n-1)/(vM+n-1) = 42.9%"),
     ("interleaved1f1b", 4, 2, 8, "(n-1)/(vM+n-1) = 15.8%"),
     ("zerobubble", 4, 2, 3, "at least (n-1)/(3vM+n-1) = 14.3%"),
-    ("zbv", 4, 2, 6, "at least (n-1)/(3vM+n-1) = 7.7%"), ("zbv", 1, 2, 1, "(n-1)/(3vM+n-1) = 0.0%"),
 ])
 def test_the_bubble(name, n, v, M, share):
     """As Megatron's papers have it (arXiv:2104.04473), with a third of it if the schedule splits

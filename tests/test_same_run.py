@@ -14,7 +14,7 @@ from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled
 from tests.support.table import (
-    AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, SELECTIVE, Row
+    AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
 )
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
@@ -181,23 +181,10 @@ def collectives(row, run):
 
 
 def compiled(row, run):
-    """Compiled layers are called in every step, also in the third, which is counted: the counter
-    once turned compilation off for good, and its hooks had layers compiled anew, with other
-    collectives."""
-    found = run(row)
-    eager = Row(row.command.replace(" --compile", ""), row.world)
-    if eager in EXACT:
-        assert found.summary["peak"]["parameters"] == run(eager).summary["peak"]["parameters"]
-    (line,) = [line for line in found.lines if line.startswith("calls ")]  # of count_compiled
-    (first, *rest), graphs = json.loads(line.removeprefix("calls "))
+    """Compiled layers are called in every step, also in the third, which is counted."""
+    (line,) = [line for line in run(row).lines if line.startswith("calls ")]  # of count_compiled
+    first, *rest = json.loads(line.removeprefix("calls "))
     assert len(rest) == 3 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
-    # One for training and one without gradients, of a layer and of the loss; where a ring breaks a
-    # layer's graph, for each part
-    assert graphs <= (10 if row.command.startswith("cp.py") else 4)
-    # Each layer once in each micro-batch, or with full checkpointing twice, and the loss
-    again = AGAIN in row.command and SELECTIVE not in row.command
-    if row.script not in ("cp.py", "pp.py"):
-        assert rest[0] == row.option("--grad-accum") * (LAYERS * (1 + again) + 1)
 
 
 def claims_of(row):

@@ -1,16 +1,13 @@
 """What a user sees: the terminal, the run folder, and how a run ends."""
 
-import argparse
 import json
 import re
 
 import pytest
 import torch
-from torch import nn
 
 from common.model import ModelConfig
 from common.options import default_dtype
-from common.services import report
 from common.services.checkpoint_files import list_checkpoints, step_of
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
@@ -65,26 +62,6 @@ def test_metrics_lines_and_the_share_of_the_peak(result):
     assert [step_of(path) for path in list_checkpoints(result.out)] == [5, 7]
 
 
-def test_what_speed_counts():
-    for options, given, expected in (
-        ({"seq_len": 32}, {}, ("tokens", 256)), ({}, {}, ("samples", 8)),  # no options of text
-        ({}, {"unit": "images", "units": 5}, ("images", 5)),
-    ):
-        args = argparse.Namespace(batch_size=8, compute_dtype=torch.float32, **options)
-        found = report.Report(args, nn.Linear(2, 1), [], [], torch.device("cpu"), **given)
-        assert (found.unit, found.units) == expected
-
-
-def test_the_peak_of_a_gpu(monkeypatch):
-    for name, peak in (
-        ("H100 80GB HBM3", 989), ("H100 PCIe", 756), ("A100-SXM4-80GB", 312),
-        ("GeForce RTX 4090", 165), ("L4", 121), ("L40", 0), ("GB200", 0),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA {name}")
-        assert report._peak_tflops(torch.device("cuda")) == peak
-    assert report._peak_tflops(torch.device("cpu")) == 0
-
-
 def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
     options = f"{SMALL} --steps 3 --data {corpus}"
     uncounted = run("single.py", 0, f"{options} --no-count", out="uncounted")
@@ -125,10 +102,3 @@ def test_help_comes_once_and_waits_for_no_rank(run):
     for words in ("all-reduce of the gradients", "--num-key-value-heads N",
                   "optimizer steps in the whole run", "run folder:"):
         assert words in result.output
-
-
-def test_the_interpreter_is_not_finalised(run, corpus):
-    """gloo could abort or hang meanwhile: see ``launch``. Handlers run all the same."""
-    result = run("single.py", 0, f"{SMALL} --steps 2 --data {corpus}", inject="tell_the_end()")
-    assert result.output.count("the handler has run") == 1
-    assert "the interpreter is finalised" not in result.output

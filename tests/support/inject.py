@@ -22,7 +22,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 import common.data
 import common.experts
@@ -272,8 +271,7 @@ def slow(late, seconds):
 # What a run did
 
 def count_compiled(backend):
-    """At the end, print how many calls of compiled code each training step had, and how many graphs
-    were compiled: of layers in training, and the same without gradients in evaluations."""
+    """At the end, print how many calls of compiled code each training step had."""
     calls, steps = [0], []
     compile_graph = torch._dynamo.lookup_backend(backend)
 
@@ -295,18 +293,8 @@ def count_compiled(backend):
     before(Report, "log", note)
     after(Report, "log_validation", lambda *_: calls.__setitem__(0, 0))
     after(Report, "close", lambda *_: rank or print(
-        "calls", json.dumps([steps, counters["stats"]["unique_graphs"]]), flush=True
+        "calls", json.dumps(steps), flush=True
     ))
-
-
-def tell_the_end():
-    """Say when the handlers of atexit run, and when the interpreter is finalised."""
-    class Last:
-        def __del__(self):
-            os.write(1, b"the interpreter is finalised")
-
-    sys.last = Last()
-    atexit.register(print, "the handler has run")
 
 
 def write_counts():

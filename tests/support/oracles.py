@@ -36,13 +36,13 @@ def settings(options):
     return parse_options(parser, options.split())
 
 
-def expected(command, n, options="", stage=0):
+def expected(command, n, options=""):
     """The bytes of ``parameters``, ``gradients``, ``optimizer_states`` and ``sent`` in a step, for
-    one of ``n`` ranks that run a command with further ``options``; in a pipeline, one of ``stage``.
-    """
+    one of ``n`` ranks that run a command with further ``options``; in a pipeline, of its first
+    stage."""
     script, _, own = command.partition(" ")
     args = settings(f"{own} {options}")
-    size, sent = ep(args, n) if script == "ep.py" else hybrid_3d(args, n, stage)
+    size, sent = ep(args, n) if script == "ep.py" else hybrid_3d(args, n)
     return {kind: size for kind, (_, size) in held("", size).items()} | {"sent": sent}
 
 
@@ -64,17 +64,17 @@ def ep(args, n):
     return bytes_of(model) / n, sent
 
 
-def hybrid_3d(args, n, stage):
+def hybrid_3d(args, n):
     """The bytes of the parameters, and the bytes that are sent."""
     cp, tp, pp, R, config = args.cp, args.tp, args.pp, args.replicate, args.config
     dp, a, M = args.dp or n // (cp * tp * pp), args.grad_accum, args.microbatches or pp
     model = whole_model(args)
     stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
-    layers = list(keep_stage(model, stages, stage).model.layers.values())
+    layers = list(keep_stage(model, stages, 0).model.layers.values())
     E, ep, ranks = config.num_experts, args.ep or 1, dp * cp * tp  # of a stage
     size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
     again, half = bool(args.activation_checkpointing), matrix_size / size
-    first, last = stage == 0, stage == pp - 1
+    last = pp == 1  # this stage, the first one, is also the last
     # TP splits no experts, of W bytes, and replicates norms and routers, of N bytes
     W = bytes_of(*(layer.mlp.experts for layer in layers if E))
     N = sum(p.nbytes for name, p in model.named_parameters() if p.ndim == 1 or "router" in name)
@@ -95,7 +95,7 @@ def hybrid_3d(args, n, stage):
     t, x = tokens * size, tokens * config.hidden_size * matrix_size
     in_layer = 8 + (3 if args.sequence_parallel else 2) * again
     terms = len(layers) * (4 + 2 * again if E else in_layer) * x
-    terms += 2 * x * (first + last)
+    terms += 2 * x * (1 + last)
     in_chunks = tokens // a // M * config.vocab_size > MAX_LOGITS
     terms += (12 if in_chunks else 6) * t * last
     terms += 2 * N * (a * M * half if pp == 1 else a) * args.sequence_parallel
@@ -104,7 +104,7 @@ def hybrid_3d(args, n, stage):
     # CP: keys and values, gathered in each pass, and their gradients. PP: hidden states
     kv = 2 * tokens * (config.num_key_value_heads // tp) * config.head_dim
     sent += len(layers) * kv * ((2 + again) * matrix_size + size) * (cp - 1)
-    sent += ((not first) + (not last)) * x / (tp if args.sequence_parallel else 1)
+    sent += (not last) * x / (tp if args.sequence_parallel else 1)
 
     # EP: tokens and their numbers; balance, over all ranks of the stage
     rows = (6 if again else 4) * (config.experts_per_token or 0) * x / tp
