@@ -6,7 +6,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
 import warnings
 
 import pytest
@@ -72,12 +71,6 @@ def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options
     assert resume(out, **options) == options.get("step", 0)
 
 
-def test_sha256sum_reads_the_hashes(saved):
-    result = subprocess.run(["sha256sum", "-c", SUMS], text=True, cwd=saved / "step-00000006",
-                            capture_output=True)
-    assert result.returncode == 0 and result.stdout.count(": OK") == 4
-
-
 # What a stranger could write
 
 
@@ -130,13 +123,11 @@ DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the
     ("__1_0.distcp", flip_a_bit, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
-    (SUMS, pathlib.Path.unlink, f"{SUMS} cannot be read"),
     (DATA, grow, "bytes, and at most"), ("", take_files_of_step_2, "was saved after step 2"),
     # What a stranger could write, with hashes that fit
     ("", write(".metadata", pickle.dumps(Run(os.system, "touch ran"))), "posix.system"),
     ("", write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))), "'torch.Size'"),
     ("", save_an_object, "BytesStorageMetadata"),
-    ("", write("run.json", b"[" * 9999), "RecursionError"), ("", write("run.json", b"{}"), ""),
 ]
 
 

@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import pathlib
-import platform
 import shlex
 import shutil
 import signal
@@ -141,22 +140,6 @@ def write_program(path, text):
     path.chmod(0o755)
 
 
-def test_a_python_that_is_named_has_its_own_environment(tmp_path):
-    version = platform.python_version()
-    for name in ("run.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in (".venv", f".venv-python-{version}"):
-        write_program(tmp_path / name / "bin/python", '[ "$2" = - ] && echo yes || echo "$0"')
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    bare = tmp_path / "bare" / "bin"
-    for words, name in (
-        ([f"PYTHON={bare}/python3"], f".venv-python-{version}"),
-        (["-u", "PYTHON", f"PATH={bare}:{os.environ['PATH']}"], ".venv"),
-    ):
-        output = finish(start(["env", *words, "bash", tmp_path / "run.sh", "plan"], tmp_path))
-        assert output.split() == [f"{tmp_path}/{name}/bin/python"]
-
-
 def test_a_restart_does_not_read_what_dead_processes_have_stored(monkeypatch):
     """torchrun's store outlives its processes."""
     shared = dist.HashStore()
@@ -219,20 +202,6 @@ def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, endless, launc
 
 
 @thorough
-def test_a_second_signal_ends_run_sh_at_once(tmp_path, endless):
-    """Also if a rank has stopped, so that the others cannot save."""
-    process = endless(*RUN)
-    os.kill(children(process.pid)[-1], signal.SIGSTOP)
-    for _ in range(2):
-        assert process.poll() is None
-        os.kill(process.pid, signal.SIGTERM)
-        time.sleep(1.5)
-    finish(process)
-    assert process.returncode == 128 + signal.SIGTERM
-    wait_until(lambda: not left_over(tmp_path))
-
-
-@thorough
 def test_a_killed_process_is_named(tmp_path, endless):
     """And what that did to the other one."""
     process = endless(*RUN, restarts=0)
@@ -292,9 +261,6 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     assert furthest(Result([0], "", out).curve(), once("ddp.py", 2, OPTIONS).curve()) < 1e-10
     # The machines keep their order.
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
-
-
-# Over ssh: the loop of docs/launching.md, typed into a shell
 
 
 # As a Slurm job

@@ -142,7 +142,7 @@ def whole(server, corpus, tmp_path_factory):
 
 ROWS = [  # a script, the services that it is without, options of the others
     ("fsdp", CHECKPOINTS, "--log-every 1"), ("fsdp", REPORT, "--save-every 2"),
-    ("fsdp", CALLS, IN_USE), ("fsdp", VALIDATION, IN_USE), *[(name, ALL, "") for name in SCRIPTS],
+    ("fsdp", VALIDATION, IN_USE), *[(name, ALL, "") for name in SCRIPTS],
 ]
 
 
@@ -186,10 +186,3 @@ def test_the_loop_says_which_lines_are_the_strategy():
         for kind, _, _, first, last in matcher.get_opcodes():
             run = "\n".join(own[first:last])
             assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
-
-
-def test_a_missing_evaluation_comes_before_the_loop():
-    """In all scripts alike. That it is right: test_validation.py."""
-    for line in ("if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):",
-                 "report.log_validation(sampler.start - 1, "):
-        assert all(source.count(line) == 1 for source in SOURCES.values()), line

@@ -12,7 +12,6 @@ from common.services import checkpoint_files
 from tests.support.edits import edited
 from tests.support.processes import Result
 from tests.support.sample import sampled
-from tests.support.table import ONE_REPLICA
 from tests.test_same_run import assert_near, furthest
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -184,7 +183,7 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "contrast": (CONTRAST, {"zero.py": gathers("mesh"), "fsdp.py": gathers("mesh['dp_shard']")},
                  ""),
     "EMA": ([], {
-        "single.py": ema(), "fsdp.py": ema(),
+        "single.py": ema(),
         # Of the shards: a rank's copies of other ranks' rows arrive later, in the next forward pass
         "zero.py": ema("shards.items()", "tensors_to_save(model, shards)"),
     }, ""),
@@ -195,7 +194,6 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     # torch's Muon computes in bfloat16. Here in float64: what differs otherwise is rounding error.
     "Muon": ([], {
         "single.py": optimizers(MUON), "zero.py": optimizers(MUON, "shards.values()"),
-        "pp.py": optimizers(MUON, "parameters"),
     }, "unrounded_muon()"),
 }
 SAMPLE = [  # test_check.py has ties, and more heads that some samples do not use
@@ -204,18 +202,14 @@ SAMPLE = [  # test_check.py has ties, and more heads that some samples do not us
     ("condition", "tp.py", 2), ("heads", "zero.py --stage 1 --grad-accum 4", 3),
 ]
 ROWS = SAMPLE + [
-    ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2),
-    ("frozen", f"{ONE_REPLICA} --inner-steps 4", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
-    ("tied", "fsdp.py", 2),
+    ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
     ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
     ("only layer 1", "hybrid_3d.py --pp 2", 2),
-    ("only layer 1", "pp.py --schedule zerobubble --stages-per-rank 1", 2),
     ("heads", "ddp.py --grad-accum 4", 3),
     ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
-    ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "fsdp.py", 3),
-    ("EMA", "zero.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2),
-    ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3),
-    ("Muon", "zero.py", 2), ("Muon", "pp.py", 2),
+    ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "zero.py", 2),
+    ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2), ("condition", "tp.py --no-sequence-parallel", 2),
+    ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
 ]
 if not REDUCES_UNUSED:
     ROWS = [row for row in ROWS if row[0] != "heads of FSDP"]
@@ -240,7 +234,7 @@ def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
     script, _, more = command.partition(" ")
     inject = KINDS[kind][2]
     expected = once(ported(kind, "single.py"), 0, OPTIONS, inject=inject)
-    others = [str(expected.out)] if script != "diloco.py" else []
+    others = [str(expected.out)]
     found = once(ported(kind, script), world, f"{OPTIONS} {more}",
                  inject=f"{inject}; resumed({others}, step=2)".strip("; "))
     plain = once("single.py", 0, OPTIONS).curve()
@@ -248,7 +242,7 @@ def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
     assert furthest(found.curve(), expected.curve()) < 1e-10
     saved, weights = (checkpoint_files.read(result.out / "step-00000004")
                       for result in (found, expected))
-    assert_near({name.replace("replica0.", ""): value for name, value in saved.items()}, weights)
+    assert_near(saved, weights)
     own, *rest = (Result([0], "", found.out / f"again-{number}").curve()
                   for number in range(1 + len(others)))
     assert own == found.curve()[2:]  # bit for bit
@@ -256,7 +250,6 @@ def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
 
 
 def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
-    """A setting of theirs that changes is printed."""
     two = optimizers("[torch.optim.SGD([p for p in P if p.ndim == 2], 0.05, 0.9, nesterov=True), "
                      "torch.optim.AdamW([p for p in P if p.ndim < 2], args.lr)]")
     options = f"{OPTIONS} --data {corpus}"
@@ -267,12 +260,6 @@ def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
     }
     assert result.summary["held"]["optimizer states"] == sum(t.nbytes for t in saved.values())
     assert result.history[2]["lr"] == 0.05  # that of the first group, at the peak
-    changed = edited(tmp_path / "copy", "single.py", *two, ("0.05, 0.9, nesterov=True", "0.05"))
-    result = run(changed, 0, f"{options} --steps 6")
-    (line,) = [line for line in result.lines if "changed since" in line]
-    assert "momentum was [0.9, None], is [0, None]" in line
-    assert "nesterov was [True, None], is [False, None]" in line
-    assert "the hash of single.py was " in line
 
 
 # Refused
@@ -309,8 +296,6 @@ def test_attention_is_set_wherever_it_is_read():
         "no module of Sequential has plain_attention as": nn.Sequential(nn.Linear(2, 2)),
         r"1 \(Own\) computes attention by sum": nn.Sequential(Own(), Own(torch.sum)),
         r"1 \(Conv1d\) looks at other pos": nn.Sequential(Own(), nn.Conv1d(2, 2, 3)),
-        r"0.inner \(LSTM\) looks at other": nn.Sequential(Own(inner=nn.LSTM(2, 2))),
-        r"1 \(AdaptiveAvgPool1d\) looks": nn.Sequential(Own(), nn.AdaptiveAvgPool1d(1)),
     }.items():
         with pytest.raises(SettingError, match=words):
             cp.set_attention(model, cp.ring_attention, None, replaces=plain_attention)

@@ -164,11 +164,9 @@ STRATEGIES = {
 ENVIRONMENTS = [
     *[({"RANK": value}, f"RANK is '{value:.40}' ... below 2147483648")
       for value in ("", "-1", "one", HUGE, "2147483648")],
-    *[({"WORLD_SIZE": value}, f"WORLD_SIZE is '{value}'") for value in ("", "1.5", "9999999999")],
     ({"WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE is 0"),
     ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
     ({"RANK": None}, "RANK is None and WORLD_SIZE is 2"),
-    ({"WORLD_SIZE": None}, "RANK is 0 and WORLD_SIZE is None"),
     *[({"RANK": None, "WORLD_SIZE": None, name: "2"}, f"{name} is 2 but RANK is not set ... run.sh")
       for name in launch.TASKS],
 ]
@@ -280,7 +278,6 @@ CONNECTIONS = [
      "rank 0 cannot connect ... MASTER_ADDR no-such-machine.invalid, MASTER_PORT"),
     ({"RANK": "1"}, "rank 1 cannot connect ... --timeout"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
-    ({"TORCH_FR_BUFFER_SIZE": "x"}, "TORCH_FR_BUFFER_SIZE is 'x'"),
     ({"MASTER_PORT": "-5"}, "MASTER_PORT is '-5'"),
 ]
 
@@ -369,13 +366,9 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 RUN_SH = [
     ("README.md", {}, "README.md is no Python script ... ddp.py"),
     ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
-    ("ddp.py", {"NODE_RANK": "08"}, "NODE_RANK is '08' ... at least 0"),
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
-    ("ddp.py", NODES | {"MASTER_ADDR": "no..host"}, "MASTER_ADDR is no..host"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
-    ("ddp.py", {"PYTHON": "/nowhere"}, "PYTHON is '/nowhere'"),
-    ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 but NNODES is not set"),
 ]
 
 

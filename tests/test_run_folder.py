@@ -163,15 +163,6 @@ def test_lines_of_metrics(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
 
 
-def test_a_folder_of_the_format_before_run_id(out):
-    """It is resumed, and converted."""
-    (out / "run-id").unlink()
-    (out / "lock").write_text(f"process 7 on host, run {RUN}")
-    assert start(out) == (3, 3.0)
-    assert run_folder.read_run_id(out)[0] == RUN and not (out / "lock").read_text()
-    assert not (out / "previous-1").exists() and start(out) == (3, 3.0)
-
-
 def test_a_new_run_and_an_older_step_move_the_rest(out):
     assert start(out, step=2) == (2, 2.0)
     assert (out / "previous-1" / "step-00000003").is_dir()

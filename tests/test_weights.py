@@ -156,24 +156,6 @@ def test_a_config_of_older_versions(llama, tmp_path):
         assert read_config(tmp_path) == found
 
 
-def test_experts_of_several_types(tmp_path):
-    """One parameter has those of a layer: in the widest of their types."""
-    config = transformers.MixtralConfig(
-        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    safetensors.save_file({
-        name: tensor.bfloat16() if ".experts.0." in name else tensor
-        for name, tensor in safetensors.load_file(path).items()
-    }, path)
-    import_hf.import_weights(tmp_path / "hf", tmp_path / "out")
-    found = checkpoint_files.read(tmp_path / "out" / "step-00000000")
-    assert {tensor.dtype for name, tensor in found.items() if ".experts." in name} == {
-        torch.float32}
-
-
 # Training
 
 
@@ -217,14 +199,9 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
         "sliding_window", "router_jitter_noise")],
     ({"model_type": "mistral"}, "model_type 'mistral'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-     "partial_rotary_factor 0.5"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
-    ({"rope_scaling": {"factor": 2.0}}, "rope_type 'default'"),
-    ({"rope_scaling": [8]}, r"rope_scaling is \[8\].*dict"),
     ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
     ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
-    ({"hidden_size": 0}, "hidden_size 0.*greater than 0"), ({"vocab_size": True}, "size True"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
     # What the files do not have:
     ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
@@ -240,7 +217,6 @@ FILES = [  # the number of a file, 0 for config.json; what happens to it; what t
     (2, lambda path: resave(path, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
     (2, lambda path: resave(path, lambda tensor: tensor * torch.nan), "hf.* has .* not finite"),
     (2, lambda path: shutil.copy(path, path.with_name("again.safetensors")), "has .* in two files"),
-    (0, lambda path: path.write_text("[]"), "is no config.json of a model"),
     (0, lambda path: (path.parent.parent / "out").mkdir(), "out exists: "),
 ]
 
@@ -257,14 +233,6 @@ def test_what_cannot_be_imported(llama, tmp_path):
         with pytest.raises(SettingError, match=words):
             import_hf.main([str(folder / "hf"), str(folder / "out")])
         assert sorted(folder.iterdir()) == before
-
-
-def test_a_disk_that_is_full(llama, tmp_path, monkeypatch):
-    full = pathlib.Path("/dev/full")
-    monkeypatch.setattr(checkpoint_files, "hash_of", lambda _: full.write_text("x"))
-    with pytest.raises(SettingError, match="could not be written .rank 0: .*No space left"):
-        import_hf.main([str(llama[0]), str(tmp_path / "out")])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_one_line(llama, monkeypatch):

@@ -27,8 +27,6 @@ CHECKPOINT = r"step-[0-9]{8,}"
 OUTPUT = r"metrics\.jsonl|summary\.json|trace-rank.*|flight-record-rank.*|tensorboard|wandb.*"
 NAMES = re.compile(rf"lock|run-id|{CHECKPOINT}(\..*)?|{OUTPUT}")
 RUN_ID = re.compile(r"run ([0-9a-f]{16}), start ([0-9a-f]{16}), process (\d+ on \S+)\n")
-# The lock of a run before there was a run-id.
-EARLIER_LOCK = re.compile(r"process \d+ on \S+, run (?P<run>[0-9a-f]{16})")
 
 
 def add_out(parser):
@@ -112,12 +110,8 @@ def lock_folder(folder):
         print(f"{folder} cannot be locked ({error.strerror}): make sure that no other run uses it",
               file=sys.stderr)
     run, _ = read_run_id(folder)
-    if not run and (earlier := EARLIER_LOCK.fullmatch(file.read(300))):
-        run = earlier["run"]
-        write_run_id(folder, run)
     if not run:
         refuse_foreign(folder)
-    file.truncate(0)
     return file, run
 
 
