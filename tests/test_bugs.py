@@ -21,7 +21,7 @@ def without_figures(words):
 
 
 @pytest.mark.parametrize("script", sampled(sorted({bug.script for bug in BUGS}),
-                                           ["ddp.py", bugs.TRAINER]))
+                                           [bugs.TRAINER]))
 def test_parity_says_what_the_page_says(once, shared, script):
     own = [bug for bug in BUGS if bug.script == script]
     alone, sound, spoiled = bugs.jobs(own, bugs.FEW)

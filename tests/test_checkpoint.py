@@ -18,6 +18,7 @@ from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
 from common.services.run_folder import new_id, write_run_id
 from tests.support.on_ranks import on_ranks
+from tests.support.sample import sampled
 
 SMALL = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
          "--num-key-value-heads 2 --seq-len 32 --batch-size 24 --steps 20 --log-every 1 "
@@ -39,9 +40,9 @@ def steps_of(folder):
     return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(folder)]
 
 
-@pytest.mark.parametrize("when, complete", [
+@pytest.mark.parametrize("when, complete", sampled(MOMENTS := [
     ("writing", [5, 10]), ("renaming", [5, 10]), ("removing", [10, 15]),
-])
+], MOMENTS[::2]))
 def test_a_save_that_dies_half_way(run, once, corpus, when, complete):
     """Killed while it saves step 15, in three places; then started again."""
     options = f"{SMALL} --save-every 5"

@@ -212,6 +212,7 @@ def test_a_killed_process_is_named(tmp_path, endless):
     assert process.returncode == 1 and "Traceback" not in output and not left_over(tmp_path)
 
 
+@thorough
 def test_an_error_is_one_line(tmp_path):
     """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
     process = start([*RUN, ROOT / "tests" / "support" / "inject.py", "ddp.py", "--lr", "fast"],

@@ -627,6 +627,7 @@ def test_another_file_is_not_replaced(tmp_path):
     assert notes.read_text() == "# Notes\n"
 
 
+@thorough
 def test_it_needs_torch_alone(tmp_path):
     """The folder is copied beside somebody's trainer."""
     shutil.copytree(ROOT / "tools" / "parity", tmp_path / "parity")

@@ -198,8 +198,8 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
 }
 SAMPLE = [  # test_check.py has ties, and more heads that some samples do not use
     ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
-    ("windows", "cp.py --attention ulysses", 2), ("LoRA", "tp.py", 2), ("condition", "pp.py", 2),
-    ("condition", "tp.py", 2), ("heads", "zero.py --stage 1 --grad-accum 4", 3),
+    ("windows", "cp.py --attention ulysses", 2), ("condition", "pp.py", 2),
+    ("condition", "tp.py", 2),
 ]
 ROWS = SAMPLE + [
     ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
@@ -208,7 +208,8 @@ ROWS = SAMPLE + [
     ("heads", "ddp.py --grad-accum 4", 3),
     ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
     ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "zero.py", 2),
-    ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2), ("condition", "tp.py --no-sequence-parallel", 2),
+    ("LoRA", "tp.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2),
+    ("heads", "zero.py --stage 1 --grad-accum 4", 3), ("condition", "tp.py --no-sequence-parallel", 2),
     ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
 ]
 if not REDUCES_UNUSED:

@@ -168,7 +168,7 @@ def test_held_out_data_is_read_before_training(tmp_path):
 
 
 @pytest.mark.parametrize("command, world, stop", sampled(
-    RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[:2]))
+    RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[1:2]))
 def test_a_missing_evaluation_comes_first(run, once, corpus, held_out, command, world, stop):
     """The run dies after it has saved a step, and before it evaluates it; also its last step."""
     options = f"{OPTIONS} --val-every 2 --dtype float64"

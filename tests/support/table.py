@@ -55,7 +55,6 @@ CHUNKS = "ignored(); loss_in_chunks()"
 # Without --all: at least one row of each script, on as few ranks as show it
 SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
-    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("zero.py --stage 1 --grad-accum 2", 3),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
@@ -64,17 +63,15 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
-    ("hybrid_3d.py --grad-accum 2", 2),
     ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
     ("hybrid_3d.py --cp 2 --replicate 2 --microbatches 2", 4),
-    # One replica and plain steps between its meetings: the algorithm of all other scripts
-    (f"{ONE_REPLICA} --inner-steps 2", 2),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     ("ddp.py --grad-accum 2", 2),
     (f"tp.py {AGAIN}", 2),
     ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
 ]]
 EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
+    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("ddp.py --grad-accum 2", 0),
     ("ddp.py --deterministic", 2),
     (f"ddp.py --grad-accum 3 {SELECTIVE}", 4),
@@ -100,10 +97,13 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     ("pp.py --schedule zbv --grad-accum 2 --microbatches 4", 3),
     ("pp.py --schedule dualpipev --grad-accum 2 --microbatches 6", 2),
     ("hybrid_3d.py --grad-accum 3", 1),
+    ("hybrid_3d.py --grad-accum 2", 2),
     ("hybrid_3d.py --dp 2 --tp 2", 4),
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --replicate 2 --dp 2 --cp 2 --tp 2 --pp 2", 16),
+    # One replica and plain steps between its meetings: the algorithm of all other scripts
+    (f"{ONE_REPLICA} --inner-steps 2", 2),
     (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
