@@ -177,7 +177,7 @@ if [ "$command" = test ]; then
   cd "$here"
   # pytest says how many.
   [ $# != 0 ] ||
-    echo "run.sh: a sample of the tests, some 4 minutes on two idle cores; --all: all, some 30"
+    echo "run.sh: a sample of the tests, some 3 minutes on two idle cores; --all: all, some 30"
   exec "$python" -m pytest "$@"
 fi
 # -P: a json.py in the working folder is not Python's.

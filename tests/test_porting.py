@@ -209,7 +209,8 @@ ROWS = SAMPLE + [
     ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
     ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "zero.py", 2),
     ("LoRA", "tp.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2),
-    ("heads", "zero.py --stage 1 --grad-accum 4", 3), ("condition", "tp.py --no-sequence-parallel", 2),
+    ("heads", "zero.py --stage 1 --grad-accum 4", 3),
+    ("condition", "tp.py --no-sequence-parallel", 2),
     ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
 ]
 if not REDUCES_UNUSED:
