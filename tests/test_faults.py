@@ -119,11 +119,10 @@ def test_output_never_ends_a_run(run, once, corpus, inject, said):
 # Signals
 
 
-@pytest.mark.parametrize("command, world, name, options", sampled(
-    [(*command, "SIGTERM", "") for command in COMMANDS]
-    + [("ddp.py", 2, "SIGINT", "--async-save"), ("single.py", 0, "SIGUSR1", "--save-every 0")],
-    [("ddp.py", 2, "SIGINT", "--async-save"), ("single.py", 0, "SIGUSR1", "--save-every 0")],
-))
+@pytest.mark.parametrize("command, world, name, options", sampled(SIGNALS := [
+    ("ddp.py", 2, "SIGINT", "--async-save"), ("single.py", 0, "SIGUSR1", "--save-every 0"),
+    ("pp.py", 2, "SIGTERM", ""), ("hybrid_3d.py --tp 2", 2, "SIGTERM", ""),
+], SIGNALS[:2]))
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
     """They end with status 0; the same command goes on to the same end."""
     options = f"{OPTIONS} --data {corpus} {options}"

@@ -186,3 +186,17 @@ def test_the_loop_says_which_lines_are_the_strategy():
         for kind, _, _, first, last in matcher.get_opcodes():
             run = "\n".join(own[first:last])
             assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
+
+
+def test_what_is_no_strategy_is_the_same_in_all_scripts():
+    """The lines of ``main`` that use data, services and optimizer: what is tested of one script
+    holds for all. Where lines differ by design, as an evaluation does, curves are compared."""
+    mains = {name: source.partition("\ndef main(")[2].partition("\n\n\n")[0].splitlines()
+             for name, source in SOURCES.items()}
+    names = (r"add_options|open_dataset|checkpoints|every=|args\.workers|validation\.due|"
+             r"optimizer\.|set_learning_rate|break")
+    shared = [line for line in mains["single"] if re.search(names, line)]
+    assert len(shared) > 18
+    for name, lines in mains.items():
+        rest = iter(lines)
+        assert all(line in rest for line in shared), name
