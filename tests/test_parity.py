@@ -328,6 +328,7 @@ FAULTS = {
             "edit": means_of_shifted_labels}, {
                 "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 16])})],
     "scaled": [
+        ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
         (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
         ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {
             "spoil": scale(1 / 6), "edit": on_ranks(0.5, 0.5, targets=[7, 7, 7])}),
@@ -451,7 +452,7 @@ SOUND = {
         "spoil": in_steps([0], scale(math.inf, "0.weight")), "change": skip}),
     "16 bits": ("NOTHING PROVEN: 1 rank against 1, .*, bfloat16 .*Note: weights are kept in "
                 "bfloat16 .4 of 4.; optimizer states are kept in bfloat16 .8 of 8.", ADAM | {
-                    "dtype": torch.bfloat16}),
+                    "dtype": torch.bfloat16}, {"accumulate": 4}),
     # In step 1, which is not recorded, gradients are scaled otherwise than in step 2.
     "unrecorded steps": ("EQUAL", {"every": 2, "change": lambda step, model: scale(
         0.25 if step % 2 else 0.5)(model)}),

@@ -93,7 +93,7 @@ def lock_folder(folder):
     if not run and (path.is_symlink() or not path.is_file()):
         refuse_foreign(folder)  # before anything is made here
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    file = open(descriptor, "r+", errors="replace")
+    file = open(descriptor, "r+")
     try:
         for _ in range(50):  # the run before may just be ending
             with contextlib.suppress(BlockingIOError, PermissionError):  # another process holds it
