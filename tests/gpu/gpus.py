@@ -60,34 +60,27 @@ UNCOUNTED_1B = ["fsdp.py --compile", EXPERTS_1B]
 
 PARAMETERS_1B = 1_498_482_688, 1_498_744_832  # of the Llama, and with experts
 
-COLUMNS = ("beside one process on the CPU", "tokens/s", "MFU", "GB in a dry run", "GB allocated")
+COLUMNS = {  # of a row: its names, and their heads
+    "distance": "beside one process on the CPU", "tokens_per_second": "tokens/s", "mfu": "MFU",
+    "counted": "bytes in a dry run", "allocated": "bytes allocated",
+}
 
 
 def block(facts, rows):
     """What a user can paste into an issue, in Markdown. ``facts``: a dict of strings. ``rows``:
-    from commands to dicts with some of ``distance`` (of curves), ``tokens_per_second``, ``mfu``,
-    ``counted`` and ``allocated`` (bytes). None: the run has failed."""
+    from commands to dicts with some of ``COLUMNS``. None: the run has failed."""
     lines = [f"- {name}: {fact}" for name, fact in facts.items()]
-    heads = ["command", *COLUMNS]
-    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += ["", f"| command | {' | '.join(COLUMNS.values())} |", "|---" * 6 + "|"]
     for command, row in rows.items():
-        cells = [cell(row, name, words) for name, words in (
-            ("distance", lambda x: f"{'equal' if x < WITHIN else '**not equal**'} ({x:.0e})"),
-            ("tokens_per_second", "{:,.0f}".format), ("mfu", "{:.1%}".format),
-            ("counted", in_gb), ("allocated", in_gb),
-        )]
-        lines.append(f"| {' | '.join([f'`{command}`', *cells])} |")
+        cells = [cell(row, name) for name in COLUMNS]
+        lines.append(f"| `{command}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def cell(row, name, words):
+def cell(row, name):
     if name not in row:
         return ""  # this test was not chosen
-    return "**failed**" if row[name] is None else words(row[name])
-
-
-def in_gb(size):
-    return f"{size / 1e9:.1f}"
+    return "**failed**" if row[name] is None else f"{row[name]:.4g}"
 
 
 def check_kernels(lines):

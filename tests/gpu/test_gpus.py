@@ -4,7 +4,6 @@ of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 import importlib
 import itertools
 import os
-import sys
 import types
 
 import pytest
@@ -18,7 +17,6 @@ import pp
 from common import torch_versions
 from common.experts import use_experts
 from common.model import Transformer
-from common.services.report import Report
 from tests.gpu import gpus, kernels
 from tests.gpu.gpus import EXPERTS_1B, SMALL, UNCOUNTED_1B, llama_1b
 from tests.support.sample import sampled, thorough
@@ -47,18 +45,6 @@ def test_commands_are_accepted(monkeypatch, n):
                 model = use_experts(Transformer(accepted[0].config))
             size = sum(parameter.numel() for parameter in model.parameters())
             assert size == gpus.PARAMETERS_1B[command.startswith(EXPERTS_1B)]
-
-
-@pytest.mark.parametrize("device, backends, words", [
-    ("cuda", "cpu:gloo,cuda:nccl", "NVIDIA H100 (nccl)"), ("cuda", "gloo", "NVIDIA H100 (gloo)"),
-])
-def test_the_line_that_says_what_runs_where(monkeypatch, device, backends, words):
-    monkeypatch.setattr(sys, "argv", ["ddp.py"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
-    monkeypatch.setattr(dist, "get_backend", lambda: backends)
-    mesh = types.SimpleNamespace(mesh_dim_names=("dp",), shape=(8,))
-    report = types.SimpleNamespace(device=torch.device(device), ranks=8, mesh=mesh)
-    assert Report.place(report) == f"ddp.py: 8 processes on {words}, rank grid dp 8"
 
 
 def test_directions_of_a_pipeline(monkeypatch):
