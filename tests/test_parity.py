@@ -318,6 +318,7 @@ FAULTS = {
         ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
             "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]},
          {"batch_of": mixed})],
+    "update": [("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2})],
     "copies_of_weights": [("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")})],
     "reduction": [
@@ -406,8 +407,7 @@ def test_a_fault(tmp_path, row):
 def test_no_check_is_left_out():
     listed = [*checks.ALWAYS, *checks.CHECKS, *checks.CAUSES]
     names = {check.__name__ for check in listed} - {"gradients"}  # it calls CAUSES
-    of_bugs = {"update", "lost_tie"}  # tests/bugs has them
-    assert names | {"steps", "about_dropout"} == {*FAULTS} | of_bugs
+    assert names | {"steps", "about_dropout"} == {*FAULTS, "lost_tie"}  # which tests/bugs has
     assert all(check.__doc__ for check in listed)
 
 

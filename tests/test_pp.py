@@ -11,7 +11,7 @@ from torch import nn
 
 import pp
 from common.errors import SettingError
-from common.model import ModelConfig
+from common.model import PRESETS, ModelConfig, Transformer
 from tests.support.on_ranks import on_ranks
 
 
@@ -26,6 +26,8 @@ def test_the_picture():
 
 
 def test_split_layers():
+    with torch.device("meta"):
+        assert pp.cost_of_head(Transformer(PRESETS["llama3-8b"])) == pytest.approx(2.4, abs=0.05)
     assert pp.split_layers(32, 4, head=2.4) == [  # an 8B Llama 3
         range(0, 8), range(8, 17), range(17, 26), range(26, 32)
     ]
