@@ -109,7 +109,7 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")
     dataset = TokenDataset(tmp_path / "tokens.bin", 16)
-    assert len(dataset) == 62
+    assert len(dataset) == 62 and len(TokenDataset(tmp_path / "tokens.bin", 20)) == 49
     inputs, targets = dataset[3]
     assert inputs.tolist() == list(range(48, 64)) and targets.tolist() == list(range(49, 65))
     assert dataset[61][1][-1] == 992
