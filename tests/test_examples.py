@@ -62,7 +62,13 @@ def base(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="module")
-def start(base, corpus, tmp_path_factory):
+def transformers_server():
+    with ProcessServer(*TRANSFORMERS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def start(request, server, base, corpus, tmp_path_factory):
     """Run an example: ``start(name, world, options)``. Evaluations change nothing; before the step
     that is counted there is none: see ``reshard`` on torch 2.11."""
     val = "--val-every 3 --val-batches 1 --val-data"
@@ -74,15 +80,17 @@ def start(base, corpus, tmp_path_factory):
         "fsdp_lora": f"--model {base} {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
         "fsdp_muon": f"{text} {MUON}",
     }
-    with ProcessServer(*TRANSFORMERS * HAS_TRANSFORMERS) as server:
-        def start(name, world, options="", folder=None, **kwargs):
-            if name in ("fsdp_gpt2", "tp_llama", "fsdp_lora") and not HAS_TRANSFORMERS:
-                pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
-                            "pip install -r examples/requirements.txt")
-            return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
-                              folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
-        yield start
+    def start(name, world, options="", folder=None, **kwargs):
+        if name in ("fsdp_gpt2", "tp_llama", "fsdp_lora") and not HAS_TRANSFORMERS:
+            pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
+                        "pip install -r examples/requirements.txt")
+        imports = name in ("fsdp_gpt2", "tp_llama")
+        chosen = request.getfixturevalue("transformers_server") if imports else server
+        return chosen.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
+                          folder=folder or tmp_path_factory.mktemp(name), **kwargs)
+
+    return start
 
 
 @pytest.fixture(scope="module")
