@@ -9,10 +9,12 @@ import json
 import pytest
 import torch
 
+from common.model import ModelConfig, Transformer
 from common.services import checkpoint_files
+from common.services.theory import bytes_of
 from tests.support import oracles
 from tests.support.processes import Result
-from tests.support.sample import sampled
+from tests.support.sample import sampled, thorough
 from tests.support.table import (
     AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
 )
@@ -20,6 +22,12 @@ from tests.support.table import (
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
 LAYERS, HIDDEN, BATCH, T = 5, 32, 24, 24  # of the table
 GROUPS, TENSORS = LAYERS + 2, 9 * LAYERS + 3  # groups of FSDP and zero.py; parameters
+MODULE = Transformer(ModelConfig(256, HIDDEN, 48, LAYERS, 8, 4)).double()
+P, LAYER, EMBEDDING = (bytes_of(module) for module in (
+    MODULE, MODULE.model.layers["0"], MODULE.model.embed_tokens
+))
+LAST = EMBEDDING + bytes_of(MODULE.model.norm)  # the largest unit, with the head
+WHOLE, SHARDED = ("single.py", "ddp.py"), ("zero.py", "fsdp.py")
 
 
 def reference(row):
@@ -123,7 +131,7 @@ def held_and_sent(row, run):
     more = summary["sent"] - theory["sent"]
     if row.script == "hybrid_3d.py":  # for each dimension of a mesh
         assert 0 <= more <= 3 * (2 * TENSORS * size / 2) + 40
-    elif row.script in ("zero.py", "fsdp.py") and ranks == 3:  # padded
+    elif row.script in SHARDED and ranks == 3:  # padded
         assert 0 <= more - expected < 0.04 * theory["sent"]
     elif row.script == "tp.py" and AGAIN in row.command and row in COMPILED:
         # aot_eager also repeats each layer's last reduce-scatter, which nothing needs.
@@ -187,6 +195,33 @@ def compiled(row, run):
     assert len(rest) == 3 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
 
 
+def peaks(row, run):
+    """Parameters and gradients: how many units are whole at a time."""
+    found, n, a = run(row).summary["peak"], row.world or 1, row.option("--grad-accum")
+    parameters, gradients = found["parameters"], found["gradients"]
+    if row.script in WHOLE:
+        assert parameters == P
+        # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
+        # an earlier micro-batch is freed at once.
+        assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
+    elif row.script == "zero.py":
+        # On top are two buckets in flight; a thread of gloo may still hold the one before.
+        assert P + LAYER <= parameters <= P + 3 * LAST
+        if "--stage 1" in row.command and a > 1:  # between micro-batches stage 1 has all gradients
+            assert gradients >= P
+        else:
+            assert P / n < gradients <= P / n + 2 * LAST < P
+    else:
+        shards = n // row.option("--replicate")
+        reshard = "--no-reshard" not in row.command
+        gathered = (LAST if reshard else P) + LAST  # two units, one ahead of its use, or all
+        if a > 1 and torch.__version__ < "2.15":  # frees a unit later in the second micro-batch
+            gathered += LAYER
+        least = P / shards + (2 * LAYER if reshard else P)
+        assert least <= parameters <= 1.01 * (P / shards + gathered)
+        assert P / shards < gradients <= P / shards + 3 * LAST
+
+
 def claims_of(row):
     yield from (curve, validation, held_and_sent)
     if row.dtype == "float64":
@@ -197,9 +232,22 @@ def claims_of(row):
         yield compiled
     if row in EXACT + LOOSE and row.world in (2, 4) and row.script != "hybrid_3d.py":
         yield collectives
+    if row in EXACT and row.script in WHOLE + SHARDED and row.world in (0, 2, 4):
+        yield peaks
 
 
 @pytest.mark.parametrize("row", sampled(ROWS, SAMPLE), ids=lambda row: row.name)
 def test_a_row(once, row):
     for claim in claims_of(row):
         claim(row, lambda row: row.run(once))
+
+
+@thorough
+@pytest.mark.parametrize("command, most", [("tp.py", 0.33), ("cp.py", 0.27)])
+def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
+    options = f"--batch-size 2 --seq-len 512 --steps 3 --save-every 0 --data {corpus}"
+    one, four = (
+        run(command, world, options, out=f"out-{world}").summary["peak"]["activations"]
+        for world in (1, 4)
+    )
+    assert 0 < four < most * one

@@ -1,5 +1,5 @@
 """zero.py: its units and buckets. Curves, bytes and the number of collectives: test_same_run.py.
-How many buckets are whole at a time: test_bytes.py."""
+How many buckets are whole at a time: test_same_run.py."""
 
 from unittest import mock
 
