@@ -114,8 +114,8 @@ TYPED = {  # the begin of a command: what to append, the status, what is printed
     "diff": ("", 1, "shard("),
     "torchrun": (SMALL, 0, "2 processes on cpu"),
 }
-RECORD = "from tests.support.fsdp_trainer import main\n" + "".join(
-    f"main(['--out', '{name}'])\n" for name in ("one", "two"))
+RECORD = "from tests.support.parity_trainer import main\n" + "".join(
+    f"main(['--out', '{name}.parity'])\n" for name in ("one", "two"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Runs all bugs, and writes what parity says into the patches, their loss curves into
-docs/data/bugs.json, and both into docs/bugs.md and its pictures: python -m tests.bugs. With names,
-such as 02-own-token-count, it runs these alone. With --page it runs nothing, and writes the page
-and the pictures again."""
+"""Writes docs/bugs.md and the pictures. It first runs the bugs that are named, and writes what
+parity says of them into their patches, and their loss curves into docs/data/bugs.json:
+
+    python -m tests.bugs tests/bugs/02-*.diff
+"""
 
 import json
 import pathlib
@@ -18,53 +19,40 @@ from tools.parity.compare import compare, read
 CURVE = "--steps 50 --lr 0.003"
 
 
-def record(server, folder, ranks, jobs):
-    """{name: its lines} of jobs of tests/support/parity_runs.py."""
-    folder.mkdir()
-    (folder / "corpus.txt").write_text(corpus_text())
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    server.run(f"tests/support/parity_runs.py {folder}/jobs.json --data {folder}/corpus.txt", ranks,
-               folder=folder, inject="ignored()")
-    return {path.stem: read(path) for path in folder.glob("out/*.parity")}
+def record(server, names, options):
+    """{name: recorded lines} of all runs of some bugs."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = pathlib.Path(folder, "corpus.txt")
+        data.write_text(corpus_text())
+        for ranks in 0, bugs.RANKS:
+            server.run("tests/support/parity_runs.py", ranks, [
+                *names, *options.split(), "--data", data], folder=folder, inject="ignored()")
+        return {path.stem: read(path) for path in pathlib.Path(folder).glob("out/*.parity")}
 
 
-def loss_of(line):
-    """The loss of the global batch, as the ranks have recorded it."""
-    losses = [sum(rank["losses"]) for rank in line["ranks"] if rank["losses"]]
-    return sum(losses) / (len(losses) if line["loss"] == "mean" else 1)
+def losses(lines):
+    """The loss of the global batch in each step, as the ranks have recorded it."""
+    for line in lines:
+        own = [sum(rank["losses"]) for rank in line["ranks"] if rank["losses"]]
+        yield round(sum(own) / (len(own) if line["loss"] == "mean" else 1), 4)
 
 
-def run(found):
-    with tempfile.TemporaryDirectory() as folder, ProcessServer() as server:
-        recorded = []
-        for options in bugs.FEW, CURVE:
-            alone, _, spoiled = bugs.jobs(found, options)
-            for ranks, jobs in (0, alone), (bugs.RANKS, spoiled):
-                own = pathlib.Path(folder, str(len(recorded)))
-                recorded.append(record(server, own, ranks, jobs))
-    sound, with_bugs, *curves = recorded
-    for bug in found:
-        path = bugs.FOLDER / f"{bug.name}.diff"
-        says = compare(sound[bugs.file_name(bug.against)], with_bugs[bug.name])
-        path.write_text(re.sub("(?m)^Parity: .*", lambda _: f"Parity: {says}", path.read_text()))
-    sound, with_bugs = ({name: [round(loss_of(line), 4) for line in lines]
-                         for name, lines in runs.items()} for runs in curves)
-    curves = {run["name"]: run for run in draw.read("bugs")} | {
-        bug.name: {"name": bug.name, "sound": sound[bugs.file_name(bug.against)],
-                   "loss": with_bugs[bug.name]}
-        for bug in found
-    }
+def run(names):
+    with ProcessServer() as server:
+        few, long = (record(server, names, options) for options in (bugs.FEW, CURVE))
+    curves = {run["name"]: run for run in draw.read("bugs")}
+    for bug in bugs.read(names):
+        path, (alone, *_) = bugs.FOLDER / f"{bug.name}.diff", bug.files
+        says = f"Parity: {compare(few[alone], few[bug.name])}"
+        path.write_text(re.sub("(?m)^Parity: .*", lambda _: says, path.read_text()))
+        curves[bug.name] = {"name": bug.name, "sound": [*losses(long[alone])],
+                            "loss": [*losses(long[bug.name])]}
     rows = [curves[bug.name] for bug in bugs.read()]
     (draw.DATA / "bugs.json").write_text(json.dumps(rows) + "\n")
 
 
-def main():
-    named = sys.argv[1:]
-    if named != ["--page"]:
-        run([bug for bug in bugs.read() if not named or bug.name in named])
+if __name__ == "__main__":
+    if named := [pathlib.Path(argument).stem for argument in sys.argv[1:]]:
+        run(named)
     bugs.PAGE.write_text(bugs.page(bugs.read()))
     draw.draw()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,40 +1,45 @@
-"""Trains scripts in each rank, one after the other, with edits of their text: faults. tools/parity
-records their steps.
+"""Trains the scripts of published bugs in each rank, one after the other, and records their steps
+by tools/parity: in one process what each bug is compared with; on several ranks each script with
+the bug, and without.
 
-    parity_runs.py JOBS.json --data TEXT --out FOLDER
-
-A job is [name, script, options, [[old, new], ...]]; it writes FOLDER/NAME.parity.
+    parity_runs.py NAME NAME ... --steps 3 --lr 0.01 --data TEXT --out FOLDER
 """
 
-import json
+import argparse
+import os
 import pathlib
-import sys
 import types
 
 from common.launch import launch
+from tests import bugs
 from tools.support.recorded import record
-
-ROOT = pathlib.Path(__file__).parents[2]
-OWN = {f"tests/support/{name}_trainer.py" for name in ("parity", "fsdp")}  # they record themselves
 
 
 def main():
-    jobs, *data, _, folder = sys.argv[1:]
-    jobs, folder = pathlib.Path(jobs), pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, script, options, edits in json.loads(jobs.read_text()):
-        text = (ROOT / script).read_text()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=pathlib.Path)
+    args, more = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    jobs = {}  # the same script once
+    for bug in bugs.read(args.names):
+        jobs |= {job[0]: job for job in bug.jobs(alone="RANK" not in os.environ)}
+    for name, command, edits in jobs.values():
+        script, *options = command.split()
+        text = (bugs.ROOT / script).read_text()
         for old, new in edits:
             assert text.count(old) == 1, f"{name}: {script} has {text.count(old)} times {old}"
             text = text.replace(old, new)
         module = types.ModuleType(script)
-        module.__file__ = str(ROOT / script)
+        module.__file__ = str(bugs.ROOT / script)
         exec(compile(text, script, "exec"), vars(module))
-        options = [*options.split(), *data, "--out", str(folder / name)]
-        if script in OWN:
-            module.main(options)
+        path = args.out / f"{name}.parity"
+        if script == bugs.TRAINER:  # it records itself, and draws its data
+            module.main([*more, *options, "--out", str(path)])
         else:
-            record(module, options, folder / f"{name}.parity")
+            record(module, [*bugs.OPTIONS.split(), *more, *options, "--data", args.data,
+                            "--out", str(args.out / name)], path)
 
 
 if __name__ == "__main__":

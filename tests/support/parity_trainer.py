@@ -1,5 +1,6 @@
 """A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
-of the heads, of q, k and v in one fused matrix. It records itself by tools/parity."""
+of the heads, of q, k and v in one fused matrix. With --fsdp it is plain FSDP2, with an encoder for
+each of two kinds of samples; a micro-batch has one kind. It records itself by tools/parity."""
 
 import argparse
 import os
@@ -8,26 +9,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tools.parity import Parity
 
 D, HEADS, LAYERS, VOCAB, T = 16, 4, 3, 32, 8
 
 
-class Copy(torch.autograd.Function):
+def all_reduce(x, n):
+    x = x.contiguous().clone()
+    if n > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def copy(x, n):
     """Megatron's f: every rank reads x; the gradients of the ranks are parts, which add up."""
-
-    @staticmethod
-    def forward(ctx, x, n):
-        ctx.n = n
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.n > 1:
-            grad = grad.contiguous()
-            dist.all_reduce(grad)
-        return grad, None
+    x = x.view_as(x)
+    x.register_hook(lambda grad: all_reduce(grad, n))
+    return x
 
 
 class Add(torch.autograd.Function):
@@ -35,10 +35,7 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, n):
-        x = x.contiguous().clone()
-        if n > 1:
-            dist.all_reduce(x)
-        return x
+        return all_reduce(x, n)
 
     @staticmethod
     def backward(ctx, grad):
@@ -46,29 +43,31 @@ class Add(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, number, n):
+    def __init__(self, n):
         super().__init__()
-        self.number, self.n = number, n
+        self.n = n
         self.norm = nn.LayerNorm(D)
         self.qkv = nn.Linear(D, 3 * D // n)
         self.out = nn.Linear(D // n, D)
 
     def forward(self, x):
-        h = Copy.apply(self.norm(x), self.n)
+        h = copy(self.norm(x), self.n)
         q, k, v = self.qkv(h).unflatten(-1, (3, HEADS // self.n, -1)).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return x + Add.apply(F.linear(h, self.out.weight), self.n) + self.out.bias
 
 
 class Model(nn.Module):
-    def __init__(self, n):
+    def __init__(self, n, encoders):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, D)
-        self.blocks = nn.ModuleList(Block(number, n) for number in range(LAYERS))
+        self.encoders = nn.ModuleList(nn.Linear(D, D) for _ in range(encoders))
+        self.blocks = nn.ModuleList(Block(n) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
 
-    def forward(self, x):
-        x = self.embed(x)
+    def forward(self, tokens, kind):  # (B, T)
+        x = self.embed(tokens)
+        x = x + sum((kind == i) * encoder(x) for i, encoder in enumerate(self.encoders))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -89,17 +88,19 @@ def slices(name, tensor, rank, n):
 def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
-    parser.add_argument("--data")  # it draws its own
-    parser.add_argument("--dtype", default="float64")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--tied", action="store_true")  # embedding and head
+    parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args(argv)
     n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if n > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
+    replicas, replica = 1, 0
+    if args.fsdp:  # ranks cut the batch, and no layer
+        n, rank, replicas, replica = 1, 0, n, rank
     torch.manual_seed(0)
-    whole, model = Model(1), Model(n)
+    whole, model = (Model(parts, 2 * args.fsdp) for parts in (1, n))
     with torch.no_grad():
         for (name, p), value in zip(model.named_parameters(), whole.parameters()):
             shape, parts = slices(name, p, rank, n) or (p.shape, [(p, [0] * p.ndim)])
@@ -108,9 +109,13 @@ def main(argv):
                                        for first, size in zip(offsets, part.shape))])
         if args.tied:
             model.head.weight = model.embed.weight
-    model.to(getattr(torch, args.dtype))
+    model.double()
+    if replicas > 1:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    parity = Parity(f"{args.out}.parity", model, optimizer,
+    parity = Parity(args.out, model, optimizer,
                     where=lambda name, tensor: slices(name, tensor, rank, n))
     generator = torch.Generator().manual_seed(1)
     for step in range(args.steps):
@@ -119,13 +124,14 @@ def main(argv):
                   "targets": rows[:, 1:].masked_fill(rows[:, :1] < VOCAB // 4, -100)}
                  for rows in tokens.chunk(2)]
         count = sum((micro_batch["targets"] != -100).sum() for micro_batch in batch)
-        losses = []
-        for micro_batch in batch:
-            logits = model(micro_batch["tokens"])
+        count = count / replicas  # FSDP averages gradients
+        own, losses = [*enumerate(batch)][replica::replicas], []
+        for kind, micro_batch in own:
+            logits = model(micro_batch["tokens"], kind)
             targets = micro_batch["targets"].flatten()
             loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / count
             loss.backward()
             losses.append(loss.detach())
-        parity.record(step, losses, batch)
+        parity.record(step, losses, [micro_batch for _, micro_batch in own])
         optimizer.step()
         optimizer.zero_grad()
