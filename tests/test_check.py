@@ -10,63 +10,61 @@ from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tests.test_porting import DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS
 
-SMALL = "--num-hidden-layers 2 --seq-len 24 --steps 2"
-NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
-
 
 @pytest.fixture
 def check(server, tmp_path):
-    """A function of the tool's words: (status, output), run in a folder, which stays as it is."""
-    def check(words):
+    """A function of a script and options: (status, output), run in a folder, which stays as it
+    is."""
+    def check(script, options=""):
         before = sorted(tmp_path.iterdir())
-        found = server.run("tools/check.py", 0, words, folder=tmp_path, pass_out=False,
-                           expect_ok=False, env={"TMPDIR": str(tmp_path)})
+        found = server.run(
+            "tools/check.py", 0,
+            f"{script} --num-hidden-layers 2 --seq-len 24 --steps 2 --ranks 2 {options}",
+            folder=tmp_path, pass_out=False, expect_ok=False, env={"TMPDIR": str(tmp_path)})
         assert sorted(tmp_path.iterdir()) == before
         return found.statuses[0], found.output
 
     return check
 
 
-WRONG = [
-    ([("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
+ACCUMULATE = "--batch-size 6 --grad-accum 3"
+EQUAL = "EQUAL      up to "
+SAMPLE = [
+    (f"fsdp.py {ACCUMULATE}", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
-    (HEADS, "FAILED     rank 1 calls lm_head.parts."),
-    ([("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
+    # Some ranks use no part of the head that others use.
+    (f"fsdp.py {ACCUMULATE}", HEADS, "FAILED     rank 1 calls lm_head.parts."),
+    (f"zero.py {ACCUMULATE}", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
+    ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
-    ([*HEADS, NO_CHECK_OF_CALLS], "FAILED     rank . aborts in a collective: the "),
-    ([("count_targets(batch, dist.group.WORLD)", "n * count_targets(batch)")],
+]
+LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
+NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
+ROWS = SAMPLE + [
+    (f"fsdp.py {ACCUMULATE}", [*HEADS, NO_CHECK_OF_CALLS],
+     "FAILED     rank . aborts in a collective: the "),
+    ("fsdp.py", [("count_targets(batch, dist.group.WORLD)", "n * count_targets(batch)")],
      "DIFFERENT  step 0: "),
-    ([("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
+    ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
+    (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),
+    *((f"fsdp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["fsdp.py"] + more, EQUAL)
+      for more in ([], [LISTED]) if REDUCES_UNUSED),
+    *((command, [], EQUAL) for command in (
+        "ddp.py --grad-accum 3", "zero.py", "zero.py --stage 1 --grad-accum 3",
+        "fsdp.py --grad-accum 3", "fsdp.py --replicate 2 --ranks 4", "tp.py --grad-accum 3",
+        "tp.py --no-sequence-parallel", "cp.py", "cp.py --attention ulysses",
+        "pp.py --num-hidden-layers 4", "pp.py --num-hidden-layers 4 --schedule zbv", "ep.py",
+        "hybrid_3d.py", "hybrid_3d.py --cp 2 --pp 2 --ranks 4", "diloco.py")),
 ]
 
 
-@pytest.mark.parametrize("edits, words", sampled(WRONG, WRONG[:3]))
-def test_what_is_wrong_is_found(check, tmp_path, edits, words):
-    copy = edited(tmp_path / "copy", "fsdp.py", *edits)
-    status, said = check(f"{copy} --ranks 2 {SMALL} --steps 1 --batch-size 6 --grad-accum 3")
-    assert status == 1 and re.search(f"2 processes  {words}", said), said
-
-
-LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
-PARTS = "--batch-size 6 --grad-accum 3"  # some ranks use no part of the head that others use
-RIGHT = [(command, []) for command in (
-    "ddp.py --grad-accum 3", "zero.py --stage 1 --grad-accum 3", "fsdp.py --grad-accum 3",
-    "tp.py --grad-accum 3", "cp.py", "pp.py --num-hidden-layers 4", "ep.py", "hybrid_3d.py",
-    "diloco.py",
-)] + [(f"{script} {PARTS}", HEADS + DATA_PARALLEL[script]) for script in ("ddp.py", "zero.py")]
-if REDUCES_UNUSED:
-    RIGHT += [(f"fsdp.py {PARTS}", HEADS + DATA_PARALLEL["fsdp.py"] + more)
-              for more in ([], [LISTED])]
-
-
-@pytest.mark.parametrize("command, edits", sampled(
-    RIGHT, [row for row in RIGHT if row[0] == f"zero.py {PARTS}"]))
-def test_what_is_right_is_equal(check, tmp_path, command, edits):
+@pytest.mark.parametrize("command, edits, words", sampled(ROWS, SAMPLE))
+def test_what_it_says(check, tmp_path, command, edits, words):
     script, _, more = command.partition(" ")
-    path = edited(tmp_path / "copy", script, *edits) if edits else script
-    status, said = check(f"{path} --ranks 2 {SMALL} {more}")
-    assert status == 0 and "2 processes  EQUAL      up to " in said, said
+    status, said = check(
+        edited(tmp_path / "copy", script, *edits) if edits else script, more)
+    assert status == (words != EQUAL) and re.search(f"[24] processes  {words}", said), said
     assert ("--replicas 1" in said) == (script == "diloco.py")
 
 
@@ -77,7 +75,7 @@ def test_tied_weights_are_equal(check, tmp_path):
     one = edited(tmp_path / "one", "single.py", tied)
     copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
         "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
-    status, said = check(f"{copy} --ranks 2 --against {one} --stage 1 {SMALL}")
+    status, said = check(copy, f"--against {one} --stage 1")
     assert status == 0, said
 
 
@@ -86,5 +84,5 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
     (tmp_path / "copy" / "common").unlink()
     shutil.copytree(ROOT / "common", tmp_path / "copy" / "common")
     (tmp_path / "copy" / "common" / "step.py").write_text("1 / 0")
-    status, said = check(f"{copy} --ranks 2 {SMALL}")
+    status, said = check(copy)
     assert status == 1 and "ZeroDivisionError" in said, said
