@@ -1,9 +1,9 @@
 """Bugs that were published, as patches of the scripts: *.diff, for ``git apply``. Above each patch
-stand what happened in the field, what to run, the sound run to compare with, and what parity says.
-docs/bugs.md is made of them: see __main__.py.
+stand a title, what happened in the field, what to run, the sound run in one process to compare
+with, and what parity says. docs/bugs.md is made of them: see __main__.py.
 """
 
-import dataclasses
+import collections
 import pathlib
 import re
 import textwrap
@@ -21,16 +21,7 @@ RANKS = 2  # of all bugs; what they are compared with is one process
 FEW = "--steps 3 --lr 0.01"  # for parity
 
 
-@dataclasses.dataclass(frozen=True)
-class Bug:
-    name: str
-    title: str
-    text: str  # what happened in the field
-    run: str  # the script that the patch changes, and its options
-    against: str  # the sound run in one process
-    says: str  # what parity prints
-    diff: str
-
+class Bug(collections.namedtuple("Bug", "name title text run against says diff")):
     @property
     def hunks(self):
         """The lines of each hunk of the patch."""

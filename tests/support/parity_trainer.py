@@ -43,12 +43,15 @@ class Add(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, n):
+    """Part ``rank`` of ``n``: it draws the whole, and keeps its own rows and columns."""
+
+    def __init__(self, rank, n):
         super().__init__()
-        self.n = n
-        self.norm = nn.LayerNorm(D)
-        self.qkv = nn.Linear(D, 3 * D // n)
-        self.out = nn.Linear(D // n, D)
+        self.n, self.norm = n, nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        for p in self.qkv.weight, self.qkv.bias:
+            p.data = p.data.unflatten(0, (3, n, -1))[:, rank].flatten(0, 1)
+        self.out.weight.data = self.out.weight.data.chunk(n, 1)[rank]
 
     def forward(self, x):
         h = copy(self.norm(x), self.n)
@@ -58,11 +61,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, n, encoders):
+    def __init__(self, rank, n, encoders):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, D)
         self.encoders = nn.ModuleList(nn.Linear(D, D) for _ in range(encoders))
-        self.blocks = nn.ModuleList(Block(n) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(rank, n) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
 
     def forward(self, tokens, kind):  # (B, T)
@@ -100,16 +103,9 @@ def main(argv):
     if args.fsdp:  # ranks cut the batch, and no layer
         n, rank, replicas, replica = 1, 0, n, rank
     torch.manual_seed(0)
-    whole, model = (Model(parts, 2 * args.fsdp) for parts in (1, n))
-    with torch.no_grad():
-        for (name, p), value in zip(model.named_parameters(), whole.parameters()):
-            shape, parts = slices(name, p, rank, n) or (p.shape, [(p, [0] * p.ndim)])
-            for part, offsets in parts:
-                part.copy_(value[tuple(slice(first, first + size)
-                                       for first, size in zip(offsets, part.shape))])
-        if args.tied:
-            model.head.weight = model.embed.weight
-    model.double()
+    model = Model(rank, n, encoders=2 * args.fsdp).double()
+    if args.tied:
+        model.head.weight = model.embed.weight
     if replicas > 1:
         for block in model.blocks:
             fully_shard(block)
