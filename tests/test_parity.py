@@ -15,7 +15,7 @@ import torch
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
 from tools.parity import record as recording
-from tools.parity.compare import Run, compare, main, read
+from tools.parity.compare import K, Run, compare, main, read
 
 REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
 
@@ -169,11 +169,13 @@ def mixed(x):
 # Edits of what is recorded
 
 
-def apart(kind, step, name):
-    """Two ranks hold different copies of a parameter."""
+def apart(kind, step, name, mean=1, total=1):
+    """Two ranks hold different copies of a parameter; their mean and their total are so wrong."""
     def edit(lines):
-        lines[step][kind][name]["sums"][0] = 1.0
-        lines[step][kind][name]["ranks"] = "[0] and [1]"
+        recorded = lines[step][kind][name]
+        recorded["ranks"], recorded["sums"][0] = "[0] and [1]", 1.0
+        for first, by in (3 + K, mean), (3 + 2 * K, total):
+            recorded["sums"][first : first + K] = [by * x for x in recorded["sums"][3 : 3 + K]]
     return edit
 
 
@@ -249,6 +251,10 @@ FAULTS = [
         "edit": apart("values", 1, "0.weight")}),
     ("step 0: reduction: ranks .0. and .1. .* of 0.bias: neither their sum nor their mean", {
         "spoil": scale(0.1), "edit": apart("gradients", 0, "0.bias")}),
+    ("step 0: reduction: .* of 0.bias: they must be averaged", {
+        "edit": apart("gradients", 0, "0.bias", total=2)}),
+    ("step 0: reduction: .* of 0.bias: they must be added up", {
+        "edit": apart("gradients", 0, "0.bias", mean=0.5)}),
     ("step 0: loss: a mean of means, times 2, as many as the ranks", {
         "edit": means_of_shifted_labels}, {"edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 16])}),
     # Gradients
@@ -267,6 +273,8 @@ FAULTS = [
     ("step 1: gradients: late: all are those of the step before", {"spoil": late}),
     ("step 0: .*rounding: .*--float32-inside", {"spoil": rolled(5e-8)}),
     ("step 0: .*rounding: .*bfloat16", {"spoil": rolled(2e-3 / 1.5**3, 1.5)}),
+    ("step 0: gradients: part of the batch, .* the loss is right .*: samples are lost", {
+        "spoil": rolled(0.5)}),
     ("(?!.*float32.inside)", {"spoil": rolled(5e-5)}, {}, {"float32_inside": True}),  # a wrong eps
     ("step 0: gradients: those of 0.weight differ, by up to ", {
         "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))}),
@@ -277,7 +285,8 @@ FAULTS = [
         "spoil": rolled(1e-3, 10), "edit": other_output}),
     ("step 0: gradients: forward pass: .* output differs is `0`, the first", {
         "loss_of": lambda model, x: model(2 * x).square().mean()}),
-    ("step 0: .*the outputs of all modules agree: look at the loss", {"loss_of": absolute}),
+    ("step 0: .*the outputs of all modules agree: look at the loss: .* has 5 targets, the .* 32", {
+        "loss_of": absolute, "edit": edit_rank(targets=[5])}),
     # It is no module, or ranks hold parts of it.
     ("step 0: .*outputs of modules are not compared", {"of": shards, "loss_of": absolute}),
     ("step 0: .*the outputs of all modules agree", {"loss_of": absolute, "edit": partial_sums}),
@@ -360,7 +369,8 @@ SOUND = [
         "lr": 1.0, "steps": 25}),
     ("EQUAL.*, float32 ", PARTS, {
         "loss_of": lambda model, x: model(x).float().square().mean()}),
-    ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-6)}, {}, {"float32_inside": True}),
+    ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
+    ("EQUAL.*, float32 ", {}, FLOAT32, {"full_precision": True}),
 ]
 ROWS = [(f"DIFFERENT: {says}", *row) for says, *row in FAULTS] + SOUND
 
