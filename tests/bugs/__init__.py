@@ -63,8 +63,7 @@ def read(names=None):
 def verdict(says):
     """What parity says, without its step, names and digits, and without where it says to look."""
     says = re.sub(r"DIFFERENT: step \d+: ", "", says)
-    says = re.sub(r"((?:gradients|values|weights) of )[\w.]+ to [\w.]+ \((.*?)\)", r"\1\2", says)
-    says = re.sub(r"those of [\w.]+ to [\w.]+ \((.*?)\)", r"\1", says)
+    says = re.sub(r"(?:those of )?\b[\w.]+ to [\w.]+ \((.*?)\)", r"\1", says)
     says = re.sub(r"\d+\.\d{6,}", lambda number: f"{float(number[0]):.6g}", says)
     return re.split(r"[;,](?: and)? the loss is right|: look at|: learning rate| \(times", says)[0]
 
