@@ -308,7 +308,7 @@ FAULTS = [
     ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])}),
     # Clipping
     ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
-        "change": lambda _, model: scale(0.5, "0.weight")(model),
+        "change": lambda _, model: scale(0.5, "2.weight")(model),
         "parts": lambda model: [model[0], model[2]]}),
     (r"step 0: clipping: not active, .* scaled by 1, not by 0\.501 .times 1\.996\)$", {
         "change": lambda *_: None, "edit": on_ranks(0.5, 0.5)}, {
