@@ -36,18 +36,18 @@ def step(*phases):
 
 
 @thorough
-@pytest.mark.parametrize("command, world, stages, layers", [
-    ("fsdp.py --replicate 2 --grad-accum 2", 4, 1, 16),
-    ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 4, 2, 40),
+@pytest.mark.parametrize("command, stages, layers", [
+    ("fsdp.py --replicate 2 --grad-accum 2", 1, 16),
+    ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 2, 40),
 ])
-def test_a_line_is_exact(monkeypatch, tmp_path, command, world, stages, layers):
+def test_a_line_is_exact(monkeypatch, tmp_path, command, stages, layers):
     """Through what is counted at three depths: it gives what the whole depth gives, to the byte."""
     script, *words = command.split()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = options(layers, batch_size=16, devices=world)
-    found = plan.evaluate(plan.Strategy(script, world, stages, stages), words, args)
+    args = options(layers, batch_size=16, devices=4)
+    found = plan.evaluate(plan.Strategy(script, 4, stages, stages), words, args)
     words += ["--num-hidden-layers", str(layers), "--batch-size", "16"]
-    whole = plan.cached(str(plan.ROOT / script), words, world, found["rank"], 8)
+    whole = plan.cached(str(plan.ROOT / script), words, 4, found["rank"], 8)
     del found["phases"], whole["phases"]  # of these the highest is exact, and is in "peak"
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
 
@@ -55,35 +55,24 @@ def test_a_line_is_exact(monkeypatch, tmp_path, command, world, stages, layers):
 TP, PP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2)
 
 
-def even(depth, rank):
-    return 10 * depth, 0, 0
-
-
-def overtaken(depth, rank):
-    return 10 * depth, 0, 11 * depth
-
-
-def in_stages(depth, rank):
-    return 500 + 100 * depth if rank else 1000 + depth, 0, 0
-
-
-@pytest.mark.parametrize("strategy, layers, sizes, memory, counted, peak", [
+@pytest.mark.parametrize("strategy, layers, end, memory, counted, peak", [
     # At three depths; at two if the line does not fit
-    (TP, 32, even, 320, [(3, 0), (4, 0), (5, 0)], 320),
-    (TP, 32, even, 319, [(3, 0), (4, 0)], 320),
+    (TP, 32, 0, 320, [(3, 0), (4, 0), (5, 0)], 320),
+    (TP, 32, 0, 319, [(3, 0), (4, 0)], 320),
     # The whole of a shallow model, or where the line is not exact: see ``peaks_stay``
-    (TP, 14, even, 999, [(14, 0)], 140),
-    (TP, 32, overtaken, 999, [(3, 0), (4, 0), (32, 0)], 320),
+    (TP, 14, 0, 999, [(14, 0)], 140),
+    (TP, 32, 11, 999, [(3, 0), (4, 0), (32, 0)], 320),
     # Of 8 ranks the first of each stage
-    (PP, 40, in_stages, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 4500),
+    (PP, 40, 0, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 2000),
 ])
-def test_what_is_counted(monkeypatch, strategy, layers, sizes, memory, counted, peak):
+def test_what_is_counted(monkeypatch, strategy, layers, end, memory, counted, peak):
+    """A layer adds 10 to the peak, and ``end`` to what is held at the end."""
     found = []
 
     def count(script, words, world_size, rank, nproc_per_node):
         depth = int(words[words.index("--num-hidden-layers") + 1])
         found.append((depth, rank))
-        return step(sizes(depth, rank)) | {"rank": rank}
+        return step((10 * depth * (1 + rank), 0, end * depth)) | {"rank": rank}
 
     monkeypatch.setattr(plan, "cached", count)
     evaluated = plan.evaluate(strategy, [], options(layers, device_memory=memory / 1e9))
@@ -91,14 +80,11 @@ def test_what_is_counted(monkeypatch, strategy, layers, sizes, memory, counted, 
     assert evaluated["peak"]["in all"] == peak and evaluated["rank"] == counted[-1][1]
 
 
-@pytest.mark.parametrize("sizes, expected", [
-    ((4, 4, 4, 2), [0, 3]), ((4, 4, 5, 2), [0, 2, 3]),
-])
-def test_the_stages_of_which_one_holds_most(monkeypatch, sizes, expected):
-    monkeypatch.setattr(plan, "split_layers", lambda *_: [range(size) for size in sizes])
+def test_the_stages_of_which_one_holds_most(monkeypatch):
     strategy = plan.Strategy("hybrid_3d.py --pp 4", 4, 4, 4)
-    found = plan.ranks_to_count(strategy, options(devices=16))
-    assert found == [4 * rank for rank in expected]
+    for sizes, expected in ((4, 4, 4, 2), [0, 12]), ((4, 4, 5, 2), [0, 8, 12]):
+        monkeypatch.setattr(plan, "split_layers", lambda *_: [range(size) for size in sizes])
+        assert plan.ranks_to_count(strategy, options(devices=16)) == expected
 
 
 @pytest.mark.parametrize("phases, exact, peak", [  # at 2, 3 and 4 layers; the peak of 12 layers

@@ -14,7 +14,7 @@ import pytest
 from tests.support.processes import Result
 from tests.support.sample import thorough
 from tests.test_checkpoint import assert_bit_equal, tensors
-from tests.test_launch import OPTIONS, RUN, children, finish, history, left_over, start, wait_until
+from tests.test_launch import OPTIONS, RUN, children, finish, left_over, logged, start, wait_until
 
 COMMANDS = ["single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py", "pp.py",
             "hybrid_3d.py --tp 2", "diloco.py --inner-steps 3"]
@@ -34,10 +34,6 @@ def kill(kind, processes, launcher):
     for pid in victims.get(kind, [launcher, *processes]):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
-
-
-def logged(folder):
-    return len(history(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 def disturb(kind, run, folder):
