@@ -25,11 +25,10 @@ def options(layers=4, **values):
 
 
 def step(*phases):
-    """What is counted: the peak of each phase of a step, and what is held at its begin and end."""
-    names = "peak", "begin", "end"
-    found = [{name: {"in all": size} for name, size in zip(names, phase)} for phase in phases]
-    return {"peak": {"in all": max(peak for peak, _, _ in phases)}, "phases": found,
-            "collectives": []}
+    """What is counted: the peak of each phase of a step, and what is held at its end."""
+    found = [{"peak": {"in all": peak}, "begin": {"in all": 0}, "end": {"in all": end}}
+             for peak, end in phases]
+    return {"peak": {"in all": max(phases)[0]}, "phases": found, "collectives": []}
 
 
 # Models that are deep
@@ -72,7 +71,7 @@ def test_what_is_counted(monkeypatch, strategy, layers, end, memory, counted, pe
     def count(script, words, world_size, rank, nproc_per_node):
         depth = int(words[words.index("--num-hidden-layers") + 1])
         found.append((depth, rank))
-        return step((10 * depth * (1 + rank), 0, end * depth)) | {"rank": rank}
+        return step((10 * depth * (1 + rank), end * depth)) | {"rank": rank}
 
     monkeypatch.setattr(plan, "cached", count)
     evaluated = plan.evaluate(strategy, [], options(layers, device_memory=memory / 1e9))
@@ -88,15 +87,13 @@ def test_the_stages_of_which_one_holds_most(monkeypatch):
 
 
 @pytest.mark.parametrize("phases, exact, peak", [  # at 2, 3 and 4 layers; the peak of 12 layers
-    ([[(16, 0, 6)], [(19, 0, 9)], [(22, 0, 12)]], True, 46),
-    ([[(16, 0, 6)], [(19, 0, 9)], [(22 + 2**-10, 0, 12)]], False, 46),
-    # What grows faster than the peak will overtake it.
-    ([[(27, 0, 6)], [(29, 0, 9)], [(31, 0, 12)]], False, 47),
-    # Or the peak of another phase
-    ([[(100, 0, 0), (60, 0, 0)], [(110, 0, 0), (60, 0, 16)], [(120, 0, 0), (60, 0, 32)]], False,
-     200),
+    ([[(16, 6)], [(19, 9)], [(22, 12)]], True, 46),
+    ([[(16, 6)], [(19, 9)], [(22 + 2**-10, 12)]], False, 46),
+    # What grows faster than the peak will overtake it, or the peak of another phase.
+    ([[(27, 6)], [(29, 9)], [(31, 12)]], False, 47),
+    ([[(100, 0), (60, 0)], [(110, 0), (60, 16)], [(120, 0), (60, 32)]], False, 200),
     # A shallow model has its peak in one phase, a deep one in another.
-    ([[(100, 0, 0), (60, 0, 0)], [(101, 0, 0), (70, 0, 0)], [(102, 0, 0), (80, 0, 0)]], True, 160),
+    ([[(100, 0), (60, 0)], [(101, 0), (70, 0)], [(102, 0), (80, 0)]], True, 160),
 ])
 def test_where_there_is_a_line(phases, exact, peak):
     first, second, third = (step(*each) for each in phases)
@@ -158,34 +155,31 @@ def test_what_sorts_the_rows(rates, expected):
 
 
 def test_micro_batches_and_accumulation():
-    pipeline, pieces = plan.Strategy("pp.py", 1, 2, 4), ["--microbatches", "8"]  # 4 for each rank
-    assert plan.variants(pipeline, 64) == [
-        pieces, *([*pieces, "--grad-accum", n] for n in ("2", "4", "8"))
-    ]
+    pieces = ["--microbatches", "8"]  # 4 for each rank
+    assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), 32) == [
+        pieces, [*pieces, "--grad-accum", "2"], [*pieces, "--grad-accum", "4"]]
     assert plan.variants(plan.Strategy("fsdp.py", 8), 16) == [[], ["--grad-accum", "2"]]
 
 
 def test_strategies_and_why_not():
     def commands(*words, **more):
-        found, left_out = plan.strategies(*words, **more)
-        return [strategy.command for strategy in found], left_out
+        return [strategy.command for strategy in plan.strategies(*words, **more)[0]]
 
-    found, left_out = commands(16, 8, 16, 8192, 32)
+    found = commands(16, 8, 16, 8192, 32)
     assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --tp 8 --pp 2",
             "hybrid_3d.py --cp 2"} < set(found)
     assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
     assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
-    assert left_out["--tp beyond the 8 devices of a machine"] > 0
+    assert plan.strategies(16, 8, 16, 8192, 32)[1]["--tp beyond the 8 devices of a machine"] == 1
     # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each
-    found, _ = commands(16, 8, 12, 4096, 32)
+    found = commands(16, 8, 12, 4096, 32)
     assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
     assert "hybrid_3d.py --pp 4" not in found
-    assert commands(1, 8, 4, 128, 4)[0] == ["single.py"]
+    assert commands(1, 8, 4, 128, 4) == ["single.py"]
     # Of experts every --ep that divides them, and each grid with the largest one of a machine
-    assert commands(1, 8, 4, 128, 4, experts=12)[0] == ["ep.py"]
-    found, _ = commands(8, 8, 8, 128, 4, experts=12)
-    assert found[:4] == ["ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4",
-                         "hybrid_3d.py --pp 2 --ep 4"]
+    assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
+    assert commands(8, 8, 8, 128, 4, experts=12)[:4] == [
+        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 4"]
 
 
 # The whole tool
