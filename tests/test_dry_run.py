@@ -65,12 +65,11 @@ def test_floating_point_operations():
 
 
 @pytest.fixture
-def dry_run(server, tmp_path):
+def dry_run(run, tmp_path):
     def dry_run(*words, **kwargs):
         """What the tool prints, and what it writes with --json."""
         path = tmp_path / "dry.json"
-        result = server.run("tools/dry_run.py", 0, ["--json", path, *words], folder=tmp_path,
-                            pass_out=False, **kwargs)
+        result = run("tools/dry_run.py", 0, ["--json", path, *words], pass_out=False, **kwargs)
         return result, json.loads(path.read_text()) if path.exists() else None
 
     return dry_run
@@ -83,7 +82,6 @@ def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
     machine it may hold several, so there is a second and a third attempt."""
     if "gpt2" in command:
         pytest.importorskip("transformers")
-    names = ("collective", "group", "calls", "bytes")
     dry = {rank: count(command, world or 1, rank) for rank in ranks}
     options = ["--steps", 4, "--save-every", 0]  # the third is counted, and is not logged
     options += [] if "examples" in command else ["--data", corpus]
@@ -91,9 +89,10 @@ def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
         result = run(command, world, options, out=f"out{attempt}", inject="write_counts()")
         real = {rank: json.loads((result.out / f"rank{rank}.json").read_text()) for rank in ranks}
         for rank in ranks:
-            counted, expected = ([[part[name] for name in names] for part in found["collectives"]]
-                                 for found in (dry[rank], real[rank]))
-            assert sorted(counted) == sorted(expected)
+            counted, expected = (
+                sorted([part[name] for name in ("collective", "group", "calls", "bytes")]
+                       for part in found["collectives"]) for found in (dry[rank], real[rank]))
+            assert counted == expected
             for kind in ("parameters", "gradients", "optimizer states"):
                 assert dry[rank]["held"].get(kind, 0) == real[rank]["held"].get(kind, 0), kind
         peaks = [(dry[rank]["peak"][kind], real[rank]["peak"][kind])
@@ -148,16 +147,14 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     assert "does not fit into 4 GB" in result.lines[-1]
 
 
-def test_bad_input_is_one_line(server, tmp_path):
+def test_bad_input_is_one_line(dry_run, tmp_path):
     (tmp_path / "common").mkdir()
-    copy = shutil.copy(ROOT / "fsdp.py", tmp_path)
-    for options, words in (
-        (f"--rank 0 4 {copy}", f"{copy} has a common/ of its own"),
-        ("--rank 0 4 nothing.py", "nothing.py is no script: give the path of a .py file"),
-        ("--rank 0 4 tools/bench.py", "tools/bench.py has no load_steps, Checkpoints, Report"),
+    copy, tool = shutil.copy(ROOT / "fsdp.py", tmp_path), ROOT / "tools" / "bench.py"
+    for script, words in (
+        (copy, f"{copy} has a common/ of its own"), ("nothing.py", "nothing.py is no script"),
+        (tool, f"{tool} has no load_steps, Checkpoints, Report"),
     ):
-        result = server.run("tools/dry_run.py", 0, options, folder=ROOT, pass_out=False,
-                            expect_ok=False)
+        result, _ = dry_run("--rank", 0, 4, script, expect_ok=False)
         (line,) = [line for line in result.lines if "error:" in line]
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
 

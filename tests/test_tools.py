@@ -42,7 +42,7 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture
 def run_prepare(bpe, tmp_path, capsys):
-    """Runs the tool. Returns [documents of train.bin, documents of val.bin] in words, and what it
+    """Runs the tool. Returns the documents of train.bin and those of val.bin, in words, and what it
     printed."""
     import tokenizers
 
@@ -50,15 +50,15 @@ def run_prepare(bpe, tmp_path, capsys):
         words = [*options, "--tokenizer", tokenizer, "--out", tmp_path / out, "--eod", "</s>"]
         prepare.main([str(word) for word in words])
         loaded = tokenizers.Tokenizer.from_file(str(tokenizer))
-        sides = []
-        for name in ("train.bin", "val.bin"):
+
+        def documents(name):
             ids = np.fromfile(tmp_path / out / name, dtype)
             (ends,) = np.nonzero(ids == loaded.token_to_id("</s>"))
             *parts, rest = np.split(ids, ends + 1)
             assert not len(rest)
-            sides.append([loaded.decode(part[:-1].tolist(), skip_special_tokens=False)
-                          for part in parts])
-        return sides, capsys.readouterr().out
+            return [loaded.decode(part[:-1], skip_special_tokens=False) for part in parts]
+
+        return documents("train.bin"), documents("val.bin"), capsys.readouterr().out
 
     return run_prepare
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_text(run_prepare, bpe, tmp_path):
     reads them with the options that the tool prints."""
     documents = stories(50)
     path = write_jsonl(tmp_path / "a.jsonl", documents)
-    (train, validation), output = run_prepare(path, "--val", 0)
+    train, validation, output = run_prepare(path, "--val", 0)
     assert train == documents and validation == []
     vocab_size = len(json.loads(bpe.read_text())["model"]["vocab"])
     assert output.splitlines()[-1] == (f"give the scripts --data {tmp_path}/tokens/train.bin "
@@ -94,14 +94,12 @@ def test_the_largest_id_chooses_the_type(run_prepare, tmp_path, largest, dtype):
     """Even if a vocabulary has gaps, and so fewer tokens than ids."""
     import tokenizers
 
-    vocabulary = {"a": 3, "b": largest, "?": 0, "</s>": 7}
+    vocabulary, path = {"a": 3, "b": largest, "?": 0, "</s>": 7}, tmp_path / "words.json"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "words.json"))
+    tokenizer.save(str(path))
     (tmp_path / "a.txt").write_text("a b a b")
-    (train, _), output = run_prepare(
-        tmp_path / "a.txt", "--val", 0, tokenizer=tmp_path / "words.json", dtype=dtype
-    )
+    train, _, output = run_prepare(tmp_path / "a.txt", "--val", 0, tokenizer=path, dtype=dtype)
     assert train == ["a b a b"]
     assert f"--token-dtype {dtype} --vocab-size {largest + 1}" in output
 
@@ -111,12 +109,12 @@ def test_split_is_by_document(run_prepare, tmp_path):
     earlier output is not overwritten."""
     documents = stories(600)
     path = write_jsonl(tmp_path / "all.NDJSON", documents + documents[:100])
-    (train, validation), _ = run_prepare(path, "--val", 0.2)
+    train, validation, _ = run_prepare(path, "--val", 0.2)
     assert not set(train) & set(validation)
     assert sorted(train + validation) == sorted(documents + documents[:100])
     assert 0.13 < len(validation) / 700 < 0.27
     parts = [write_jsonl(tmp_path / f"{i}.jsonl", documents[::-1][i::7]) for i in range(7)]
-    sides, _ = run_prepare(*parts, "--val", 0.2, out="parts")
+    *sides, _ = run_prepare(*parts, "--val", 0.2, out="parts")
     assert [set(side) for side in sides] == [set(train), set(validation)]
     first = (tmp_path / "parts" / "train.bin").read_bytes()
     with pytest.raises(SettingError, match="parts/train.bin exists: "):
@@ -131,7 +129,7 @@ def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
     short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
     lines = [*("猫 1234567\n" for _ in range(100)), "🦊" * 2**10]
     long.write_text("".join(lines))
-    (train, _), _ = run_prepare(short, long, "--val", 0)
+    train, _, _ = run_prepare(short, long, "--val", 0)
     assert train[0] == "one\r\ntwo" and "".join(train[1:]) == "".join(lines)
     assert train[1].endswith("\n") and 2**8 <= len(train[1]) < 2**8 + 10
     assert all(len(document) <= 2**9 for document in train)
@@ -141,14 +139,8 @@ def the_line(main, words):
     """The one line with which a tool ends, from a SettingError."""
     with pytest.raises(SystemExit) as end:
         command.run(main, [str(word) for word in words])
-    assert isinstance(end.value.code, str) and "\n" not in end.value.code
-    return end.value.code
-
-
-BAD_LINES = {  # in a .jsonl file
-    b"{": "JSONDecodeError", b"[1]": "TypeError", b'{"body": "x"}': "KeyError('text')",
-    b'{"text": "\xff"}': "invalid start byte",
-}
+    (line,) = end.value.code.splitlines()
+    return line
 
 
 def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
@@ -157,14 +149,12 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
     good.write_text("one fox\n" * 99)
     os.mkfifo(fifo)
 
-    def line(*words, tokenizer=bpe, out=tmp_path / "out", eod="</s>"):
-        words = [*words, "--tokenizer", tokenizer, "--out", out, "--eod", eod]
-        return the_line(prepare.main, words)
+    def line(*words, out=tmp_path / "out", eod="</s>"):
+        return the_line(prepare.main, [*words, "--tokenizer", bpe, "--out", out, "--eod", eod])
 
-    for text, words in BAD_LINES.items():
+    for text in (b"{", b"[1]", b'{"body": "x"}', b'{"text": "\xff"}'):
         bad.write_bytes(b'{"text": "good"}\n\n' + text)
-        found = line(bad)
-        assert f"{bad}, near document " in found and words in found
+        assert f"{bad}, near document " in line(bad)
     assert f"{fifo} is no regular file" in line(fifo)
     for share in ("nan", "-1", "1"):  # one of the files would be empty
         assert f"--val {float(share)}: " in line(good, "--val", share)
@@ -189,21 +179,19 @@ def test_the_table_of_the_benchmark(monkeypatch, capsys):
 
 
 def test_a_benchmark_of_a_command_that_fails(monkeypatch):
-    output = "W torch\nddp.py: error: unrecognized arguments: --bogus\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: types.SimpleNamespace(
-        returncode=1, stdout=output))
+        returncode=1, stdout="W torch\nddp.py: error: no option --bogus\n"))
     found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
-    assert "tutorial.py ddp failed: ddp.py: error: unrecognized arguments: --bogus" in found
+    assert "tutorial.py ddp failed: ddp.py: error: no option --bogus" in found
 
 
 @thorough
 def test_the_benchmark_runs(tmp_path):
     """A loop and a script of one process, and of two."""
+    options = "--nproc 2 --rounds 1 --warm-up 1 --timed 1 --together --only single.py tp.py"
     result = subprocess.run(
-        ["bash", ROOT / "run.sh", *"bench --nproc 2 --rounds 1 --warm-up 1 --timed 1 --together "
-         "--only single.py tp.py".split()],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-        env=os.environ | {"PYTHON": sys.executable},
+        ["bash", ROOT / "run.sh", "bench", *options.split()], cwd=tmp_path, capture_output=True,
+        text=True, timeout=PATIENCE, env=os.environ | {"PYTHON": sys.executable},
     )
     rows = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"], result.stderr
