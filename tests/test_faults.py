@@ -31,8 +31,8 @@ NOT_SAVED = "step 6 is not saved ... is not finite: lower --lr"
 # what the line says; the steps of the checkpoints that are left.
 FAULTS = [
     # A gradient that overflows in the norm, in a step that is not logged
-    *[(command, world, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
-      for command, world in COMMANDS],
+    *[(*command, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
+      for command in COMMANDS],
     ("single.py", 0, "", "after(common.materialise, 'materialise', lambda _, model, *args: "
      "next(model.parameters()).data.fill_(torch.nan))", "not finite: look at the weights", []),
     # An update that overflows after a norm that is finite
@@ -66,8 +66,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("command, world, options, inject, words, left", sampled(
     FAULTS, [fault for fault in FAULTS if "--timeout" not in fault[2]
-             and fault[0] in ("single.py", "ddp.py", "hybrid_3d.py --pp 2")]
-))
+             and fault[0] in ("single.py", "ddp.py", "hybrid_3d.py --pp 2")]))
 def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, words, left):
     (tmp_path / "copy").write_text("text " * 20_000)
     options = f"{OPTIONS} --data {corpus} {options}"
@@ -88,16 +87,12 @@ def steps(out):
     return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(out)]
 
 
-# A script that somebody has edited
-
-
 LOG = "        report.log(step, loss, grad_norm)\n"
 
 
 @pytest.mark.parametrize("new, words, left", [
     ("", "report.log was not called in step 1: ", []),
-    (f"        if step == 4:\n            break\n{LOG}", "stopped after step 4 of 8, and not saved",
-     [3]),
+    ("        if step == 4:\n            break\n" + LOG, "after step 4 of 8, and not saved", [3]),
 ])
 def test_a_loop_that_somebody_has_edited_ends_in_words(run, corpus, tmp_path, new, words, left):
     """Without its log, or with a break of its own."""
@@ -126,11 +121,10 @@ def test_output_never_ends_a_run(run, once, corpus, inject, said):
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
     """They end with status 0; the same command goes on to the same end."""
     options = f"{OPTIONS} --data {corpus} {options}"
-    inject = (  # first: a shell that starts the tests in the background lets them ignore SIGINT
+    result = run(command, world, options, inject=(
+        # A shell that starts the tests in the background lets them ignore SIGINT.
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"
-        f"at(4, signal_self, '{name}', on={max(world - 1, 0)})"
-    )
-    result = run(command, world, options, inject=inject)
+        f"at(4, signal_self, '{name}', on={max(world - 1, 0)})"))
     if "--save-every 0" in options:
         assert re.fullmatch("stopped after step [45] of 8, and not saved", result.lines[-1])
         assert steps(result.out) == []
@@ -146,23 +140,16 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
 
 def test_a_second_signal_ends_at_once(monkeypatch):
     """A second later: a launcher may deliver one signal twice, to a process and to its group."""
-    ended, now = [], [100.0]
+    ended, handlers, now = [], {signal.SIGINT: signal.SIG_IGN}, [100.0]  # nohup ignores some
     monkeypatch.setattr(signals, "_first_signal", None)
-    monkeypatch.setattr(signals.os, "kill", lambda *call: ended.append(call))
+    monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup does with SIGHUP
-        signals.catch_stop_signals()
-        assert [signal.getsignal(number) for number in numbers] == [
-            signals._note, signals._note, signal.SIG_IGN]
-        signal.raise_signal(signal.SIGTERM)
-        for now[0], expected in ((100.5, 0), (101.5, 1)):
-            signal.raise_signal(signal.SIGUSR1)
-            assert signals.stop_requested() and len(ended) == expected
-        assert ended == [(os.getpid(), signal.SIGUSR1)]
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
+    monkeypatch.setattr(signal, "getsignal", handlers.get)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    signals.catch_stop_signals()
+    assert handlers == {signal.SIGTERM: signals._note, signal.SIGUSR1: signals._note,
+                        signal.SIGINT: signal.SIG_IGN} and not signals.stop_requested()
+    for now[0], expected in (100.0, []), (100.5, []), (101.5, [(os.getpid(), signal.SIGUSR1)]):
+        handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+        assert signals.stop_requested() and ended == expected
+    assert handlers[signal.SIGUSR1] == signal.SIG_DFL

@@ -1,12 +1,13 @@
 """What a user sees: the terminal, the run folder, and how a run ends."""
 
+import dataclasses
 import json
 import re
 
 import pytest
 import torch
 
-from common.model import ModelConfig
+from common.model import PRESETS
 from common.options import default_dtype
 from common.services.checkpoint_files import list_checkpoints, step_of
 
@@ -34,28 +35,21 @@ def test_the_terminal(result):
     assert re.match(r"final loss [\d.]+ \| val loss [\d.]+ \| [\d,]+ tokens/s \| MFU .*run-", final)
     assert traces == f"traces of a few steps: {result.out}/trace-rank*.json"
     assert re.split("  +", table[0]) == [
-        "bytes on rank 0", "after backward", "at the peak", "theory"
-    ]
+        "bytes on rank 0", "after backward", "at the peak", "theory"]
     rows = [re.split(r"  +", line) for line in table[1:]]
-    assert [row[0] for row in rows] == [
-        "parameters", "gradients", "optimizer states", "activations", "in all", "sent in a step"
-    ]
+    assert [(row[0], " = " in row[-1]) for row in rows] == [
+        ("parameters", True), ("gradients", True), ("optimizer states", True),
+        ("activations", False), ("in all", False), ("sent in a step", True)]
     assert rows[0][1] == rows[0][2] == rows[0][3].removeprefix("P = ")
-    assert [row[0] for row in rows if " = " in row[-1]] == [
-        "parameters", "gradients", "optimizer states", "sent in a step"]
 
 
 def test_metrics_lines_and_the_share_of_the_peak(result):
     records = [record for record in result.history if "loss" in record]
     assert [record["step"] for record in records] == [1, 3, 6, 7]
-    flops = ModelConfig(
-        hidden_size=32, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4,
-    ).flops_per_token(32)
+    flops = dataclasses.replace(PRESETS["tiny"], hidden_size=32, head_dim=4).flops_per_token(32)
     for record in records:
         assert record.keys() == {
-            "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu"
-        }
+            "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu"}
         assert record["tokens"] == record["step"] * 8 * 32
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 0.2e12)
     assert f"MFU {result.summary['mfu']:.1%}" in result.output
@@ -96,8 +90,7 @@ def test_profile_writes_a_trace_per_rank(result):
 
 def test_help_comes_once_and_waits_for_no_rank(run):
     """Rank 0 has printed it and ended before rank 1 begins."""
-    result = run("ddp.py", 2, "--help", pass_out=False, timeout=60,
-                 inject="time.sleep(rank)")
+    result = run("ddp.py", 2, "--help", pass_out=False, timeout=60, inject="time.sleep(rank)")
     assert result.output.count("usage:") == 1
     for words in ("all-reduce of the gradients", "--num-key-value-heads N",
                   "optimizer steps in the whole run", "run folder:"):

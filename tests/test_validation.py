@@ -2,7 +2,6 @@
 number everywhere: test_same_run.py."""
 
 import argparse
-import json
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from common.data import BatchSampler
 from common.errors import SettingError
 from common.services.validation import Validation
 from common.tokens import TokenDataset
+from tests.support.processes import Result
 from tests.support.sample import sampled
 from tests.support.table import OPTIONS, TRAINING
 
@@ -96,9 +96,8 @@ def test_what_it_evaluates():
         reads += dataset.read
     assert sorted(reads) == sorted(first[:16])
     part, _ = evaluation(31)
-    assert part.loss(model, lambda batch: (batch[0][:3].sum(), 3)) == pytest.approx(
-        sum(sum(first[i : i + 3]) for i in (0, 8, 16)) / 9
-    )
+    expected = sum(sum(first[i : i + 3]) for i in (0, 8, 16)) / 9
+    assert part.loss(model, lambda batch: (batch[0][:3].sum(), 3)) == pytest.approx(expected)
     assert part.loss(model, lambda batch: (0, 0)) == 0
 
     # Last: after a failure the workers would live as long as the traceback
@@ -140,12 +139,10 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     assert waits == {0, 1, 2, 3, 4, 5, 6, 8}
     history = reported.close()
     assert [record["tokens_per_second"] for record in history if "loss" in record] == [10] * 3
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert written == history
-    assert [record for record in history if "val_loss" in record] == [
-        {"step": step, "val_loss": 2.5} for step in (2, 4, 6, 8)
-    ]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    result = Result([0], "", tmp_path)
+    assert result.history == history
+    assert result.curve("step", "val_loss") == [[step, 2.5] for step in (2, 4, 6, 8)]
+    summary = result.summary
     assert summary["tokens_per_second"] == 10
     assert summary["loss"] == 1.5 and summary["val_loss"] == 2.5
     assert summary["peak"]["activations"] < 1000
