@@ -28,6 +28,7 @@ from common.services.checkpoint_files import list_checkpoints
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, SMALL, Result, free_port
 from tests.support.sample import sampled, thorough
+from tests.test_refusals import in_order
 from tests.test_same_run import furthest
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
@@ -169,6 +170,24 @@ def test_what_run_sh_starts(tmp_path):
         assert shlex.split(shown)[-4:] == ["code/show.py", *words]
     output = finish(start([*RUN, "prepare", "--help"], tmp_path))
     assert output.startswith("usage: python -m tools.prepare "), output
+
+
+NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("command, environment, words", [
+    ("README.md", {}, "README.md is no Python script ... ddp.py"),
+    ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
+    ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
+    ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
+    ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
+    ("ddp.py", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
+])
+def test_what_run_sh_refuses(tmp_path, command, environment, words):
+    process = start([*RUN, *command.split()], tmp_path, **environment)
+    (line,) = finish(process).splitlines()
+    assert line.startswith("run.sh: error: ") and process.returncode == 1 and in_order(words, line)
 
 
 @pytest.mark.parametrize("launcher, name, to_all", sampled(SIGNALS := [

@@ -8,15 +8,13 @@ import os
 import platform
 import shlex
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from common import launch
 from common.errors import SettingError
-from tests.support.processes import PATIENCE, ROOT, SMALL, free_port
+from tests.support.processes import ROOT, SMALL, free_port
 from tests.support.sample import sampled
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -302,25 +300,3 @@ def test_a_command(server, folder, command, world, code, words):
     (line,) = result.lines
     assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
     assert in_order(words, line), line
-
-
-NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize("command, environment, words", [
-    ("README.md", {}, "README.md is no Python script ... ddp.py"),
-    ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
-    ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
-    ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
-    ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
-    ("ddp.py", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
-])
-def test_run_sh(tmp_path, command, environment, words):
-    result = subprocess.run(
-        ["bash", ROOT / "run.sh", *command.split()], cwd=tmp_path, text=True, capture_output=True,
-        env={**os.environ, "PYTHON": sys.executable, "NPROC": "2", **environment},
-        timeout=PATIENCE,
-    )
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("run.sh: error: ") and result.returncode == 1 and in_order(words, line)

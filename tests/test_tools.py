@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import SettingError
 from common.tokens import TokenDataset
-from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import thorough
+from tests.test_launch import RUN, finish, start
 from tools import bench, prepare
 from tools.support import command
 
@@ -189,25 +189,7 @@ def test_a_benchmark_of_a_command_that_fails(monkeypatch):
 def test_the_benchmark_runs(tmp_path):
     """A loop and a script of one process, and of two."""
     options = "--nproc 2 --rounds 1 --warm-up 1 --timed 1 --together --only single.py tp.py"
-    result = subprocess.run(
-        ["bash", ROOT / "run.sh", "bench", *options.split()], cwd=tmp_path, capture_output=True,
-        text=True, timeout=PATIENCE, env=os.environ | {"PYTHON": sys.executable},
-    )
-    rows = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| `")]
-    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"], result.stderr
+    output = finish(start([*RUN, "bench", *options.split()], tmp_path))
+    rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"], output
     assert all(float(row[3]) > 0 and float(row[5].split()[0]) > 0 for row in rows)
-
-
-@thorough
-@pytest.mark.parametrize("strategy, world, batch", [("ddp", 2, 8), ("fsdp", 2, 8), ("tp", 2, 4)])
-def test_the_loops_of_the_benchmark_train_the_same(server, tmp_path, strategy, world, batch):
-    """With data parallelism all ranks have the same tokens: as one process with fewer of them."""
-    def losses(strategy, world, batch):
-        options = f"--steps 4 --batch-size {batch} --seq-len 16"
-        result = server.run(f"tools/support/tutorial.py {strategy}", world, options,
-                            folder=tmp_path, pass_out=False)
-        return [json.loads(line.removeprefix("losses ")) for line in result.lines
-                if line.startswith("losses")]
-
-    (expected,) = losses("single", 0, 4)
-    assert losses(strategy, world, batch) == [pytest.approx(expected, abs=1e-5)] * world
