@@ -220,7 +220,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         return json.loads(path.read_text())["rows"]
 
     monkeypatch.setattr(plan, "cached", count)
-    found = rows("--device-memory 0.03 --link 1 --network 1")
+    found = rows("--device-memory 0.03 --link 1 --network 1 --nproc-per-node 2")
     assert [row["command"] for row in found] == ["ddp.py --grad-accum 4", f"ddp.py {AGAIN}"]
     assert found[0]["bounds"] == [None, 8e6 / 1e9]
     assert "the first row: NPROC=2 bash run.sh ddp.py " in capsys.readouterr().out
