@@ -9,7 +9,6 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from common.options import flag
 from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
@@ -118,10 +117,10 @@ def test_operations_of_experts():
     rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24)
     found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
     assert found == 2 * 10 * 16 * 24  # each row has one expert
-    dims = {"num_hidden_layers": 2, "num_experts": 4, "expert_size": 64}
-    config, T = MixtureConfig(**vars(PRESETS["tiny"]) | dims), 64
-    more = " ".join(f"{flag(name)} {value}" for name, value in dims.items())
-    found = count(f"ep.py --seq-len {T} --batch-size 1 {more}", 1)["operations"]
+    dims, T = {"num_hidden_layers": 2, "num_experts": 4, "expert_size": 64}, 64
+    config = MixtureConfig(**vars(PRESETS["tiny"]) | dims)
+    found = count(f"ep.py --seq-len {T} --batch-size 1 --num-hidden-layers 2 --num-experts 4 "
+                  "--expert-size 64", 1)["operations"]
     scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
     assert found == T * (config.flops_per_token(T) + scores)  # as above
 
@@ -139,9 +138,9 @@ def test_what_crosses_machines(command, n, nproc_per_node, shares):
 
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
-    result, found = dry_run(*"--rank 0 --device-memory 4 64".split(), ROOT / "fsdp.py",
-                            *"--dtype float32 --data /no/such/file --out earlier --model llama3-8b "
-                            "--num-hidden-layers 1 --batch-size 64".split())
+    words = (f"--rank 0 --device-memory 4 64 {ROOT}/fsdp.py --dtype float32 --data /no/such/file "
+             "--out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64")
+    result, found = dry_run(*words.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
     assert "does not fit into 4 GB" in result.lines[-1]

@@ -169,6 +169,9 @@ def test_strategies_and_why_not():
     assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --tp 8 --pp 2",
             "hybrid_3d.py --cp 2"} < set(found)
     assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
+    tried = plan.strategies(16, 8, 16, 8192, 32)[0]
+    assert plan.Strategy("tp.py", 1) in tried
+    assert plan.Strategy("pp.py --schedule zerobubble", 1, 16, 32) in tried
     assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
     assert plan.strategies(16, 8, 16, 8192, 32)[1]["--tp beyond the 8 devices of a machine"] == 1
     # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each

@@ -64,9 +64,8 @@ class Model(nn.Module):
         return kept[targets != -100].sum()
 
 
-def evaluation(size, batch_size=8, grad_accum=1, seed=0, steps=7, rank=0, ranks=1, **kwargs):
-    sampler = BatchSampler(50, batch_size, grad_accum, seed=seed, stop=steps, rank=rank,
-                           world_size=ranks)
+def evaluation(size, grad_accum=1, seed=0, rank=0, ranks=1, **kwargs):
+    sampler = BatchSampler(50, 8, grad_accum, seed=seed, stop=7, rank=rank, world_size=ranks)
     dataset = Numbers(size)
     return Validation(dataset, sampler, torch.device("cpu"), **kwargs), dataset
 
@@ -171,9 +170,9 @@ def test_a_missing_evaluation_comes_first(run, once, corpus, held_out, command, 
     options = f"{OPTIONS} --val-every 2 --dtype float64"
     whole = once(command, world, options)
     options = f"{options} --data {corpus}".replace("{val}", held_out)
-    die = ("before(Validation, 'loss', lambda *_, calls=[]: "
-           f"calls.append(1) or len(calls) == {stop // 2} and kill_self())")
-    dead = run(command, world, options, inject=die, expect_ok=False)
+    dead = run(command, world, options, expect_ok=False, inject=(
+        "before(Validation, 'loss', lambda *_, calls=[]: "
+        f"calls.append(1) or len(calls) == {stop // 2} and kill_self())"))
     assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 4]
     again = run(command, world, options)
     assert again.curve("step", "val_loss") == whole.curve("step", "val_loss")
