@@ -71,9 +71,9 @@ def options(name):
 def commands(text):
     """The commands in indented blocks and between backticks, as lists of words."""
     text = outside(text)
+    starts = r"([A-Z_]+=\S+ )*(accelerate|bash|diff|python3?|sbatch|srun|torchrun|\w+\.py) "
     for line in re.findall(r"(?m)^    (\S.*)", text) + re.findall(r"`([^`\n]+)`", text):
-        if re.match(r"([A-Z_]+=\S+ )*(accelerate|bash|diff|python3?|sbatch|srun|torchrun|\w+\.py) ",
-                    line):
+        if re.match(starts, line):
             yield shlex.split(line, comments=True)
 
 
@@ -153,22 +153,19 @@ def main_of(script):
     return re.search(r"(?ms)^def main\(.*?\n\n\n", (ROOT / script).read_text())[0].rstrip() + "\n"
 
 
-@pytest.mark.parametrize("page, script", [
-    ("README.md", "fsdp.py"),
-    *(("docs/lesson.md", name) for name in DOCSTRINGS if name != "single.py"),
-])
-def test_the_diffs_of_a_page(page, script, tmp_path):
-    """The lines of each block stand in the diff of the two functions ``main``, in this order. A
-    block may be indented less than the script, by the same number of blanks in all of its lines.
-    Git may pair a closing parenthesis with another one: these are left out."""
+@pytest.mark.parametrize("script", [name for name in DOCSTRINGS if name != "single.py"])
+def test_the_diffs_of_the_lesson(script, tmp_path):
+    """And of README.md. The lines of each block stand in the diff of the two functions ``main``, in
+    this order. A block may be indented less than the script, by the same number of blanks in all of
+    its lines. Git may pair a closing parenthesis with another one: these are left out."""
     for name in ("single.py", script):
         (tmp_path / name).write_text(main_of(name))
     output = subprocess.run(f"git diff --no-index -U999 single.py {script}".split(), cwd=tmp_path,
                             text=True, stdout=subprocess.PIPE).stdout
     real = [line for line in output.splitlines()[4:] if re.match(r"[ +-](?! *\)$)", line)]
-    found = blocks(README if page == "README.md" else section(PAGES[page], script), "diff")
+    found = blocks(section(PAGES["docs/lesson.md"], script), "diff")
     assert found
-    for block in found:
+    for block in found + blocks(README, "diff") * (script == "fsdp.py"):
         lines = [line for line in block.splitlines() if line[1:].strip() != ")"]
         assert any(in_order([f"{line[0]}{blanks}{line[1:]}" for line in lines], real)
                    for blanks in ("", " " * 4, " " * 8)), block
@@ -205,17 +202,16 @@ def test_the_functions_to_take_are_complete():
         assert used & known <= taken | vars(torch_versions).keys(), script
 
 
-@pytest.mark.parametrize("page, heading", [
-    ("docs/when-it-fails.md", "Messages of these scripts"), ("docs/launching.md", "Variables"),
-])
-def test_what_a_table_quotes_exists(page, heading):
+def test_what_a_table_quotes_exists():
     """In the sources, or in a test that expects it of torch. Where it has ... stand values."""
+    tables = (section(PAGES["docs/when-it-fails.md"], "Messages of these scripts")
+              + section(PAGES["docs/launching.md"], "Variables"))
     said = "".join(path.read_text() for folder in FOLDERS
                    for path in [*ROOT.glob(f"{folder}*.py"), *ROOT.glob(f"{folder}*.sh")])
     said = re.sub(r'"\s*f?"', "", said)  # a string that goes on in the next line
-    quoted = [words for cell in re.findall(r"(?m)^\| (`.*?) \|", section(PAGES[page], heading))
+    quoted = [words for cell in re.findall(r"(?m)^\| (`.*?) \|", tables)
               for words in re.findall("`([^`]+)`", cell)]
-    assert len(quoted) > 9
+    assert len(quoted) > 25
     assert not [words for words in quoted
                 if not all(part.strip() in said for part in words.split("..."))]
 

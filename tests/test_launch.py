@@ -131,7 +131,6 @@ def has_saved(folder):
 
 def write_program(path, text):
     """Of the shell."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
