@@ -75,20 +75,6 @@ def stories(number):
             for i in range(number)]
 
 
-def test_tokens_are_those_of_the_text(run_prepare, bpe, tmp_path):
-    """Whole documents in their order, with special tokens only between them; and the scripts' data
-    reads them with the options that the tool prints."""
-    documents = stories(50)
-    path = write_jsonl(tmp_path / "a.jsonl", documents)
-    train, validation, output = run_prepare(path, "--val", 0)
-    assert train == documents and validation == []
-    vocab_size = len(json.loads(bpe.read_text())["model"]["vocab"])
-    assert output.splitlines()[-1] == (f"give the scripts --data {tmp_path}/tokens/train.bin "
-                                       f"--token-dtype uint16 --vocab-size {vocab_size}")
-    dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
-    assert f"train.bin: {dataset.tokens:,} tokens" in output
-
-
 @pytest.mark.parametrize("largest, dtype", [(65535, "uint16"), (65536, "uint32")])
 def test_the_largest_id_chooses_the_type(run_prepare, tmp_path, largest, dtype):
     """Even if a vocabulary has gaps, and so fewer tokens than ids."""
@@ -99,20 +85,27 @@ def test_the_largest_id_chooses_the_type(run_prepare, tmp_path, largest, dtype):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
     (tmp_path / "a.txt").write_text("a b a b")
-    train, _, output = run_prepare(tmp_path / "a.txt", "--val", 0, tokenizer=path, dtype=dtype)
-    assert train == ["a b a b"]
+    *sides, output = run_prepare(tmp_path / "a.txt", "--val", 0, tokenizer=path, dtype=dtype)
+    assert sides == [["a b a b"], []]
     assert f"--token-dtype {dtype} --vocab-size {largest + 1}" in output
 
 
-def test_split_is_by_document(run_prepare, tmp_path):
-    """Disjoint and complete; the same in any order and in any files; equal documents together. An
-    earlier output is not overwritten."""
+def test_split_is_by_document(run_prepare, bpe, tmp_path):
+    """Whole documents in their order, with special tokens only between them; disjoint and complete;
+    the same in any order and in any files; equal documents together. The scripts' data reads them
+    with the options that the tool prints. An earlier output is not overwritten."""
     documents = stories(600)
-    path = write_jsonl(tmp_path / "all.NDJSON", documents + documents[:100])
-    train, validation, _ = run_prepare(path, "--val", 0.2)
-    assert not set(train) & set(validation)
-    assert sorted(train + validation) == sorted(documents + documents[:100])
+    documents += documents[:100]
+    path = write_jsonl(tmp_path / "all.NDJSON", documents)
+    train, validation, output = run_prepare(path, "--val", 0.2)
+    assert train == [document for document in documents if document not in validation]
+    assert validation == [document for document in documents if document not in train]
     assert 0.13 < len(validation) / 700 < 0.27
+    vocab_size = len(json.loads(bpe.read_text())["model"]["vocab"])
+    assert output.splitlines()[-1] == (f"give the scripts --data {tmp_path}/tokens/train.bin "
+                                       f"--token-dtype uint16 --vocab-size {vocab_size}")
+    dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
+    assert f"train.bin: {dataset.tokens:,} tokens" in output
     parts = [write_jsonl(tmp_path / f"{i}.jsonl", documents[::-1][i::7]) for i in range(7)]
     *sides, _ = run_prepare(*parts, "--val", 0.2, out="parts")
     assert [set(side) for side in sides] == [set(train), set(validation)]
