@@ -81,6 +81,7 @@ single 0 --data empty | --data empty holds 0 tokens ... --seq-len 128 takes 129
 single 0 --data mixed | mixed mixes .bin files
 single 0 --data big.bin | token 256, beyond a vocabulary of 256: raise --vocab-size
 single 0 --val-data '' | --val-data: ... empty
+single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --steps 1 | finished step 2 ... --steps is 1: raise --steps
 single 0 {AGAIN} --hidden-size 64 | --hidden-size is 32 in done/ ... 64 ... --no-resume
