@@ -1,5 +1,5 @@
-"""zero.py: its units and buckets. Curves, bytes and the number of collectives: test_same_run.py.
-How many buckets are whole at a time: test_same_run.py."""
+"""zero.py: its units and buckets. Curves, bytes, collectives, and how many buckets are whole at a
+time: test_same_run.py."""
 
 from unittest import mock
 
