@@ -31,44 +31,27 @@ torch.optim.AdamW.step = update_and_save
 
 def imports(source):
     """The files of this repo that ``source`` imports."""
-    for node in ast.parse(source).body:
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
+    for module, names in re.findall(r"(?m)^(?:from|import) ([\w.]+)(?: import (.*))?", source):
+        for name in (module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))):
             path = name.replace(".", "/") + ".py"
             if (ROOT / path).is_file():
                 yield path
 
 
-def needed(path):
-    """The files that ``path`` imports, they themselves, and so on, with ``path``."""
-    found, todo = set(), {path}
+def needed(script, services=frozenset()):
+    """The text of ``script`` and of the files that it imports, they themselves, and so on, all
+    without some services."""
+    found, todo = {}, {script}
     while todo:
         path = todo.pop()
-        found.add(path)
-        todo |= set(imports((ROOT / path).read_text())) - found
+        source = (ROOT / path).read_text()
+        found[path] = without(services, source) if "/" not in path else source
+        todo |= set(imports(found[path])) - found.keys()
     return found
 
 
 def names_in(node):
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-
-
-def test_the_two_rooms():
-    """What a script needs in order to train stands in one paragraph of imports, and what is
-    optional in the next one. No file of the first room imports one of the second."""
-    heading = "\n\n# Services, optional: delete an import and every line that uses it\n"
-    for source in SOURCES.values():
-        essentials, services = source.split(heading)
-        assert not [path for path in imports(essentials) if path.startswith("common/services/")]
-        assert not list(imports(services.partition("\n\n")[2]))
-    for path in (ROOT / "common").glob("*.py"):
-        assert not [each for each in needed(f"common/{path.name}") if "services" in each], path
-    for path in ("common/model.py", "common/data.py"):
-        assert "torch.distributed" not in (ROOT / path).read_text()
 
 
 # What a service is called: the names that its paragraph imports, and its variable in ``main``.
@@ -85,40 +68,32 @@ def without(services, source):
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
     loop = next(node for node in main.body if "report.steps(" in ast.unparse(node))
-    dropped = [node for node in main.body + loop.body
-               if node is not loop and names_in(node) & services]
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= services:
-            dropped.append(node)
-    for node in dropped:
-        for number in range(node.lineno - 1, node.end_lineno):
-            lines[number] = ""
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    for node in imported + main.body + loop.body:
+        named = names_in(node) | {alias.name for alias in getattr(node, "names", ())}
+        if node is not loop and named & services:
+            for number in range(node.lineno - 1, node.end_lineno):
+                lines[number] = ""
     source = "".join(lines)
-    if "report" in services:
-        source, found = re.subn(r"report\.steps\((.*)\):", r"\1:", source)
-        assert found == 1
-    return source
+    return re.sub(r"report\.steps\((.*)\):", r"\1:", source) if "report" in services else source
 
 
-def copy(name, folder, services=frozenset()):
-    """Copy a script without some of its services, and the files that it needs, and no others."""
-    (folder / "common" / "services").mkdir(parents=True)
-    copied, todo = set(), {f"{name}.py"}
-    while todo:
-        path = todo.pop()
-        source = (ROOT / path).read_text()
-        if services and "/" not in path:
-            source = without(services, source)
+def test_what_trains_needs_no_service():
+    """Of any script, without the lines that use one. The model and the data know no ranks."""
+    for name in SCRIPTS:
+        files = needed(f"{name}.py", ALL)
+        assert len(files) > 9 and not [path for path in files if "services" in path], name
+        for path in ("common/model.py", "common/data.py"):
+            assert "torch.distributed" not in files[path]
+
+
+def train(server, name, folder, options, services=frozenset(), **kwargs):
+    """For each rank what the optimizer has updated, in a copy of a script without some of its
+    services, and of the files that it needs, and no others."""
+    for path, source in needed(f"{name}.py", services).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(source)
-        copied.add(path)
-        todo |= set(imports(source)) - copied
-    if services == ALL:
-        (folder / "common" / "services").rmdir()  # it is empty
     (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
-
-
-def train(server, name, folder, options, **kwargs):
-    """For each rank what the optimizer has updated."""
     world = 0 if name == "single" else 2
     server.run(f"{folder}/{name}.py", world, f"{OPTIONS} {MORE.get(name, '')} {options}",
                folder=folder, **kwargs)
@@ -131,13 +106,8 @@ IN_USE = "--log-every 1 --save-every 2"  # of services
 @pytest.fixture(scope="module")
 def whole(server, corpus, tmp_path_factory):
     """What a copy of a script with all services has trained."""
-    @functools.cache
-    def whole(name):
-        folder = tmp_path_factory.mktemp("whole") / "copy"
-        copy(name, folder)
-        return train(server, name, folder, f"--data {corpus} {IN_USE}")
-
-    return whole
+    return functools.cache(lambda name: train(
+        server, name, tmp_path_factory.mktemp(name), f"--data {corpus} {IN_USE}"))
 
 
 ROWS = [  # a script, the services that it is without, options of the others
@@ -152,8 +122,7 @@ def test_a_copy_without_services_trains_to_the_same_weights(
     server, corpus, tmp_path, whole, name, services, options
 ):
     """In a folder with the script, or those of which it is composed. The other services work."""
-    copy(name, tmp_path / "copy", services)
-    found = train(server, name, tmp_path / "copy", f"--data {corpus} {options}",
+    found = train(server, name, tmp_path, f"--data {corpus} {options}", services,
                   pass_out=services != ALL)
     expected = whole(name)
     assert len(found) == len(expected) and len(found[0]) > 1
