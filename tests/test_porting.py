@@ -19,10 +19,9 @@ OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-
            "--warmup-steps 3 --save-every 2 --dtype float64")
 
 
-def with_model(new, *names):
+def with_model(new):
     """The edits that put the model ``new``, of tests/support/ported.py, in place of ours."""
-    imports = f"from tests.support.ported import {', '.join(names)}"
-    return [("\nimport torch\n", f"\nimport torch\n{imports}\n"),
+    return [("\nimport torch\n", "\nimport torch\nfrom tests.support.ported import *\n"),
             ("Transformer(args.config)", new)]
 
 
@@ -59,8 +58,7 @@ TIED = [(
 )]
 
 # Attention of one's own: a sliding window, a soft cap, and ALiBi's slopes of a rank's own heads
-WINDOWS = with_model("with_own_attention(Transformer(args.config))", "own_attention",
-                     "with_own_attention")
+WINDOWS = with_model("with_own_attention(Transformer(args.config))")
 OWN_HEADS = [
     ("replaces=plain_attention", "replaces=own_attention"),
     (" attention=plain_attention)", " attention=functools.partial(own_attention, first_head="
@@ -68,7 +66,7 @@ OWN_HEADS = [
 ]
 
 # Parts that some samples do not use: a micro-batch of one sample uses one of the heads
-HEADS = with_model("with_heads(Transformer(args.config))", "with_heads")
+HEADS = with_model("with_heads(Transformer(args.config))")
 UNITS = "        [model.model.norm, model.lm_head],\n"
 APART = UNITS, ("        [model.model.norm], "
                 "*([head] for head in model.lm_head.parts.values()),\n")
@@ -80,18 +78,11 @@ DATA_PARALLEL = {
     "zero.py": [APART],
     "fsdp.py": [(UNUSED, f"{UNUSED} reduce_unused=True")],
 }
-# FSDP reduces zeros for what no rank has used, and AdamW steps it
-CLIP = "        grad_norm = "
-ZEROS = [(CLIP, "        for p in model.parameters():\n"
-                f"            p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n{CLIP}")]
 
 # A loss across samples
-CONTRAST = with_model("Contrast(args.config)", "Contrast", "gather_samples")
-
-
-def gathers(mesh):
-    return [("\n    # Optimizer", f"    model.gather = lambda z: gather_samples(z, {mesh})\n\n"
-             "    # Optimizer")]
+CONTRAST = with_model("Contrast(args.config)")
+GATHERS = [("\n    # Optimizer", "    model.gather = lambda z: gather_samples(z, mesh['dp_shard'])\n\n"
+            "    # Optimizer")]
 
 
 # An average of the weights (EMA): a DTensor where the parameter is one
@@ -107,30 +98,19 @@ def ema(named="model.named_parameters()", state="model.state_dict(keep_vars=True
 
 
 # Adapters (LoRA): the optimizer and the checkpoints get what is trained
-LORA = with_model("adapt(Transformer(args.config))", "adapt", "adapted_plan")
+LORA = with_model("adapt(Transformer(args.config))")
 TRAINED = [
     ("decay_groups(model.parameters(),", "decay_groups([p for p in model.parameters() if "
      "p.requires_grad],"),
     ("model.state_dict(keep_vars=True), optimizer,", "{k: p for k, p in model.state_dict("
      "keep_vars=True).items() if p.requires_grad}, optimizer,"),
 ]
-TRAINED_ONLY = {
-    "single.py": TRAINED,
-    "zero.py": [("tensors_to_save(model, shards), optimizer,", "shards, optimizer,")],
-    "pp.py": [
-        ("decay_groups(parameters,", "decay_groups([p for p in parameters if p.requires_grad],"),
-        ("part.state_dict(keep_vars=True).items()}",
-         "part.state_dict(keep_vars=True).items() if v.requires_grad}"),
-    ],
-    "tp.py": [*TRAINED, (
-        "llama_plan(args.sequence_parallel))  # TP", "adapted_plan(llama_plan(args.sequence_parall"
-        "el), Shard(1) if args.sequence_parallel else Replicate(), Replicated()))  # TP",
-    )],
-}
+ADAPTED_PLAN = [("llama_plan(args.sequence_parallel))  # TP",
+                 "adapted_plan(llama_plan(args.sequence_parallel), Replicated()))  # TP")]
 
 # A condition: in a pipeline it is the first token of what travels. Under tensor parallelism every
 # rank computes it, and adds it to a part of the sequence
-CONDITIONED = with_model("Conditioned(args.config)", "Conditioned")
+CONDITIONED = with_model("Conditioned(args.config)")
 CONDITION = "inputs[:, 0] % 4"
 IN_ONE = [("model(inputs, targets)", f"model(inputs, {CONDITION}, targets)")]
 IN_STAGES = [
@@ -174,20 +154,17 @@ TRAINED_IF = ("after(common.model.Transformer, '__init__', lambda _, model, conf
 KINDS = {  # edits of all scripts; more of single.py and others; what is injected
     "frozen": ([], {}, TRAINED_IF.format("p.ndim == 2 and not {'1', 'embed_tokens'} & "
                                          "set(name.split('.'))")),
-    "tied": (TIE, {"zero.py": TIED_UNITS, "fsdp.py": TIED_UNITS}, ""),
+    "tied": (TIE, {"zero.py": TIED_UNITS}, ""),
     "tied across stages": ([], {"single.py": TIE, "pp.py": TIED}, ""),
     "only layer 1": ([], {}, TRAINED_IF.format("'layers.1.' in name")),
     "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
-    "heads": (HEADS, DATA_PARALLEL, ""),
-    "heads of FSDP": (HEADS, DATA_PARALLEL | {"single.py": ZEROS}, ""),
-    "contrast": (CONTRAST, {"zero.py": gathers("mesh"), "fsdp.py": gathers("mesh['dp_shard']")},
-                 ""),
+    "contrast": (CONTRAST, {"fsdp.py": GATHERS}, ""),
     "EMA": ([], {
         "single.py": ema(),
         # Of the shards: a rank's copies of other ranks' rows arrive later, in the next forward pass
         "zero.py": ema("shards.items()", "tensors_to_save(model, shards)"),
     }, ""),
-    "LoRA": (LORA, TRAINED_ONLY, ""),
+    "LoRA": (LORA + TRAINED, {"tp.py": ADAPTED_PLAN}, ""),
     "condition": (CONDITIONED,
                   {"single.py": IN_ONE, "pp.py": IN_STAGES, "tp.py": TP_OF_CONDITION}, ""),
     "SGD": ([], {"single.py": optimizers(SGD), "fsdp.py": optimizers(SGD)}, ""),
@@ -196,59 +173,41 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
         "single.py": optimizers(MUON), "zero.py": optimizers(MUON, "shards.values()"),
     }, "unrounded_muon()"),
 }
-SAMPLE = [  # test_check.py has ties, and more heads that some samples do not use
+SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
     ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
     ("windows", "cp.py --attention ulysses", 2), ("condition", "pp.py", 2),
     ("condition", "tp.py", 2),
 ]
 ROWS = SAMPLE + [
-    ("frozen", "tp.py", 2), ("frozen", "fsdp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
+    ("frozen", "tp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
     ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
-    ("only layer 1", "hybrid_3d.py --pp 2", 2),
-    ("heads", "ddp.py --grad-accum 4", 3),
-    ("heads of FSDP", "fsdp.py --replicate 2 --grad-accum 3", 4),
-    ("contrast", "fsdp.py", 3), ("contrast", "zero.py", 3), ("EMA", "zero.py", 2),
-    ("LoRA", "tp.py", 2), ("LoRA", "zero.py", 2), ("LoRA", "pp.py", 2),
-    ("heads", "zero.py --stage 1 --grad-accum 4", 3),
-    ("condition", "tp.py --no-sequence-parallel", 2),
-    ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
+    ("only layer 1", "hybrid_3d.py --pp 2", 2), ("contrast", "fsdp.py", 3), ("EMA", "zero.py", 2),
+    ("LoRA", "tp.py", 2), ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3),
+    ("Muon", "zero.py", 2),
 ]
-if not REDUCES_UNUSED:
-    ROWS = [row for row in ROWS if row[0] != "heads of FSDP"]
-
-
-@pytest.fixture(scope="session")
-def ported(tmp_path_factory):
-    """Write a copy of a script with the edits of a kind; returns its path."""
-    folder = tmp_path_factory.mktemp("ported")
-
-    def ported(kind, script):
-        edits, more, _ = KINDS[kind]
-        return edited(folder / kind.replace(" ", "-"), script, *edits, *more.get(script, []))
-
-    return ported
 
 
 @pytest.mark.parametrize("kind, command, world", sampled(ROWS, SAMPLE))
-def test_it_is_trained_as_by_one_process(once, ported, kind, command, world):
+def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, world):
     """Losses, norms and weights; those of the plain model differ. Then it resumes its own
     checkpoint and that of one process."""
     script, _, more = command.partition(" ")
-    inject = KINDS[kind][2]
-    expected = once(ported(kind, "single.py"), 0, OPTIONS, inject=inject)
-    others = [str(expected.out)]
-    found = once(ported(kind, script), world, f"{OPTIONS} {more}",
-                 inject=f"{inject}; resumed({others}, step=2)".strip("; "))
+    edits, own_edits, inject = KINDS[kind]
+    folder = tmp_path_factory.getbasetemp() / kind.replace(" ", "-")
+    single, copy = (edited(folder, name, *edits, *own_edits.get(name, []))
+                    for name in ("single.py", script))
+    expected = once(single, 0, OPTIONS, inject=inject)
+    found = once(copy, world, f"{OPTIONS} {more}",
+                 inject=f"{inject}; resumed(['{expected.out}'], step=2)".strip("; "))
     plain = once("single.py", 0, OPTIONS).curve()
     assert kind == "EMA" or furthest(expected.curve(), plain) > 1e-3
     assert furthest(found.curve(), expected.curve()) < 1e-10
     saved, weights = (checkpoint_files.read(result.out / "step-00000004")
                       for result in (found, expected))
     assert_near(saved, weights)
-    own, *rest = (Result([0], "", found.out / f"again-{number}").curve()
-                  for number in range(1 + len(others)))
+    own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
-    assert all(furthest(again, expected.curve()[2:]) < 1e-10 for again in rest)
+    assert furthest(of_one, expected.curve()[2:]) < 1e-10
 
 
 def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
@@ -262,9 +221,6 @@ def test_two_optimizers_are_counted_and_saved(run, corpus, tmp_path):
     }
     assert result.summary["held"]["optimizer states"] == sum(t.nbytes for t in saved.values())
     assert result.history[2]["lr"] == 0.05  # that of the first group, at the peak
-
-
-# Refused
 
 
 def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path):

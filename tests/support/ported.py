@@ -34,23 +34,16 @@ def adapt(model, rank=4):
     return model
 
 
-def adapted_plan(plan, stream, replicated):
-    """The plan of tp.py for a model with adapters. ``stream``: the layout of the residual stream.
-    ``replicated``: tp.py's style for replicated weights."""
-    adapted = {}
-    for name, style in plan.items():
-        if not name.endswith("_proj"):
-            adapted[name] = style
-        elif isinstance(style, ColwiseParallel):
-            adapted |= {
-                f"{name}.base": style, f"{name}.A": replicated, f"{name}.B": ColwiseParallel(),
-            }
-        else:
-            adapted |= {
-                f"{name}.base": style,
-                f"{name}.A": RowwiseParallel(output_layouts=Replicate()),
-                f"{name}.B": ColwiseParallel(output_layouts=stream),
-            }
+def adapted_plan(plan, replicated):
+    """The plan of tp.py for a model with adapters. ``replicated``: its style for replicated
+    weights."""
+    adapted = {name: style for name, style in plan.items() if not name.endswith("_proj")}
+    for name in plan.keys() - adapted.keys():
+        style, first, second = plan[name], replicated, ColwiseParallel()
+        if isinstance(style, RowwiseParallel):
+            first = RowwiseParallel(output_layouts=Replicate())
+            second = ColwiseParallel(output_layouts=style.output_layouts[0])
+        adapted |= {f"{name}.base": style, f"{name}.A": first, f"{name}.B": second}
     return adapted
 
 
@@ -77,12 +70,10 @@ class Conditioned(Transformer):
             self.model.layers[name] = ConditionedLayer(config)
 
     def forward(self, x, classes=None, targets=None):
-        if isinstance(self.model.embed_tokens, nn.Identity):  # not the first stage
-            condition, x = x[:, :1], x[:, 1:]  # (B, 1, D) and (B, T, D)
-            positions = torch.arange(x.shape[1])
-        else:
-            positions = torch.arange(x.shape[1])
-            condition, x = self.model.classes(classes)[:, None], self.model.embed_tokens(x)
+        first = not isinstance(self.model.embed_tokens, nn.Identity)  # stage
+        condition = self.model.classes(classes)[:, None] if first else x[:, :1]  # (B, 1, D)
+        x = x if first else x[:, 1:]
+        positions, x = torch.arange(x.shape[1]), self.model.embed_tokens(x)  # x: (B, T, D)
         cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.model.layers.values():
             x = layer(x, condition, cos, sin)
