@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import common.model
@@ -118,21 +118,21 @@ def test_no_clipping_is_an_infinite_norm():
 
 def test_each_parameter_group_keeps_its_own_rate():
     """Times the schedule; with --lr 0 there is no schedule."""
-    def rates(lr, own=(0.02, 3e-4), min_lr=0.0):
-        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, own)]
-        optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW(parameters[2:], lr)]
+    def rates(lr, min_lr=0.0):
+        first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        groups = [{"params": [first], "lr": 0.02}, {"params": [second], "lr": 3e-4}]
+        optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW([third], lr)]
         args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=3, steps=9)
         for step in range(9):
             set_learning_rate(optimizers, step, args)
             yield [group["lr"] for each in optimizers for group in each.param_groups]
 
-    found, low, none = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4)), list(rates(0.0))
+    found, low = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4))
     assert found[2] == [0.02, 3e-4, 1e-3] and found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
     for one, two, three in found + low:
         assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
     assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
-    assert none == [[0.02, 3e-4, 0.0]] * 9
+    assert list(rates(0.0)) == [[0.02, 3e-4, 0.0]] * 9
 
 
 def test_the_fingerprint_is_of_the_values():
@@ -165,7 +165,9 @@ class Turned(nn.Module):
 
 
 class Scaled(nn.Linear):
-    def forward(self, x, scale=1.0):
+    def forward(self, x=None, scale=1.0):
+        if x is None:
+            return self.weight
         self.types = x.dtype, getattr(scale, "dtype", None)
         return (super().forward(x) * scale).to(x.dtype)
 
@@ -188,8 +190,8 @@ class Net(nn.Module):
         self.embed = nn.Embedding(8, 4)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in "ab")
 
-    def forward(self, x):
-        return self.blocks(self.embed(x))
+    def forward(self, block):
+        return self.blocks[block](torch.ones(4))
 
 
 PLAN = {"embed": tp.Replicated(), "blocks.*.0": ColwiseParallel(), "blocks.*.1": RowwiseParallel()}
@@ -216,22 +218,18 @@ def test_a_plan_reaches_all_of_the_model(mesh):
     refused("embed.weight and blocks.1.0.weight are tied: .* both alike", PLAN, model)
 
 
-class Shift(nn.Linear):
-    def forward(self, *inputs):  # tensors, and a number that is none
-        return super().forward(inputs[0]) + inputs[1] * inputs[2] if inputs else self.weight
-
-
 @on_ranks(2)
 def test_replicated_modules_take_all_inputs(mesh):
     """DTensors of any layout too: all ranks compute the same."""
     torch.manual_seed(0)
-    whole, x = Shift(4, 4), torch.randn(2, 6, 4)
+    whole, x = Scaled(4, 4), torch.randn(2, 6, 4)
     model = nn.Sequential(copy.deepcopy(whole))
     tp.parallelize(model, mesh, {"0": tp.Replicated()})
     torch.testing.assert_close(model[0](), whole.weight)
     for placement in (Replicate(), Shard(1), Shard(2)):
         split = distribute_tensor(x, mesh, [placement])
-        torch.testing.assert_close(model[0](split, x, 10), whole(x, x, 10))
+        for scale in (x, 10):
+            torch.testing.assert_close(model[0](split, scale), whole(x, scale))
 
 
 @on_ranks(2)
@@ -259,21 +257,29 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
         model.embed(torch.zeros(2, 15, dtype=torch.int64))
 
 
-class Either(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(2, 2) for _ in "ab")
+@on_ranks(2)
+def test_a_loss_across_samples(mesh, rank):
+    """Of images and their texts (CLIP, arXiv:2103.00020), with the words of docs/copying.md."""
+    def loss_of(first, everyone, row):
+        labels = torch.arange(row, row + len(first))
+        return nn.functional.cross_entropy(first @ everyone.mT, labels, reduction="sum")
 
-    def forward(self, part):
-        return self.parts[part](torch.ones(2))
+    samples = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    whole, weight = (torch.eye(4, requires_grad=True) for _ in range(2))
+    loss_of(*samples @ whole, 0).backward()
+    first, z = samples.chunk(2, dim=1)[rank] @ weight
+    everyone = DTensor.from_local(z, mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+    loss_of(first, everyone, mesh.get_local_rank() * len(z)).backward()
+    dist.all_reduce(weight.grad)
+    torch.testing.assert_close(weight.grad, whole.grad)
 
 
 @on_ranks(2)
 def test_calls_are_compared_in_the_first_passes(mesh, rank):
-    model, other = Either(), Either()
+    model, other = Net(), Net()
     compare_calls(model, mesh.get_group(), 2)
     model(0)
-    with pytest.raises(SettingError, match="rank 1 calls parts.1 where rank 0 calls parts.0"):
+    with pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0"):
         model(rank)
     compare_calls(other, mesh.get_group(), 1)
     other(0)

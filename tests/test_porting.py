@@ -79,11 +79,6 @@ DATA_PARALLEL = {
     "fsdp.py": [(UNUSED, f"{UNUSED} reduce_unused=True")],
 }
 
-# A loss across samples
-CONTRAST = with_model("Contrast(args.config)")
-GATHERS = [("\n    # Optimizer", "    model.gather = lambda z: gather_samples(z, mesh['dp_shard'])\n\n"
-            "    # Optimizer")]
-
 
 # An average of the weights (EMA): a DTensor where the parameter is one
 def ema(named="model.named_parameters()", state="model.state_dict(keep_vars=True)"):
@@ -158,7 +153,6 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "tied across stages": ([], {"single.py": TIE, "pp.py": TIED}, ""),
     "only layer 1": ([], {}, TRAINED_IF.format("'layers.1.' in name")),
     "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
-    "contrast": (CONTRAST, {"fsdp.py": GATHERS}, ""),
     "EMA": ([], {
         "single.py": ema(),
         # Of the shards: a rank's copies of other ranks' rows arrive later, in the next forward pass
@@ -181,9 +175,8 @@ SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
 ROWS = SAMPLE + [
     ("frozen", "tp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
     ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
-    ("only layer 1", "hybrid_3d.py --pp 2", 2), ("contrast", "fsdp.py", 3), ("EMA", "zero.py", 2),
-    ("LoRA", "tp.py", 2), ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3),
-    ("Muon", "zero.py", 2),
+    ("only layer 1", "hybrid_3d.py --pp 2", 2), ("EMA", "zero.py", 2), ("LoRA", "tp.py", 2),
+    ("condition", "tp.py --no-sequence-parallel", 2), ("SGD", "fsdp.py", 3), ("Muon", "zero.py", 2),
 ]
 
 

@@ -3,7 +3,7 @@ to the scripts."""
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from common.model import Head, Layer, Transformer, rotary_table
@@ -125,31 +125,3 @@ class Heads(nn.Module):
 def with_heads(model):
     model.lm_head = Heads(model.config)
     return model
-
-
-# A loss across samples
-
-
-class Contrast(Transformer):
-    """Tells the second half of each text among those of all samples (CLIP, arXiv:2103.00020).
-    ``gather``: returns what all ranks have of z (B, D), and the row of the first of one's own."""
-
-    gather = staticmethod(lambda z: (z, 0))
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head = Head(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, tokens, targets):
-        first, second = (super(Contrast, self).forward(half).mean(1)  # (B, D)
-                         for half in tokens.chunk(2, dim=1))
-        everyone, row = self.gather(second)
-        labels = torch.arange(row, row + len(first), device=first.device)
-        return nn.functional.cross_entropy(9 * first @ everyone.mT, labels, reduction="sum")
-
-
-def gather_samples(z, mesh):
-    """Samples of all ranks, and the row of the first of this rank. In the backward pass each rank
-    gets the sum of what all ranks have for its own."""
-    everyone = DTensor.from_local(z, mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
-    return everyone, mesh.get_local_rank() * len(z)
