@@ -45,9 +45,6 @@ def resume(out, **options):
     return Checkpoints(out, settings, tensors, optimizer, stop=9).resume(**options)
 
 
-# Files that are not as they were written
-
-
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
@@ -71,11 +68,8 @@ def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options
     assert resume(out, **options) == options.get("step", 0)
 
 
-# What a stranger could write
-
-
 class Run:
-    """A pickle that calls a function when it is read."""
+    """What a stranger could write: a pickle that calls a function when it is read."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -84,14 +78,9 @@ class Run:
         return self.call
 
 
-def write(name, content):
-    """Write a file and its hash."""
-
-    def write_file(folder):
-        (folder / name).write_bytes(content)
-        hash_again(folder)
-
-    return write_file
+def write_index(folder, index):
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    hash_again(folder)
 
 
 def hash_again(folder):
@@ -106,11 +95,8 @@ def save_an_object(folder):
     shutil.rmtree(folder)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"x": Run(os.system, "touch ran")}, checkpoint_id=folder, no_dist=True)
-    write("run.json", b'{"step": 6, "must stay the same": {}, "may change": {}}')(folder)
-
-
-def grow(path):
-    os.truncate(path, path.stat().st_size + 1)
+    (folder / "run.json").write_text('{"step": 6, "must stay the same": {}, "may change": {}}')
+    hash_again(folder)
 
 
 def take_files_of_step_2(step):
@@ -123,10 +109,11 @@ DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the
     ("__1_0.distcp", flip_a_bit, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
-    (DATA, grow, "bytes, and at most"), ("", take_files_of_step_2, "was saved after step 2"),
+    (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),
+    ("", take_files_of_step_2, "was saved after step 2"),
     # What a stranger could write, with hashes that fit
-    ("", write(".metadata", pickle.dumps(Run(os.system, "touch ran"))), "posix.system"),
-    ("", write(".metadata", pickle.dumps(Run(getattr, torch.Size, "mro"))), "'torch.Size'"),
+    ("", lambda folder: write_index(folder, Run(os.system, "touch ran")), "posix.system"),
+    ("", lambda folder: write_index(folder, Run(getattr, torch.Size, "mro")), "'torch.Size'"),
     ("", save_an_object, "BytesStorageMetadata"),
 ]
 
@@ -152,6 +139,6 @@ def test_an_index_that_another_python_has_written(out, monkeypatch):
     """Python 3.11.0 to 3.11.3 pickle a member of an Enum by getattr. DCP's index has one."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__",
                         lambda member, _: (getattr, (type(member), member.name)))
-    index = pickle.loads((out / "step-00000006" / ".metadata").read_bytes())
-    write(".metadata", pickle.dumps(index))(out / "step-00000006")
+    step = out / "step-00000006"
+    write_index(step, pickle.loads((step / ".metadata").read_bytes()))
     assert resume(out) == 6
