@@ -82,9 +82,8 @@ def change(path, **values):
 
 def resave(path, edit):
     """Change the tensors in a safetensors file."""
-    tensors = safetensors.load_file(path)
-    tensors = {name: edit(tensor) for name, tensor in tensors.items()}
-    safetensors.save_file(tensors, path)
+    tensors = safetensors.load_file(path).items()
+    safetensors.save_file({name: edit(tensor) for name, tensor in tensors}, path)
 
 
 # Reading
@@ -143,12 +142,11 @@ def test_a_config_of_older_versions(llama, tmp_path):
     assert expected.rope_scaling == SCALING and expected.rope_theta == 500
     plain = dataclasses.replace(expected, rope_scaling=None)
     older = {("type" if key == "rope_type" else key): value for key, value in SCALING.items()}
+    inner = {"rope_type": "default", "rope_theta": 500.0}
     shutil.copy(llama[0] / "config.json", tmp_path)
     for values, found in (  # one change after the other
         ({"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": older}, expected),
-        ({"rope_scaling": None}, plain),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7.0},
-         plain),
+        ({"rope_scaling": None}, plain), ({"rope_parameters": inner, "rope_theta": 7.0}, plain),
         ({"rope_parameters": None, "rope_theta": None},
          dataclasses.replace(plain, rope_theta=10000.0)),
     ):
@@ -172,25 +170,16 @@ def start(server, corpus, tmp_path_factory):
     return start
 
 
-@pytest.fixture(scope="module")
-def expected(start, llama):
-    """The run of single.py from these weights."""
-    return start(llama[0], "single.py", 0)
-
-
 @pytest.mark.parametrize("command, world", sampled(RUNS := [
     ("tp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3), (f"{ONE_REPLICA} --inner-steps 2", 2),
 ], [RUNS[0], RUNS[-1]]))
-def test_every_script_starts_from_the_weights(start, expected, llama, command, world):
+def test_every_script_starts_from_the_weights(start, llama, command, world):
     """On the curve of single.py. load_weights gives each rank the same."""
     # When zero.py has resumed, its parameters are not yet gathered; a replica of diloco.py copies
     # the common weights after that.
     inject = "" if command[:4] in ("zero", "dilo") else f"load_again({str(llama[0])!r})"
     found = start(llama[0], command, world, inject=inject)
-    assert furthest(found.curve(), expected.curve()) < 1e-10
-
-
-# What is wrong, in one line
+    assert furthest(found.curve(), start(llama[0], "single.py", 0).curve()) < 1e-10
 
 
 CONFIGS = [  # what a config.json has instead, and what the error says beside its path
@@ -208,8 +197,6 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
     ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
     ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
 ]
-
-
 FILES = [  # the number of a file, 0 for config.json; what happens to it; what the error says
     (2, lambda path: os.truncate(path, 5000), "model-00002-of-00005.safetensors cannot be read"),
     (4, lambda path: path.write_bytes(path.read_bytes().replace(
@@ -268,20 +255,21 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path):
             config.bos_token_id) == (torch.float32, 128, None, None)
 
 
+def loaded(folder):
+    return transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+
+
 def test_shards_in_another_type(trained, llama, tmp_path):
     step, folder = trained / "step-00000001", tmp_path / "a" / "hf"
     export.main([str(step), str(folder), "--dtype", "bfloat16", "--max-shard-size", "0.00003"])
     assert sorted(path.name for path in folder.glob("*.safetensors")) == [
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    found = transformers.LlamaForCausalLM.from_pretrained(folder)
-    assert_rounded(found.state_dict(), checkpoint_files.read(step), torch.bfloat16)
+    assert_rounded(loaded(folder), checkpoint_files.read(step), torch.bfloat16)
     sizes = {"a": 3, "b": 4, "c": 1, "d": 9, "e": 1}  # a file of exactly the limit; one too large
     assert export.split(sizes, 7) == [["a", "b"], ["c"], ["d"], ["e"]]
     # Imported weights are exported as they came.
     export.main([str(trained / "step-00000000"), str(tmp_path / "hf")])
-    found, expected = (transformers.LlamaForCausalLM.from_pretrained(path).state_dict()
-                       for path in (tmp_path / "hf", llama[0]))
-    assert_rounded(found, expected, torch.bfloat16)
+    assert_rounded(loaded(tmp_path / "hf"), loaded(llama[0]), torch.bfloat16)
 
 
 def other_vocabulary(step):
@@ -291,23 +279,23 @@ def other_vocabulary(step):
     hash_again(step)
 
 
-BROKEN = [  # what happens to a checkpoint, and what the error says
+@pytest.mark.parametrize("damage, words", [
     (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read"),
     (other_vocabulary, r"shape \(256, 32\), and its config"),
     (shutil.rmtree, "step-00000002 is neither a checkpoint nor a run folder"),
     (lambda step: (step.parent / "hf").mkdir(), "hf exists: "),
-]
-
-
-def test_what_cannot_be_exported(trained, tmp_path):
+])
+def test_what_cannot_be_exported(trained, tmp_path, damage, words):
     """Nothing is left behind."""
-    for i, (damage, words) in enumerate(BROKEN):
-        step = tmp_path / str(i) / "step-00000002"
-        shutil.copytree(trained / step.name, step)
-        damage(step)
-        before = sorted(step.parent.iterdir())
-        with pytest.raises(SettingError, match=words):
-            export.main([str(step), str(step.parent / "hf")])
-        assert sorted(step.parent.iterdir()) == before
+    step = tmp_path / "step-00000002"
+    shutil.copytree(trained / step.name, step)
+    damage(step)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SettingError, match=words):
+        export.main([str(step), str(tmp_path / "hf")])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_number_too_large_for_the_type():
     with pytest.raises(SettingError, match="x has numbers too large for torch.float16: take --dty"):
         export.write_parts(None, torch.tensor([1e5]), {"x": None}, torch.float16)
