@@ -106,9 +106,8 @@ def test_two_folders_are_noticed(folder, rank):
 def test_each_file_has_one_writer(folder, rank):
     """Also after each rank has saved the same tensors alone."""
     weight = nn.Parameter(torch.zeros(2))
-    alone, dist.is_initialized = dist.is_initialized, lambda: False
-    checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
-    dist.is_initialized = alone
+    with mock.patch.object(dist, "is_initialized", lambda: False):
+        checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
     writers = []
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
             writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
@@ -126,8 +125,7 @@ def test_a_failure_reaches_all_ranks(folder, rank):
     checkpoints.resume()
     checkpoints.after_step(0, torch.tensor(1.0))
     for norm, value in ((1.0, float("inf")), (float("nan"), 0.0)):
-        with torch.no_grad():
-            weight.fill_(value if rank == 1 else 0.0)
+        nn.init.constant_(weight, value if rank == 1 else 0.0)
         name = "model.weight" if value else "a gradient norm"
         with pytest.raises(SettingError, match=f"step 2 is not saved, since {name} is not finite"):
             checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
@@ -149,20 +147,22 @@ def test_ranks_with_other_settings(folder, rank):
 def test_rank_0_decides(folder, rank):
     """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
     what rank 0 sees. And torchrun has counted a restart on one of two machines: no rank starts a
-    new run."""
+    new run, or goes back."""
     weight = nn.Parameter(torch.zeros(2))
     first = checkpoints_of(folder, {"weight": weight}, keep=9)
     first.resume()
     for step in (1, 2, 3):
-        with torch.no_grad():
-            weight.fill_(step)
+        nn.init.constant_(weight, step)
         first.save(step)
     listed = checkpoint.list_checkpoints
     with mock.patch.object(checkpoint, "list_checkpoints",
-                           lambda folder: listed(folder)[: -1 if rank == 1 else None]), \
-            mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(rank)):
-        assert checkpoints_of(folder, {"weight": weight}).resume(newest=False) == 3
-    assert (weight == 3).all()
+                           lambda folder: listed(folder)[: -1 if rank == 1 else None]):
+        for restarts, which, found in (
+            (rank, {"newest": False}, 3), (rank, {"step": 2}, 3), (0, {"step": 2}, 2),
+        ):
+            with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(restarts)):
+                assert checkpoints_of(folder, {"weight": weight}).resume(**which) == found
+            assert (weight == found).all()
 
 
 # Checkpoints of other models, taken alone

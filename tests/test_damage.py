@@ -1,7 +1,6 @@
 """Checkpoints that are damaged, or that a stranger wrote: refused in one line that names the file
 and what to use instead. Loading runs no code that a file has chosen."""
 
-import json
 import os
 import pathlib
 import pickle
@@ -15,34 +14,16 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from common.errors import SettingError
 from common.services import checkpoint_files
-from common.services.checkpoint import Checkpoints
-from tests.test_checkpoint import SMALL
+from tests.test_run_folder import start
 
-STEPS = f"{SMALL} --steps 8 --save-every 2 --keep 9"
 DATA, SUMS = "__0_0.distcp", checkpoint_files.SUMS
 
 
-@pytest.fixture(scope="module")
-def saved(once):
-    """The run folder of ddp.py on 2 ranks, with steps 2, 4, 6 and 8."""
-    return once("ddp.py", 2, STEPS).out
-
-
 @pytest.fixture
-def out(saved, tmp_path):
-    """A copy of it, as after step 6."""
-    shutil.copytree(saved, tmp_path / "out", ignore=lambda *_: ["step-00000008"])
+def out(tmp_path):
+    """A run folder with steps 2, 4 and 6."""
+    start(tmp_path / "out", (2, 4, 6))
     return tmp_path / "out"
-
-
-def resume(out, **options):
-    """Resume the run in this process."""
-    weights = checkpoint_files.read(out / "step-00000004")
-    tensors = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
-    run = json.loads((out / "step-00000004" / "run.json").read_text())
-    settings = run["must stay the same"], run["may change"]
-    optimizer = torch.optim.AdamW(tensors.values())
-    return Checkpoints(out, settings, tensors, optimizer, stop=9).resume(**options)
 
 
 def flip_a_bit(path):
@@ -53,19 +34,10 @@ def flip_a_bit(path):
 
 def test_no_such_checkpoint_and_no_older_one(out):
     with pytest.raises(SettingError, match=f"--resume-from 5: {out} has no such .* has 2, 4, 6"):
-        resume(out, step=5)
+        start(out, step=5)
     flip_a_bit(out / "step-00000002" / DATA)
     with pytest.raises(SettingError, match="no older checkpoint: start a new run"):
-        resume(out, step=2)
-
-
-@pytest.mark.parametrize("options", [{"newest": False}, {"step": 2}])
-def test_a_restart_by_torchrun_goes_on_from_the_newest(out, monkeypatch, options):
-    """Also if the first start was told to go back, or to start a new run."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert resume(out, **options) == 6
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert resume(out, **options) == options.get("step", 0)
+        start(out, step=2)
 
 
 class Run:
@@ -106,7 +78,7 @@ def take_files_of_step_2(step):
 
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
-    ("__1_0.distcp", flip_a_bit, "__1_0.distcp is damaged"), (SUMS, flip_a_bit, ""),
+    (DATA, flip_a_bit, f"{DATA} is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
     (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),
@@ -125,7 +97,7 @@ def test_damage(out, tmp_path, monkeypatch, name, change, words):
     change(out / "step-00000006" / name)
     (out / "step-00000006" / "notes").write_text("mine")  # is ignored
     with pytest.raises(SettingError) as error:
-        resume(out)
+        start(out)
     line = str(error.value)
     assert f"{out}/step-00000006" in line and words in line, line
     assert line.endswith(f"use the older {out}/step-00000004: --resume-from 4"), line
@@ -141,4 +113,4 @@ def test_an_index_that_another_python_has_written(out, monkeypatch):
                         lambda member, _: (getattr, (type(member), member.name)))
     step = out / "step-00000006"
     write_index(step, pickle.loads((step / ".metadata").read_bytes()))
-    assert resume(out) == 6
+    assert start(out) == (6, 6.0)
