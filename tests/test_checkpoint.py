@@ -1,7 +1,6 @@
 """Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
 
 import datetime
-import itertools
 import os
 import threading
 from unittest import mock
@@ -75,21 +74,19 @@ def checkpoints_of(folder, tensors, optimizer=None, must=None, may=None, **optio
 def test_buffers_agree(folder, rank):
     """Buffers that differ are saved as the first rank that holds them has them, whatever their
     type. Ranks 0 and 1 hold other buffers than ranks 2 and 3, as stages of a pipeline do."""
-    types = [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float32]
-    tensors = {
-        f"stage{rank // 2}.buffer{i}": torch.full((2, 3), 10 * (rank % 2) + i).to(dtype).T
-        for i, dtype in enumerate(types)
-    }
-    tensors["everywhere"] = torch.full((), float(rank))
-    tensors["weight"] = nn.Parameter(torch.zeros(2))
+    stage, types = rank // 2, [torch.bfloat16, torch.bool, torch.complex64, torch.int64]
+    tensors = {f"stage{stage}.{dtype}": torch.full((2, 3), 10 * (rank % 2) + 1).to(dtype).T
+               for dtype in types}
+    tensors |= {"everywhere": torch.full((), float(rank)), "weight": nn.Parameter(torch.zeros(2))}
     checkpoints = checkpoints_of(folder, tensors)
     checkpoints.resume()
     checkpoints.save(1)
     assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
     found = checkpoint_files.read(folder / "step-00000001")
-    assert len(found) == 14 and found["everywhere"] == 0
-    for stage, (i, dtype) in itertools.product((0, 1), enumerate(types)):
-        assert torch.equal(found[f"stage{stage}.buffer{i}"], torch.full((3, 2), i).to(dtype))
+    assert len(found) == 10 and found["everywhere"] == 0
+    for dtype in types:
+        for stage in (0, 1):
+            assert found[f"stage{stage}.{dtype}"].equal(torch.full((3, 2), 1).to(dtype))
 
 
 @on_ranks(2)
@@ -246,25 +243,22 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 
 
-@pytest.mark.parametrize("value, norm, message", [
-    (torch.tensor([[1.0, float("nan")]]), 1.0,
+@pytest.mark.parametrize("value, message", [
+    (torch.tensor([[1.0, float("nan")]]),
      "optimizer.linear.weight.momentum_buffer is not finite: lower --lr"),
-    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
-    (torch.ones(1), float("nan"), "a gradient norm is not finite: lower --lr"),
+    (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
 ])
-def test_what_must_not_be_saved(tmp_path, value, norm, message):
-    """Nor a step after a norm that was not finite. The infinity of a mask is saved, and the step
-    before is intact."""
+def test_what_must_not_be_saved(tmp_path, value, message):
+    """The infinity of a mask is saved, and the step before is intact."""
     model = Small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = checkpoints_of(tmp_path, model, optimizer, every=2)
     checkpoints.resume()
-    for step in (0, 1):
+    for step in range(3):
         checkpoints.after_step(step, 1.0)
     assert checkpoint_files.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
-    checkpoints.after_step(2, norm)
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()
