@@ -2,6 +2,7 @@
 is the reference."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,7 +31,6 @@ transformers = pytest.importorskip("transformers", reason=NEEDS)
 SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}
 TRAIN = "--model out --batch-size 12 --seq-len 32 --dtype float64 --log-every 1 --steps 2"
-FILE = "model-0000{}-of-00005.safetensors"
 
 
 def save(folder, dtype=torch.float32, shard="5GB", **config):
@@ -197,29 +197,28 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
     ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
     ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
 ]
-FILES = [  # the number of a file, 0 for config.json; what happens to it; what the error says
-    (2, lambda path: os.truncate(path, 5000), "model-00002-of-00005.safetensors cannot be read"),
-    (4, lambda path: path.write_bytes(path.read_bytes().replace(
-        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), "model-00004-of-00005.* cannot be read"),
-    (2, lambda path: resave(path, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
-    (2, lambda path: resave(path, lambda tensor: tensor * torch.nan), "hf.* has .* not finite"),
-    (2, lambda path: shutil.copy(path, path.with_name("again.safetensors")), "has .* in two files"),
-    (0, lambda path: (path.parent.parent / "out").mkdir(), "out exists: "),
+SECOND = "model-00002-of-00005.safetensors"
+WRONG = [(functools.partial(change, **values), f"hf.*{words}|{words}.*hf")
+         for values, words in CONFIGS] + [
+    (lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} cannot be read"),
+    (lambda hf: (hf / SECOND).write_bytes((hf / SECOND).read_bytes().replace(
+        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), f"{SECOND} cannot be read"),
+    (lambda hf: resave(hf / SECOND, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
+    (lambda hf: resave(hf / SECOND, lambda tensor: tensor * torch.nan), "hf.* has .* not finite"),
+    (lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "has .* in two files"),
+    (lambda hf: (hf.parent / "out").mkdir(), "out exists: "),
 ]
 
 
-def test_what_cannot_be_imported(llama, tmp_path):
+@pytest.mark.parametrize("damage, words", WRONG)
+def test_what_cannot_be_imported(llama, tmp_path, damage, words):
     """Nothing is left behind."""
-    rows = [(0, lambda path, values=values: change(path.parent, **values),
-             f"hf.*{words}|{words}.*hf") for values, words in CONFIGS]
-    for i, (number, damage, words) in enumerate(rows + FILES):
-        folder = tmp_path / str(i)
-        shutil.copytree(llama[0], folder / "hf")
-        damage(folder / "hf" / (FILE.format(number) if number else "config.json"))
-        before = sorted(folder.iterdir())
-        with pytest.raises(SettingError, match=words):
-            import_hf.main([str(folder / "hf"), str(folder / "out")])
-        assert sorted(folder.iterdir()) == before
+    shutil.copytree(llama[0], tmp_path / "hf")
+    damage(tmp_path / "hf")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SettingError, match=words):
+        import_hf.main([str(tmp_path / "hf"), str(tmp_path / "out")])
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_missing_package_is_one_line(llama, monkeypatch):
