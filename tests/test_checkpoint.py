@@ -165,28 +165,14 @@ def test_rank_0_decides(folder, rank):
 # Checkpoints of other models, taken alone
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, inputs):
-        return self.norm(self.linear(inputs)).square()
-
-
-def saved(folder, model=None, **options):
-    """A folder with a checkpoint after step 1, whose run has ended."""
-    checkpoints = checkpoints_of(folder, model or Small(), **options)
-    assert checkpoints.resume() == 0
-    checkpoints.save(1)
-    checkpoints.lock.close()
-    return folder
+def small():
+    return nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
 
 
 def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
     """Only the settings that it has are compared; it is never removed; --no-resume returns to it.
     """
-    imported, model = Small(), Small()
+    imported, model = small(), small()
     checkpoints_of(tmp_path, imported).save(0)
     step = tmp_path / "step-00000000"
     checkpoint_files.complete(step, checkpoint_files.read_sums(step), step=0, fixed={"size": 4},
@@ -199,14 +185,14 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
     for step in (1, 2):
         checkpoints.save(step)
     assert steps_of(tmp_path) == [0, 2]
-    assert checkpoints_of(tmp_path, Small(), must=settings).resume() == 2
-    model = Small()
+    assert checkpoints_of(tmp_path, small(), must=settings).resume() == 2
+    model = small()
     assert checkpoints_of(tmp_path, model, must=settings).resume(newest=False) == 0
     assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
     assert steps_of(tmp_path) == [0] and steps_of(tmp_path / "previous-1") == [2]
-    assert checkpoints_of(tmp_path, Small(), must=settings).resume(step=0) == 0
+    assert checkpoints_of(tmp_path, small(), must=settings).resume(step=0) == 0
     with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 in this run"):
-        checkpoints_of(tmp_path, Small(), must={"size": 5}).resume()
+        checkpoints_of(tmp_path, small(), must={"size": 5}).resume()
 
 
 def adam(model, **options):
@@ -214,27 +200,30 @@ def adam(model, **options):
 
 
 def test_a_checkpoint_of_another_run(tmp_path):
-    saved(tmp_path / "sgd", must={"sizes": (1, 2)})
-    saved(tmp_path / "adam", model := Small(), optimizer=adam(model))
-    fewer = Small()
+    for name, model, optimizer in [
+        ("sgd", small(), None), ("adam", model := small(), adam(model)),
+    ]:
+        checkpoints = checkpoints_of(tmp_path / name, model, optimizer, must={"sizes": (1, 2)})
+        assert checkpoints.resume() == 0
+        checkpoints.save(1)
+    fewer = small()
     fewer.linear.bias = fewer.norm.running_var = None
     more = nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)})
     larger = nn.ModuleDict({"linear": nn.Linear(4, 5)})
-    for name, model, optimizer, options, message in [
-        ("sgd", Small(), None, {"must": {"sizes": (1, 3)}}, "sizes is .1, 2. in .* and .1, 3. in"),
-        ("sgd", model := Small(), adam(model), {}, "optimizer is SGD in .* and AdamW in this run"),
-        ("sgd", fewer, None, {}, "no rank of this run has linear.bias, norm.running_var"),
-        ("sgd", more, None, {}, "x.weight has shape .1, 1. here and none there"),
-        ("sgd", larger, None, {}, "linear.weight has shape .5, 4. here and .4, 4. there"),
-        ("adam", model := Small(), adam(model, amsgrad=True), {}, "amsgrad is False in .* True"),
+    for name, model, optimizer, sizes, message in [
+        ("sgd", small(), None, (1, 3), "sizes is .1, 2. in .* and .1, 3. in"),
+        ("sgd", model := small(), adam(model), (1, 2), "optimizer is SGD in .* and AdamW in this"),
+        ("sgd", fewer, None, (1, 2), "no rank of this run has linear.bias, norm.running_var"),
+        ("sgd", more, None, (1, 2), "x.weight has shape .1, 1. here and none there"),
+        ("sgd", larger, None, (1, 2), "linear.weight has shape .5, 4. here and .4, 4. there"),
+        ("adam", model := small(), adam(model, amsgrad=True), (1, 2), "amsgrad is False in .*True"),
     ]:
-        options = {"must": {"sizes": (1, 2)} if name == "sgd" else {}} | options
         with pytest.raises(SettingError, match=message):
-            checkpoints_of(tmp_path / name, model, optimizer, **options).resume()
+            checkpoints_of(tmp_path / name, model, optimizer, must={"sizes": sizes}).resume()
 
 
 def test_tensors_and_optimizers_belong_together(tmp_path):
-    model = Small()
+    model = small()
     with pytest.raises(SettingError, match="norm.weight is trained, but by none of the optimizers"):
         checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
     with pytest.raises(SettingError, match="updates a parameter of shape .4, 4. that is not among"):
@@ -250,7 +239,7 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
 ])
 def test_what_must_not_be_saved(tmp_path, value, message):
     """The infinity of a mask is saved, and the step before is intact."""
-    model = Small()
+    model = small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = checkpoints_of(tmp_path, model, optimizer, every=2)
@@ -266,7 +255,7 @@ def test_what_must_not_be_saved(tmp_path, value, message):
 
 
 def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
-    checkpoints = checkpoints_of(tmp_path / "out", Small())
+    checkpoints = checkpoints_of(tmp_path / "out", small())
     checkpoints.resume()
     result = run("single.py", 0, f"{SMALL} --data {corpus}", expect_ok=False,
                  inject="time.sleep = lambda _: None")
