@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from common.data import BatchSampler
 from common.errors import SettingError
@@ -87,6 +88,18 @@ def test_buffers_agree(folder, rank):
     for dtype in types:
         for stage in (0, 1):
             assert found[f"stage{stage}.{dtype}"].equal(torch.full((3, 2), 1).to(dtype))
+
+
+@on_ranks(2)
+def test_an_average_of_sharded_weights(folder, mesh):
+    """It is sharded as they are, and saved whole, beside them."""
+    weight = nn.Parameter(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+    checkpoints = checkpoints_of(folder, {"weight": weight, "ema": weight.detach() / 2})
+    checkpoints.resume()
+    checkpoints.save(1)
+    average = torch.zeros_like(weight).detach()
+    assert checkpoints_of(folder, {"weight": weight, "ema": average}).resume() == 1
+    assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
 
 
 @on_ranks(2)
@@ -232,22 +245,25 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
 
 
-@pytest.mark.parametrize("value, message", [
-    (torch.tensor([[1.0, float("nan")]]),
+@pytest.mark.parametrize("value, norm, message", [
+    (torch.tensor([[1.0, float("nan")]]), 1.0,
      "optimizer.linear.weight.momentum_buffer is not finite: lower --lr"),
-    (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+    (torch.ones(1), float("nan"), "a gradient norm is not finite: lower --lr"),
 ])
-def test_what_must_not_be_saved(tmp_path, value, message):
-    """The infinity of a mask is saved, and the step before is intact."""
+def test_what_must_not_be_saved(tmp_path, value, norm, message):
+    """Nor a step after a norm that was not finite. The infinity of a mask is saved, and the step
+    before is intact."""
     model = small()
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = checkpoints_of(tmp_path, model, optimizer, every=2)
     checkpoints.resume()
-    for step in range(3):
+    for step in range(2):
         checkpoints.after_step(step, 1.0)
     assert checkpoint_files.read(tmp_path / "step-00000002")["mask"].tolist() == [0, float("-inf")]
     optimizer.state[model.linear.weight]["momentum_buffer"] = value
+    checkpoints.after_step(2, norm)
     with pytest.raises(SettingError, match=message):
         checkpoints.after_step(3, 1.0)
     checkpoints.finish()

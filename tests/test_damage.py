@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, or that a stranger wrote: refused in one line that names the file
 and what to use instead. Loading runs no code that a file has chosen."""
 
+import functools
 import os
 import pathlib
 import pickle
@@ -13,15 +14,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from common.errors import SettingError
-from common.services import checkpoint_files
+from common.services import checkpoint, checkpoint_files
 from tests.test_run_folder import start
 
-DATA, SUMS = "__0_0.distcp", checkpoint_files.SUMS
+DATA, MORE, SUMS = "__0_0.distcp", "__0_1.distcp", checkpoint_files.SUMS
 
 
 @pytest.fixture
-def out(tmp_path):
-    """A run folder with steps 2, 4 and 6."""
+def out(tmp_path, monkeypatch):
+    """A run folder with steps 2, 4 and 6, each with several files of data."""
+    monkeypatch.setattr(checkpoint, "HashingWriter", functools.partial(
+        checkpoint_files.HashingWriter, single_file_per_rank=False))
     start(tmp_path / "out", (2, 4, 6))
     return tmp_path / "out"
 
@@ -70,7 +73,7 @@ def take_files_of_step_2(step):
 
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
-    (DATA, flip_a_bit, f"{DATA} is damaged"), (SUMS, flip_a_bit, ""),
+    (MORE, flip_a_bit, f"{MORE} is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
     (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),

@@ -257,6 +257,41 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
         model.embed(torch.zeros(2, 15, dtype=torch.int64))
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer, and a change of low rank, which is trained (LoRA)."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.A, self.B = nn.Linear(inputs, 2), nn.Linear(2, outputs)
+
+    def forward(self, x):
+        return self.base(x) + self.B(self.A(x))
+
+
+@on_ranks(2)
+def test_adapters_under_tensor_parallelism(mesh):
+    """With the plan of docs/copying.md. LoRA under FSDP: test_examples.py."""
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(4).requires_grad_(False), torch.randn(6, 4)
+    whole = nn.Sequential(Adapted(4, 8), Adapted(8, 4), norm)
+    model = copy.deepcopy(whole)
+    tp.parallelize(model, mesh, {
+        "0.base": ColwiseParallel(), "0.A": tp.Replicated(), "0.B": ColwiseParallel(),
+        "1.base": RowwiseParallel(output_layouts=Shard(0)),
+        "1.A": RowwiseParallel(output_layouts=Replicate()),
+        "1.B": ColwiseParallel(output_layouts=Shard(0)),
+        "2": SequenceParallel(sequence_dim=0, use_local_output=True),  # which thaws the norm
+    })
+    for each in (whole, model):
+        each(x).pow(3).sum().backward()
+    tp.redistribute_gradients(model, mesh.get_group())
+    for one, part in zip(whole.parameters(), model.parameters(), strict=True):
+        assert part.requires_grad == one.requires_grad
+        if one.requires_grad:
+            torch.testing.assert_close(part.grad.full_tensor(), one.grad)
+
+
 @on_ranks(2)
 def test_a_loss_across_samples(mesh, rank):
     """Of images and their texts (CLIP, arXiv:2103.00020), with the words of docs/copying.md."""

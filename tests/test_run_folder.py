@@ -14,8 +14,6 @@ from common.services.metrics import start_metrics
 from tests.support.processes import SMALL
 from tests.test_checkpoint import checkpoints_of
 
-RUN = "0123456789abcdef"
-
 
 def contents(folder):
     return {str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else
@@ -26,7 +24,7 @@ def start(out, steps=(), **which):
     """Start a run, in this process, and save after ``steps``. Returns the steps it had done, and a
     number that its last checkpoint holds: it is that of the step."""
     weight = torch.nn.Parameter(torch.zeros(8))
-    checkpoints = checkpoints_of(out, {"weight": weight}, keep=3)
+    checkpoints = checkpoints_of(out, {"weight": weight, "buffer": torch.ones(8)}, keep=3)
     done = checkpoints.resume(**which)
     start_metrics(out, done)
     for step in steps:
@@ -121,9 +119,8 @@ def test_a_run_without_checkpoints_keeps_what_an_earlier_one_has_logged(tmp_path
 
 def test_what_a_killed_process_leaves(out):
     """The next start of the run removes it; what another run has left stays."""
-    run, _ = run_folder.read_run_id(out)
     mine, others = [], []
-    for names, run in ((mine, run), (others, RUN)):
+    for names, run in ((mine, run_folder.read_run_id(out)[0]), (others, "0123456789abcdef")):
         half = out / f"step-00000004.{run}.tmp"
         half.mkdir()
         for name in ("__0_0.distcp", ".metadata.tmp", f".run.json.{run}.01234567.tmp"):

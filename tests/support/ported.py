@@ -3,49 +3,8 @@ to the scripts."""
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from common.model import Head, Layer, Transformer, rotary_table
-
-# LoRA
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, and a change of low rank, which is trained (arXiv:2106.09685)."""
-
-    def __init__(self, base, rank):
-        super().__init__()
-        self.base = base
-        self.A = nn.Linear(base.in_features, rank, bias=False)
-        self.B = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.B(self.A(x))
-
-
-def adapt(model, rank=4):
-    """Freeze ``model``, and give every linear layer of its layers an adapter. Returns the model."""
-    model.requires_grad_(False)
-    for layer in model.model.layers.values():
-        for part in (layer.self_attn, layer.mlp):
-            for name, linear in list(part.named_children()):
-                setattr(part, name, Adapted(linear, rank))
-    return model
-
-
-def adapted_plan(plan, replicated):
-    """The plan of tp.py for a model with adapters. ``replicated``: its style for replicated
-    weights."""
-    adapted = {name: style for name, style in plan.items() if not name.endswith("_proj")}
-    for name in plan.keys() - adapted.keys():
-        style, first, second = plan[name], replicated, ColwiseParallel()
-        if isinstance(style, RowwiseParallel):
-            first = RowwiseParallel(output_layouts=Replicate())
-            second = ColwiseParallel(output_layouts=style.output_layouts[0])
-        adapted |= {f"{name}.base": style, f"{name}.A": first, f"{name}.B": second}
-    return adapted
-
 
 # A condition, such as a class or the time of a diffusion model
 
