@@ -65,7 +65,8 @@ OWN_HEADS = [
      "cp_rank * args.config.num_attention_heads // n))"),
 ]
 
-# Parts that some samples do not use: a micro-batch of one sample uses one of the heads
+# Parts that some samples do not use: a micro-batch of one sample uses one of the heads. They are
+# compared with one process in test_check.py
 HEADS = with_model("with_heads(Transformer(args.config))")
 UNITS = "        [model.model.norm, model.lm_head],\n"
 APART = UNITS, ("        [model.model.norm], "
