@@ -53,9 +53,10 @@ ROWS = SAMPLE + [
     *((command, [], EQUAL) for command in (
         "ddp.py --grad-accum 3", "zero.py", "zero.py --stage 1 --grad-accum 3",
         "fsdp.py --grad-accum 3", "fsdp.py --against single.py --replicate 2 --ranks 4",
-        "tp.py --grad-accum 3", "tp.py --no-sequence-parallel", "cp.py", "cp.py --attention ulysses",
-        "pp.py --num-hidden-layers 4", "pp.py --num-hidden-layers 4 --schedule zbv", "ep.py",
-        "hybrid_3d.py", "hybrid_3d.py --against ep.py --cp 2 --pp 2 --ranks 4", "diloco.py")),
+        "tp.py --grad-accum 3", "tp.py --no-sequence-parallel", "cp.py",
+        "cp.py --attention ulysses", "pp.py --num-hidden-layers 4",
+        "pp.py --num-hidden-layers 4 --schedule zbv", "ep.py", "hybrid_3d.py",
+        "hybrid_3d.py --against ep.py --cp 2 --pp 2 --ranks 4", "diloco.py")),
 ]
 
 
