@@ -30,7 +30,7 @@ TOOLS = ["bench", "check", "plan", "dry_run", "prepare", "export", "import_hf", 
 FOLDERS = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/", "docs/",
            "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
-FOREIGN = {f"--{name}" for name in """all cap-add exclusive gpus-per-node help ipc
+FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc
     master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes
     pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
     signals-to-handle standalone tied ulimit""".split()}
