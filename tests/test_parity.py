@@ -94,9 +94,15 @@ def policy(model, x, advantages):
     return -(advantages * (log_p - log_p.detach()).exp()).mean()
 
 
-def advantages():
-    x = torch.randn(64)
-    return torch.randn(64, 6), (x - x.mean()) / x.std()
+def advantages(size=1000.0):
+    """They cancel up to rounding of the type that a training computes in."""
+    x = torch.randn(64, dtype=torch.float64)
+    return torch.randn(64, 6), size * (x - x.mean()) / x.std()
+
+
+def layers_with_short_gradients():
+    return torch.nn.Sequential(*(
+        layer for _ in range(6) for layer in (torch.nn.Linear(6, 6), torch.nn.Tanh())))
 
 
 def phase(model):
@@ -208,6 +214,11 @@ def partial_sums(lines):
     lines[0]["ranks"][1]["outputs"] = outputs | {"0": [2 * outputs["0"][0], outputs["0"][1]]}
 
 
+def loss_off(lines):
+    """The loss of the first micro-batch, by 1e-4."""
+    lines[0]["ranks"][0]["losses"][0] *= 1.0001
+
+
 def other_output(lines):
     lines[0]["ranks"][0]["outputs"]["1"][0] *= 1.01
 
@@ -224,6 +235,7 @@ TIED = NOISE | {"make": lambda: Attention(tied=True)}
 COMPLEX = {"make": lambda: torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 2)),
            "start": phase, "data": lambda: [torch.tensor([1, 2, 2])],
            "loss_of": lambda model, x: (model(x) * model.phase).abs().sum(), "steps": 1}
+POLICY = {"make": layers_with_short_gradients, "data": advantages, "loss_of": policy, "lr": 1e-4}
 IMAGES = torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 # Faults that no bug in tests/bugs shows: what parity says of them, what the run has of its own,
@@ -306,6 +318,9 @@ FAULTS = [
     ("step 0: loss: .*divided by 2, as .*: 2 ranks read the same samples, or .*averaged$", {
         "edit": on_ranks(0.5, 0.5, parts=ALL)}),
     ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])}),
+    ("step 0: loss: it is", PARTS | {"edit": loss_off}, FLOAT32 | POLICY),
+    (r"step 0: loss: .* .times 1\.0001", {"edit": loss_off}, FLOAT32 | {
+        "loss_of": lambda model, x: 1e-4 * model(x).square().mean()}),
     # Clipping
     ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
         "change": lambda _, model: scale(0.5, "2.weight")(model),
@@ -358,10 +373,13 @@ SOUND = [
     # Sums run over many more numbers than there are targets.
     ("EQUAL", PARTS, FLOAT32 | {"make": convolution, "loss_of": cross_entropy,
                                 "data": lambda: (IMAGES, torch.arange(8) % 4)}),
-    ("EQUAL", PARTS, FLOAT32 | {
+    # A loss of terms that cancel: of each micro-batch, before they are recorded, of large gradients
+    ("EQUAL", PARTS, FLOAT32 | POLICY),
+    ("EQUAL", {"data": lambda: [x.flip(0) for x in advantages(1.0)]}, POLICY | {
+        "data": lambda: advantages(1.0)}),
+    ("EQUAL", {"data": lambda: [x.flip(0) for x in advantages()]}, FLOAT32 | POLICY | {
         "make": lambda: torch.nn.Sequential(
-            torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6)),
-        "data": advantages, "loss_of": policy}),
+            torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6))}),
     # The gradient of the bias is 0, and nothing but rounding in parts.
     ("EQUAL", {"accumulate": 3}, FLOAT32 | {
         "make": lambda: torch.nn.Linear(6, 1), "optimizer": torch.optim.Adam,

@@ -52,10 +52,11 @@ class Run:
         self.finite = bool((self.weights.finite & self.gradients.finite).all())
         # How many ranks read the same samples
         self.alike = max(Counter(str(rank["samples"]) for rank in self.ranks).values(), default=0)
-        self.loss = None  # of the global batch
+        self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
         if self.counted:
-            self.loss = sum(sum(rank["losses"]) for rank in self.counted)
-            self.loss /= len(self.counted) if line["loss"] == "mean" else 1
+            losses = [loss for rank in self.counted for loss in rank["losses"]]
+            n = len(self.counted) if line["loss"] == "mean" else 1
+            self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
 
 
 def targets_of_batches(line):
@@ -124,6 +125,11 @@ class Tolerance:
         self.gradients = checks.FLOAT32_INSIDE if float32_inside else max(sums, checks.PROJECTED)
         # The losses of few targets round as those of one. 16: measured, for sums in any order.
         self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
+        # Terms may cancel before their sum is recorded, if a loss can be negative. 1: the size of
+        # normalised advantages; measured: 0.7.
+        negative = any(loss < 0 for line in one + two for rank in line["ranks"]
+                       for loss in rank["losses"])
+        self.cancelled = self.eps if negative else 0.0
 
 
 class History:
@@ -204,7 +210,10 @@ class Step:
             # What rounding of the weights, and the way that they have moved apart, do to the loss
             room = self.tolerance.eps * x.length.norm() * w.length.norm() + history.slack * (
                 (x.length + history.longest) @ self.moved[0])
-            self.loss_right = bool(abs(have - want) <= self.tolerance.loss * abs(want) + room)
+            # Each part rounds by itself; the parts may cancel.
+            parts = max(self.reference.parts, self.run.parts)
+            room += self.tolerance.loss * parts + self.tolerance.cancelled
+            self.loss_right = bool(abs(have - want) <= room < math.inf)
             self.loss_ratio = have / (want or math.nan)
 
     def measure_weights(self):
