@@ -44,7 +44,7 @@ FAULTS = [
     ("pp.py", 2, "", "stages_return(lambda x: x.double())",
      "a stage returns (2, 32, 48) torch.float64 ... (2, 32, 48)", []),
     # A process that dies, and one that stops
-    ("ddp.py", 2, "", "at(5, kill_self, on=1)", LOST, [3]),
+    ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=1)", LOST, [3]),
     ("hybrid_3d.py --pp 2", 2, "--timeout 5", "stop(5, 1)", LOST, [3]),
     # A disk that is full, a file that cannot be written
     ("ddp.py", 2, "", "at(5, limit_files, 20_000, on=0)",

@@ -226,7 +226,7 @@ def test_a_killed_process_is_named(tmp_path, corpus):
 def test_an_error_is_one_line(tmp_path):
     """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
     process = start([*RUN, ROOT / "tests" / "support" / "inject.py", "ddp.py", "--lr", "fast"],
-                    tmp_path, NPROC="2", PYTHONPATH=str(ROOT), INJECT="slow(0, 20)")
+                    tmp_path, NPROC="2", PYTHONPATH=str(ROOT), INJECT="rank or time.sleep(20)")
     _, line = [line for line in finish(process).splitlines() if line.strip()]
     assert process.returncode == 1 and "ddp.py: error: " in line
     assert "--lr" in line and "'fast'" in line

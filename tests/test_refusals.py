@@ -297,7 +297,7 @@ BOTH = "{} is ... on rank 0 and {} on rank 1: start all ranks with the same"
     ("pp.py --schedule zbv", 1, "tied()", "model.embed_tokens.weight ... lm_head.weight"),
     ("pp.py", 2, "own_parameter()", "model.gate: del"),
     # Ranks that differ; the last one says so before the earlier run is moved aside
-    ("ddp.py", 2, "rank_1_has('--lr', '0.5')", BOTH.format("--lr", "0.5")),
+    ("ddp.py", 2, "sys.argv += ['--lr', '0.5'] * rank", BOTH.format("--lr", "0.5")),
     ("ddp.py", 2, "other_code('model.py')", BOTH.format("the hash of common/model.py", " ... ")),
     (f"ddp.py {AGAIN} --out ../done --data letters --no-resume", 2, "os.chdir(str(rank))",
      "samples in --data is"),

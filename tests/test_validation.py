@@ -172,7 +172,7 @@ def test_a_missing_evaluation_comes_first(run, once, corpus, held_out, command, 
     options = f"{options} --data {corpus}".replace("{val}", held_out)
     dead = run(command, world, options, expect_ok=False, inject=(
         "before(Validation, 'loss', lambda *_, calls=[]: "
-        f"calls.append(1) or len(calls) == {stop // 2} and kill_self())"))
+        f"calls.append(1) or len(calls) == {stop // 2} and signal_self('SIGKILL'))"))
     assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 4]
     again = run(command, world, options)
     assert again.curve("step", "val_loss") == whole.curve("step", "val_loss")

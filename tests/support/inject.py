@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
+import time  # noqa: F401
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,7 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
-import common.options
-import common.services.settings
-from common.services import counting, hf_weights
+from common.services import counting, hf_weights  # noqa: F401
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.validation import Validation  # noqa: F401
@@ -50,31 +48,31 @@ def before(owner, name, do):
     setattr(owner, name, do_and_call)
 
 
+def changed(owner, name, change):
+    """Calls of ``owner.name`` return ``change`` of their result and of their arguments."""
+    call = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(call(*args, **kwargs), *args, **kwargs))
+
+
 def after(owner, name, do):
     """Call ``do`` with the result of ``owner.name``, and its arguments, after each of its calls."""
-    call = getattr(owner, name)
-
-    def call_and_do(*args, **kwargs):
-        result = call(*args, **kwargs)
+    def do_and_keep(result, *args, **kwargs):
         do(result, *args, **kwargs)
         return result
 
-    setattr(owner, name, call_and_do)
+    changed(owner, name, do_and_keep)
 
 
 # Other models and data
 
 def ignored():
     """Every second sample has no target at all, the others lack some of the first."""
-    read = TokenDataset.__getitem__
-
-    def read_and_ignore(self, index):
-        inputs, targets = read(self, index)
-        targets = targets.clone()
+    def ignore(sample, dataset, index):
+        inputs, targets = sample[0], sample[1].clone()
         targets[: len(targets) if index % 2 else index % 29] = -100
         return inputs, targets
 
-    TokenDataset.__getitem__ = read_and_ignore
+    changed(TokenDataset, "__getitem__", ignore)
 
 
 def tied():
@@ -131,49 +129,33 @@ def load_again(folder):
 def at(number, do, *arguments, on=None):
     """Before step ``number``, counted from 1, call ``do(*arguments)``; on the rank ``on``, or on
     all."""
-    load_steps = common.data.load_steps
-
-    def load_and_do(*args, **kwargs):
-        for step, batch in load_steps(*args, **kwargs):
+    def do_before(steps, *_, **__):
+        for step, batch in steps:
             if step + 1 == number and on in (None, rank):
                 do(*arguments)
             yield step, batch
 
-    common.data.load_steps = load_and_do
+    changed(common.data, "load_steps", do_before)
 
 
 def gradients_times(factor, number):
     """Multiply the gradients of the layers in step ``number``; the loss stays."""
-    forward, now = common.model.Layer.forward, [1.0]
-
-    def forward_and_hook(self, *args):
-        hidden = forward(self, *args)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient * now[0])
-        return hidden
-
-    common.model.Layer.forward = forward_and_hook
+    now = [1.0]
+    after(common.model.Layer, "forward", lambda hidden, *_: (
+        hidden.requires_grad and hidden.register_hook(lambda gradient: gradient * now[0])
+    ))
     at(number, now.__setitem__, 0, factor)
     at(number + 1, now.__setitem__, 0, 1.0)
 
 
 def stages_return(change):
     """Every stage of a pipeline but the last returns ``change(hidden states)``."""
-    forward = common.model.Transformer.forward
-
-    def forward_and_change(self, *args, **kwargs):
-        result = forward(self, *args, **kwargs)
-        return change(result) if result.ndim else result
-
-    common.model.Transformer.forward = forward_and_change
+    changed(common.model.Transformer, "forward",
+            lambda result, *_, **__: change(result) if result.ndim else result)
 
 
 def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
-
-
-def kill_self():
-    signal_self("SIGKILL")
 
 
 def stop(number, stopped):
@@ -198,7 +180,7 @@ def kill_while_saving(when):
         if when == now and place:
             if descriptor:
                 os.ftruncate(descriptor, 1000)
-            kill_self()
+            signal_self("SIGKILL")
 
     before(os, "fsync", lambda descriptor: die(
         "writing", list(pathlib.Path("out").glob("step-*15.*.tmp")), descriptor
@@ -239,62 +221,35 @@ def fill_disk_under(name):
     os.open = open_full
 
 
-def fail_to_count():
-    """A part of the count of bytes."""
-    counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)
-
-
 # Ranks that differ
-
-def rank_1_has(*words):
-    """These further words on its command line."""
-    if rank == 1:
-        sys.argv += words
-
 
 def other_code(name):
     """On rank 1 a file of that name has another text."""
-    read = pathlib.Path.read_bytes
-
-    def read_and_change(path):
-        text = read(path)
-        return text + b"# edited" if rank == 1 and path.name == name else text
-
-    pathlib.Path.read_bytes = read_and_change
-
-
-def slow(late, seconds):
-    """The rank ``late`` parses its options late."""
-    before(common.options, "parse_options", lambda *_: time.sleep(seconds * (rank == late)))
+    changed(pathlib.Path, "read_bytes",
+            lambda text, path: text + b"# edited" * (rank == 1 and path.name == name))
 
 
 # What a run did
 
 def count_compiled(backend):
     """At the end, print how many calls of compiled code each training step had."""
-    calls, steps = [0], []
+    calls = [0]
     compile_graph = torch._dynamo.lookup_backend(backend)
 
     def compile_and_count(graph, example_inputs):
         compiled = compile_graph(graph, example_inputs)
 
         def run(*inputs):
-            calls[0] += 1
+            calls[-1] += 1
             return compiled(*inputs)
 
         return run
 
-    def note(*_):
-        steps.append(calls[0])
-        calls[0] = 0
-
     compile_layer = torch.compile
     common.model.torch.compile = functools.partial(compile_layer, backend=compile_and_count)
-    before(Report, "log", note)
-    after(Report, "log_validation", lambda *_: calls.__setitem__(0, 0))
-    after(Report, "close", lambda *_: rank or print(
-        "calls", json.dumps(steps), flush=True
-    ))
+    before(Report, "log", lambda *_: calls.append(0))  # the count of the next step
+    after(Report, "log_validation", lambda *_: calls.__setitem__(-1, 0))
+    after(Report, "close", lambda *_: rank or print("calls", json.dumps(calls[:-1]), flush=True))
 
 
 def write_counts():
@@ -313,9 +268,6 @@ def resumed(folders, train=True, step=4):
     first does what its command says, and resumes its own run too, as again-0."""
     launch = common.launch.launch
 
-    def launch_all(main):
-        launch(lambda: main_and_again(main))
-
     def main_and_again(main):
         out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
         if train:
@@ -328,7 +280,7 @@ def resumed(folders, train=True, step=4):
             save = [] if folder == str(out) else ["--save-every", "0"]
             main([*sys.argv[1:], "--out", str(again), "--val-every", "9", *save])
 
-    common.launch.launch = launch_all
+    common.launch.launch = lambda main: launch(lambda: main_and_again(main))
 
 
 if __name__ == "__main__":
