@@ -12,8 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 import ep
 from common.errors import SettingError
 from common.experts import (
-    DefinedGradient, MixtureConfig, MixtureOfExperts, balance_experts, grouped_product, mixtures,
-    use_experts,
+    MixtureConfig, MixtureOfExperts, balance_experts, mixtures, use_experts
 )
 from common.materialise import materialise
 from common.model import Transformer
@@ -199,26 +198,8 @@ def config(**values):
     return MixtureConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
 
 
-def test_the_kernel_and_the_loop_are_equal(monkeypatch):
-    """Also for experts without rows, first, last and between others. Both give the gradients of all
-    weights. On GPUs tests/gpu/kernels.py does this. Layers in bfloat16 use the kernel."""
-    torch.manual_seed(0)
-    sizes = [0, 5, 0, 1, 7, 0]
-    rows, weights = torch.randn(13, 16), torch.randn(6, 24, 16)
-    found = []
-    for ends in (torch.tensor(sizes).cumsum(0).int(), None):
-        x, w = (tensor.bfloat16().requires_grad_() for tensor in (rows, weights))
-        out = grouped_product(x, w, ends, sizes)
-        (out * torch.arange(24)).sum().backward()
-        found.append((out, x.grad, w.grad))
-    for kernel, loop in zip(*found):
-        torch.testing.assert_close(kernel, loop)
-    assert (w.grad[[0, 2, 5]] == 0).all() and w.grad[1].norm() > 1
-    undefined = torch.full_like(w, torch.nan)  # as some kernels leave the gradients of the others
-    found = torch.autograd.grad(
-        DefinedGradient.apply(w, torch.tensor(sizes).cumsum(0)), w, undefined)[0]
-    assert (found[[0, 2, 5]] == 0).all() and found[[1, 3, 4]].isnan().all()
-
+def test_layers_in_bfloat16_use_the_kernel(monkeypatch):
+    """Without rows for some experts: tests/gpu/test_gpus.py."""
     kernel = mock.Mock(wraps=F.grouped_mm)
     monkeypatch.setattr(F, "grouped_mm", kernel)
     for dtype, calls in ((torch.float32, 0), (torch.float64, 0), (torch.bfloat16, 3)):

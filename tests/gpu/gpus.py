@@ -41,11 +41,6 @@ def curves(n):
     )
 
 
-def reference(options):
-    """The script that trains with these options in one process."""
-    return "ep.py" if EXPERTS in options else "single.py"
-
-
 def llama_1b(n):
     """Options of a Llama of 1.5 billion parameters, for n ranks. Most steps wait for nothing: only
     the first, the tenth and the last one are logged."""

@@ -71,7 +71,11 @@ def on_gpus(run, corpus):
 @pytest.fixture
 def on_cpu(once):
     """The curve of one process on the CPU, in float32, with further options of the model."""
-    return lambda options="": once(gpus.reference(options), 0, f"{SMALL} {options}").curve()
+    def on_cpu(options=""):
+        script = "ep.py" if EXPERTS in options else "single.py"
+        return once(script, 0, f"{SMALL} {options}").curve()
+
+    return on_cpu
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def pretended(shared):
-    """A function: rows (command, number of ranks, rank) -> what their dry runs count."""
+def guard(shared):
+    """guard.cpp, compiled."""
     library, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
     with open(shared / "guard.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # while another process compiles it
@@ -81,19 +81,11 @@ def pretended(shared):
                  f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
                  f"-Wl,-rpath,{installed}/lib", "-o", library], check=True,
             )
-
-    def run(rows):
-        output = subprocess.run(
-            [sys.executable, FOLDER / "run.py", library], cwd=ROOT, input=json.dumps(rows),
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
-        ).stdout
-        return [json.loads(line) for line in output.splitlines()]
-
-    return run
+    return library
 
 
 @pytest.mark.parametrize("group", ROWS)  # each starts once
-def test_a_step_stays_on_the_gpu(pretended, group):
+def test_a_step_stays_on_the_gpu(guard, group):
     if group == "examples":
         pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
     rows = []
@@ -101,7 +93,12 @@ def test_a_step_stays_on_the_gpu(pretended, group):
         script, _, options = command.partition(" ")
         sizes = SMALL.removeprefix("--num-hidden-layers 2 ") if "gpt2" in script else SMALL
         rows.append((f"{script} {sizes} {options}", n, rank))
-    for (command, _, _, kernel), found in zip(ROWS[group], pretended(rows), strict=True):
+    output = subprocess.run(
+        [sys.executable, FOLDER / "run.py", guard], cwd=ROOT, input=json.dumps(rows),
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
+    ).stdout
+    for (command, _, _, kernel), line in zip(ROWS[group], output.splitlines(), strict=True):
+        found = json.loads(line)
         assert "error" not in found, f"{command}: {found['error']}"
         name = f"_scaled_dot_product_{kernel}_attention"
         assert found["attention"] == [name, f"{name}_backward"], command
