@@ -77,20 +77,13 @@ def test_two_ranks_share_a_head(folder):
 @on_ranks(2)
 def test_gradients_and_the_ring_have_a_communicator_each(folder):
     """Otherwise, with NCCL, blocks would wait behind gradients."""
-    gradients, ring = set(), set()
-    reduce, exchange = dist.all_reduce, dist.batch_isend_irecv
-
-    def reduce_and_note(tensor, *args, group=None, **more):
-        if tensor.ndim == 2:
-            gradients.add(group.group_name)
-        return reduce(tensor, *args, group=group, **more)
-
-    def exchange_and_note(operations):
-        ring.update(operation.group.group_name for operation in operations)
-        return exchange(operations)
-
-    with mock.patch.multiple(dist, all_reduce=reduce_and_note, batch_isend_irecv=exchange_and_note):
+    reduce, exchange = mock.Mock(wraps=dist.all_reduce), mock.Mock(wraps=dist.batch_isend_irecv)
+    with mock.patch.multiple(dist, all_reduce=reduce, batch_isend_irecv=exchange):
         cp.main(f"{TINY} --steps 1 --no-count --out {folder}/out".split())
+    gradients = {call.kwargs["group"].group_name for call in reduce.call_args_list
+                 if call.args[0].ndim == 2}
+    ring = {operation.group.group_name for call in exchange.call_args_list
+            for operation in call.args[0]}
     assert len(gradients) == len(ring) == 1 and gradients != ring
 
 
@@ -123,14 +116,13 @@ def shapes_of(attention, n, group):
                for heads in (H, KV, KV))
     mode, kept = Shapes(), set()
     mode.seen, mode.sums = set(), set()
-    with mode:
-        def keep(tensor):
-            kept.add((tuple(tensor.shape), tensor.dtype))
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = attention(q, k, v, group=group, is_causal=True)
-        out.sum().backward()
+    def keep(tensor):
+        kept.add((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(q, k, v, group=group, is_causal=True).sum().backward()
     return mode.seen, kept, mode.sums
 
 
