@@ -16,11 +16,6 @@ from common.services.validation import Validation
 from pp import cost_of_head, keep_stage, split_layers
 
 
-def whole_model(args):
-    with torch.device("meta"):
-        return use_experts(Transformer(args.config)).to(args.param_dtype)
-
-
 def settings(options):
     """The parsed options (a string) of ep.py and hybrid_3d.py; None: not given."""
     parser = option_parser("", MixtureConfig)
@@ -42,36 +37,21 @@ def expected(command, n, options=""):
     stage."""
     script, _, own = command.partition(" ")
     args = settings(f"{own} {options}")
-    size, sent = ep(args, n) if script == "ep.py" else hybrid_3d(args, n)
+    args.ep = args.ep or (n if script == "ep.py" else 1)
+    size, sent = held_and_sent(args, n)
     return {kind: size for kind, (_, size) in held("", size).items()} | {"sent": sent}
 
 
-def ep(args, n):
-    """The bytes of the parameters, and the bytes that are sent."""
-    model, a, ep, config = whole_model(args), args.grad_accum, args.ep or n, args.config
-    again, L, E = bool(args.activation_checkpointing), config.num_hidden_layers, config.num_experts
-    W = bytes_of(*(layer.mlp.experts for layer in model.model.layers.values()))
-    rest, last = bytes_of(model) - W, bytes_of(model.model.norm, model.lm_head)
-    half = args.compute_dtype.itemsize / args.param_dtype.itemsize
-    gathered, experts = a * ((2 * rest - last) * half + rest), a * (2 * half + 1) * W / ep
-    if not args.reshard_after_forward:
-        gathered, experts = (half + a) * rest, (half + a) * W / ep
-    X = args.batch_size * args.seq_len * config.hidden_size * args.compute_dtype.itemsize
-    tokens = (6 if again else 4) * L * config.experts_per_token * X / n
-    counts = (1 + again) * a * L * 8 * E
-    sent = (gathered + 16 + 16 * L * E) * (n - 1) / n  # with the number of targets, and balance
-    sent += experts * (1 - ep / n) + (tokens + counts) * (ep - 1) / ep
-    return bytes_of(model) / n, sent
-
-
-def hybrid_3d(args, n):
-    """The bytes of the parameters, and the bytes that are sent."""
+def held_and_sent(args, n):
+    """The bytes of the parameters, and the bytes that are sent: by hybrid_3d.py, and by ep.py,
+    which is the same with data-parallel ranks alone."""
     cp, tp, pp, R, config = args.cp, args.tp, args.pp, args.replicate, args.config
     dp, a, M = args.dp or n // (cp * tp * pp), args.grad_accum, args.microbatches or pp
-    model = whole_model(args)
+    with torch.device("meta"):
+        model = use_experts(Transformer(args.config)).to(args.param_dtype)
     stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
     layers = list(keep_stage(model, stages, 0).model.layers.values())
-    E, ep, ranks = config.num_experts, args.ep or 1, dp * cp * tp  # of a stage
+    E, ep, ranks = config.num_experts, args.ep, dp * cp * tp  # of a stage
     size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
     again, half = bool(args.activation_checkpointing), matrix_size / size
     last = pp == 1  # this stage, the first one, is also the last
@@ -81,7 +61,9 @@ def hybrid_3d(args, n):
 
     # FSDP: it shards U bytes, and the experts of this rank over expert_dp ranks
     U, s, expert_dp = (bytes_of(model) - W - N) / tp + N, dp * cp // R, ranks // R // ep
-    if pp == 1:  # for each micro-batch, as in fsdp.py; the last unit, of F bytes, stays gathered
+    if not args.reshard_after_forward:  # once for all micro-batches
+        gathered, experts = (half + a) * U, (half + a) * W / ep
+    elif pp == 1:  # for each micro-batch, as in fsdp.py; the last unit, of F bytes, stays gathered
         F = bytes_of(model.lm_head) / tp + bytes_of(model.model.norm)
         gathered, experts = a * M * ((2 * U - F) * half + U), a * M * (2 * half + 1) * W / ep
     else:  # once for all micro-batches of the pipeline
