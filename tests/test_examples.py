@@ -299,8 +299,7 @@ def test_another_base_is_refused(example, start, base, tmp_path):
 
 @thorough
 def test_peft_reads_the_adapters(start, base, tmp_path):
-    """It computes the same logits. They are exported at the end of a run, not where it stops. A
-    checkpoint has nothing else."""
+    """They are exported at the end of a run, not where it stops. A checkpoint has nothing else."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path / "adapters"
     options = f"--export {folder} --lr 0.05"
@@ -308,24 +307,14 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
     assert not folder.exists()
     result = start("fsdp_lora", 2, options, tmp_path)
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["r"] == 4 and len(config["target_modules"]) == MATRICES
-    reference = transformers.LlamaForCausalLM.from_pretrained(base).double()
-    reference = peft.PeftModel.from_pretrained(reference, folder)
+    assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (4, 6, MATRICES)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    state = peft.PeftModel.from_pretrained(model, folder).state_dict()
     adapters = checkpoint_files.read(result.out / LAST)
-    assert len(adapters) == 2 * LAYERS * MATRICES and all(".lora_" in name for name in adapters)
-
-    model = Transformer(read_config(base)).double().requires_grad_(False)
-    load_weights(model, base)
-    tokens = torch.arange(48).view(2, 24) * 7 % 256
-    before = model(tokens)
-    for name, A in adapters.items():
-        if name.endswith(".lora_A.weight"):
-            B = adapters[name.replace("lora_A", "lora_B")]
-            model.get_parameter(name.replace(".lora_A", "")).add_(6 / 4 * B @ A)
-    logits = model(tokens)
-    assert (logits - before).abs().max() > 0.5
-    # Llama's norms and angles are in float32 in transformers.
-    torch.testing.assert_close(reference(tokens).logits, logits, rtol=0, atol=2e-5)
+    assert len(adapters) == 2 * LAYERS * MATRICES
+    for name, tensor in adapters.items():
+        found = state[f"base_model.model.{name.removesuffix('weight')}default.weight"]
+        assert torch.equal(found, tensor.to(found.dtype)) and ".lora_" in name and tensor.any()
 
 
 # cp_documents.py

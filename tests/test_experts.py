@@ -33,6 +33,7 @@ MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-
 TRAINING = ("--seq-len 16 --batch-size 16 --steps 4 --log-every 1 --warmup-steps 1 --lr 0.02 "
             "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 3 --val-batches 1")
 OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01"
+BALANCED = "--experts-per-token 8"  # each token goes to all experts
 NAMES = "loss", "grad_norm", "busiest_expert"
 AGAIN = "--activation-checkpointing"
 # The bias keeps all tokens from the first experts of each layer: with four of 8 and --ep 2 rank 0
@@ -106,23 +107,20 @@ def test_every_row_trains_the_same(trained, command, world):
     for name, tensor in saved(expected).items():
         if name.endswith("mlp.bias"):
             assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name
-    holds_and_sends(found, command, world)
+    holds_and_sends(found, command, world, options_of(command))
 
 
-def holds_and_sends(found, command, world):
-    """What oracles.py says. Only with --ep 1 no token travels: otherwise it depends on the
-    data how many do. 4 ranks do not divide the 6 rows of a router."""
-    summary, theory = found.summary, oracles.expected(command, world, options_of(command))
+def holds_and_sends(found, command, world, options):
+    """What oracles.py says. 4 ranks do not divide the 6 rows of a router. With --ep 1 no token
+    travels, and --experts-per-token 8 sends each to all experts; otherwise it depends on the data
+    how many do. On top is the norm for clipping: in hybrid_3d.py for each dimension of both meshes
+    a number for each of at most 25 parameters."""
+    summary, theory = found.summary, oracles.expected(command, world, options)
     assert not summary["theory"]
     for kind in ("parameters", "gradients"):
-        assert summary["held"][kind] == theory[kind] or SIX in command
-    if "--ep 1" in command:
-        sends(summary, theory, command, world)
-
-
-def sends(summary, theory, command, world):
-    """On top is the norm for clipping: in hybrid_3d.py for each dimension of both meshes a number
-    for each of at most 25 parameters."""
+        assert summary["held"][kind] == theory[kind] > 0 or SIX in command
+    if "--ep 1" not in command and BALANCED not in options:
+        return
     more = summary["sent"] - theory["sent"]
     if command.startswith("hybrid_3d.py"):
         assert 0 <= more <= 6 * 25 * 2 * 8
@@ -142,26 +140,21 @@ def test_experts_sum_gradients_in_float32(trained):
 
 def test_busy_experts_get_fewer_tokens():
     model = use_experts(Transformer(config())).float()
-    layer, *others = mixtures(model)
-    for each in (layer, *others):
-        each.bias.zero_()
-        each.counts = torch.tensor([5, 1, 3, 3])
+    for layer in mixtures(model):
+        layer.bias.zero_()
+        layer.counts = torch.tensor([5, 1, 3, 3])
     balance_experts(model, 0.1)
     assert layer.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
     assert layer.busiest.item() == pytest.approx(5 / 12)
 
 
-@pytest.mark.parametrize("command, n", sampled(BALANCED := [
+@pytest.mark.parametrize("command, n", sampled(RUNS := [
     ("ep.py --dtype float64", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4),
     (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
-], BALANCED[:1]))
+], RUNS[:1]))
 def test_bytes_are_exact_if_routing_is_balanced(once, command, n):
-    """Each token goes to all experts."""
-    options = f"{OPTIONS} --experts-per-token 8 --steps 3 --save-every 0 --val-every 9"
-    summary, theory = once(command, n, options).summary, oracles.expected(command, n, options)
-    sends(summary, theory, command, n)
-    for kind in ("parameters", "gradients"):
-        assert summary["held"][kind] == theory[kind] > 0
+    options = f"{OPTIONS} {BALANCED} --steps 3 --save-every 0 --val-every 9"
+    holds_and_sends(once(command, n, options), command, n, options)
 
 
 @on_ranks(2)
