@@ -77,11 +77,8 @@ def faults(source):
 def notice(path, text, tests):
     """The first of ``tests`` that fails with another ``text`` of the file ``path``, or None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-        for name in names:
-            if name and (ROOT / name).is_file():
-                (pathlib.Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, f"{folder}/{name}")
+        ignore = shutil.ignore_patterns(".git", ".venv*", ".pytest_cache", "__pycache__", "runs")
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=ignore)
         pathlib.Path(folder, path).write_text(text)
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-qx", "--tb=no", *tests, f"--basetemp={folder}/out"],
