@@ -190,7 +190,7 @@ def adamw(parameters, args):
 def documents_by_hand(base, corpus):
     """Each document by itself: with plain causal attention, and with positions from 0 on."""
     args = settings(DOCUMENTS)
-    model, numbers = plain_model(args), []
+    model = plain_model(args)
 
     def mean_loss(inputs, targets):
         loss = 0.0
@@ -199,13 +199,10 @@ def documents_by_hand(base, corpus):
             for document in itertools.starmap(slice, zip(borders, borders[1:])):
                 if document.start < document.stop:
                     loss += model(row[None, document], row_targets[None, document])
-                    numbers.append(1)
         return loss / targets.numel()
 
-    curve = by_hand(args, f"{base}/lines", list(model.parameters()),
-                    [adamw(model.parameters(), args)], mean_loss)
-    assert len(numbers) > 3 * 24 * 4
-    return curve
+    return by_hand(args, f"{base}/lines", list(model.parameters()),
+                   [adamw(model.parameters(), args)], mean_loss)
 
 
 def lora_by_hand(base, corpus):
@@ -367,14 +364,12 @@ def test_the_trainer_and_the_same_with_fsdp():
     """As a user starts them: without PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m examples.trainer_fsdp"
-    plain, sharded = (
-        subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, env=environment,
-                       check=True, stdout=subprocess.PIPE, text=True, timeout=PATIENCE).stdout
-        for command in ("examples.trainer", torchrun)
-    )
-    one, other = (
-        torch.tensor([[float(word) for word in line.split()[3::2]] for line in output.splitlines()])
-        for output in (plain, sharded)
-    )
-    assert one.shape == (20, 2)
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    curves = []
+    for command in ("examples.trainer", torchrun):
+        output = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, text=True,
+                                env=environment, check=True, stdout=subprocess.PIPE,
+                                timeout=PATIENCE).stdout
+        curves.append(torch.tensor([[float(word) for word in line.split()[3::2]]
+                                    for line in output.splitlines()]))
+    assert curves[0].shape == (20, 2)
+    torch.testing.assert_close(*curves, rtol=0, atol=1e-6)

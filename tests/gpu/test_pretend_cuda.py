@@ -4,7 +4,6 @@ It shows what runs on the device, which kernels of attention are called, and tha
 nothing. It does not show what kernels compute, NCCL, or time: test_cuda.py does, on a GPU.
 """
 
-import fcntl
 import json
 import os
 import pathlib
@@ -69,23 +68,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def guard(shared):
-    """guard.cpp, compiled."""
-    library, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
-    with open(shared / "guard.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # while another process compiles it
-        if not library.exists():
-            subprocess.run(
-                ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
-                 f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
-                 f"-Wl,-rpath,{installed}/lib", "-o", library], check=True,
-            )
-    return library
-
-
 @pytest.mark.parametrize("group", ROWS)  # each starts once
-def test_a_step_stays_on_the_gpu(guard, group):
+def test_a_step_stays_on_the_gpu(tmp_path, group):
+    guard, installed = tmp_path / "guard.so", pathlib.Path(torch.__file__).parent
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
+         f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
+         f"-Wl,-rpath,{installed}/lib", "-o", guard], check=True,
+    )
     if group == "examples":
         pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
     rows = []

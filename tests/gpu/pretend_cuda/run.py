@@ -35,7 +35,6 @@ from tools.support import pretend, stand_ins
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
-plain_attention = F.scaled_dot_product_attention
 
 
 class Stream:
@@ -78,15 +77,10 @@ def replace_cuda():
     F.scaled_dot_product_attention = attention
 
 
-def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
-              enable_gqa=False):
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
     """Chooses the kernel as CUDA does on an H100 with cuDNN above 9.15: a torch without CUDA would
-    take the one that keeps all scores, which CUDA takes in float64 only. Other cases must not come
-    up."""
-    if q.device.type == "cpu" or q.dtype == torch.float64:
-        return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
-                               enable_gqa=enable_gqa)
-    assert q.device == k.device == v.device == GPU
+    take the one that keeps all scores, which CUDA takes in float64 only."""
+    assert q.device == k.device == v.device == GPU and q.dtype != torch.float64
     head_size = q.shape[-1]
     if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
         if head_size % 8 == 0:
