@@ -14,6 +14,7 @@ from common.model import ModelConfig, Transformer
 from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
+from tests.support import inject
 from tests.support.processes import Result
 from tests.test_checkpoint import assert_bit_equal
 from tests.test_same_run import assert_near, furthest
@@ -45,17 +46,11 @@ def make_model():
     return model
 
 
-def mean_loss(model, dataset, indices):
-    """With the targets that ``ignored`` of tests/support/inject.py ignores."""
-    inputs, targets = map(torch.stack, zip(*(dataset[index] for index in indices)))
-    for index, row in zip(indices, targets):
-        row[: T if index % 2 else index % 29] = -100
-    return model(inputs, targets) / (targets != -100).sum()
-
-
-def test_one_process_runs_the_replicas_in_turn(whole, corpus):
+def test_one_process_runs_the_replicas_in_turn(whole, corpus, monkeypatch):
     """The curve, the common weights and those of each replica. In the samples some targets are
     ignored, so that the replicas have different numbers of them."""
+    monkeypatch.setattr(TokenDataset, "__getitem__", TokenDataset.__getitem__)  # undone at the end
+    inject.ignored()
     args = argparse.Namespace(lr=0.01, min_lr=0, warmup_steps=3, steps=STEPS)
     dataset, models = TokenDataset(corpus, T, "auto", 256), [make_model() for _ in range(R)]
     optimizers = [torch.optim.AdamW(decay_groups(model.parameters(), 0.1), 0.01, (0.9, 0.95))
@@ -69,7 +64,8 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus):
         found = []
         for model, optimizer, share in zip(models, optimizers, shares):
             set_learning_rate(optimizer, step, args)
-            loss = mean_loss(model, dataset, next(share))
+            inputs, targets = map(torch.stack, zip(*(dataset[index] for index in next(share))))
+            loss = model(inputs, targets) / (targets != -100).sum()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

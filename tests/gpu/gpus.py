@@ -4,10 +4,9 @@ on machines without a GPU."""
 import json
 
 # A model that takes little time, and whose sizes can be split over 8 ranks
-SIZES = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-attention-heads 8 "
-         "--num-key-value-heads 8")
-SMALL = (f"{SIZES} --seq-len 64 --batch-size 64 --steps 20 --log-every 1 --warmup-steps 3 "
-         "--save-every 0 --dtype float32")
+SMALL = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-attention-heads 8 "
+         "--num-key-value-heads 8 --seq-len 64 --batch-size 64 --steps 20 --log-every 1 "
+         "--warmup-steps 3 --save-every 0 --dtype float32")
 # Options of a row of CURVES that change what is trained: its reference gets them too.
 DEEP = "--num-hidden-layers 14 --lr 5e-4"  # two stages on each of 8 ranks
 EXPERTS = "--num-experts 8"
