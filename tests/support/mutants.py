@@ -12,6 +12,7 @@ import copy
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,8 @@ def notice(path, text, tests):
             return "none ends"
     if process.returncode > 2:  # 1: a test fails; 2: a file cannot be imported
         raise RuntimeError(output)
-    return output.split("FAILED ")[-1].split()[0] if process.returncode else None
+    failed = re.search(r"(?m)^(FAILED|ERROR) (\S+)", output)
+    return failed[2] if failed else "none starts" if process.returncode else None
 
 
 def main():
