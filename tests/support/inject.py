@@ -21,7 +21,6 @@ import tempfile
 import time  # noqa: F401
 
 import torch
-import torch.distributed as dist
 
 import common.data
 import common.experts
