@@ -10,6 +10,7 @@ using c10::DeviceIndex;
 using c10::Stream;
 
 struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  DeviceIndex deviceCount() const noexcept override { return 1; }
   Stream getStream(Device d) const noexcept override { return Stream(Stream::DEFAULT, d); }
   Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, d); }
   Stream getNewStream(Device d, int) const override { return Stream(Stream::DEFAULT, d); }
@@ -18,8 +19,12 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
   void synchronizeEvent(void*) const override {}
   void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
 struct Hooks : at::CUDAHooksInterface {
