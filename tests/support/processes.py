@@ -168,12 +168,13 @@ def serve():
         sys.stdout = open(1, "w", closefd=False)
         sys.stderr = open(2, "w", closefd=False, buffering=1)
         sys.argv = [job["script"], *job["argv"]]
-        if not job["script"].startswith(f"{ROOT}/"):  # a copy finds what lies beside it, no more
+        beside = os.path.dirname(job["script"])
+        if beside != str(ROOT) and os.path.exists(f"{beside}/common"):  # a copy uses its own
             here = str(ROOT), str(ROOT / "tests")
             sys.path[:] = [path for path in sys.path if path not in here]
             for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
                 del sys.modules[name]
-        sys.path.insert(0, os.path.dirname(job["script"]))
+        sys.path.insert(0, beside)
         if job["inject"]:
             exec(job["inject"], vars(importlib.import_module("tests.support.inject")))
         runpy.run_path(job["script"], run_name="__main__")
