@@ -252,6 +252,7 @@ def test_one_process_is_a_plain_loop(example, base, corpus, name, loop):
 BYTES = [
     ("fsdp_lora", 2, "--grad-accum 2"), ("fsdp_muon", 2, "--grad-accum 2"),
     ("fsdp_lora", 2, "--grad-accum 2 --no-reshard-after-forward"),
+    ("fsdp_lora", 4, "--grad-accum 2 --replicate 2"),
     ("fsdp_muon", 4, "--replicate 2 --num-hidden-layers 4"),
 ]
 

@@ -59,6 +59,17 @@ def test_a_module_of_the_unit_must_be_called(mesh):
 
 
 @on_ranks(2)
+def test_the_next_two_buckets_are_on_their_way(mesh):
+    model, *modules = three()
+    buckets, _ = zero.make_buckets(model, [[module] for module in modules], mesh)
+    zero.start_gathering(buckets)
+    assert [bool(bucket.all_gather) for bucket in buckets] == [True, True, False]
+    modules[0](torch.ones(1, 6))
+    assert [bool(bucket.all_gather) for bucket in buckets] == [False, True, True]
+    zero.wait_for_parameters(buckets)
+
+
+@on_ranks(2)
 def test_parameters_are_whole_after_the_loop(folder):
     """On both ranks, for whoever reads them."""
     with mock.patch.object(Report, "close", lambda report, *_: report.models[0]):
