@@ -7,6 +7,7 @@ so.
 """
 
 import datetime
+import importlib
 import os
 import pathlib
 import shlex
@@ -366,6 +367,16 @@ def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
 
 
 # Variables of other launchers
+
+
+def test_code_beside_the_script_is_compared(monkeypatch, tmp_path):
+    """Also if common/ is somewhere else."""
+    (tmp_path / "beside_it.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("beside_it")
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/train.py", "--lr"])
+    assert {"the hash of beside_it.py", "the hash of common/launch.py"} <= (
+        launch.source_files().keys())
 
 
 def test_the_gpu_of_a_process(monkeypatch):
