@@ -68,6 +68,8 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
     for stream in 1, 2:
         os.dup2(output, stream)
     sys.argv, status = [script, *options], 1
+    # After a fork, torch makes its pool of threads anew: let no two threads do so at once.
+    torch.set_num_threads(1)
     recording = folder / "run.parity"
     # This process has the tools' common/. A copy of a script may have one of its own.
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
@@ -109,6 +111,7 @@ def train(script, options, world_size, folder, known_only=False):
         if any(rank.exitcode for rank in ranks):
             end = min(end, time.monotonic() + 5)  # the others may have more to say
         time.sleep(0.02)
+    ended = [(i, rank.exitcode) for i, rank in enumerate(ranks) if (rank.exitcode or 0) < 0]
     for rank in ranks:
         rank.kill()
         rank.join()
@@ -119,11 +122,17 @@ def train(script, options, world_size, folder, known_only=False):
     if first:
         failed = SettingError(first["error"])
     else:
-        aborted = [i for i, rank in enumerate(ranks) if rank.exitcode == -signal.SIGABRT]
-        what = (f"rank {aborted[0]} aborts in a collective" if aborted else
-                "ranks wait for each other in vain")
-        failed = SettingError(f"{what}: the ranks start different collectives; do all of them call "
-                              f"the same modules of the model in each micro-batch?")
+        what = "ranks wait for each other in vain"
+        if ended:
+            rank, status = ended[0]
+            printed = (folder / f"{rank}.txt").read_text(errors="replace")
+            words = re.search(r"what\(\): *(.+)", printed)  # of an exception in C++
+            what = f"rank {rank} ends by {signal.Signals(-status).name}"
+            what += f": {words[1]}" if words else ""
+        if world_size > 1:
+            what += ("; do all ranks start the same collectives, and call the same modules of the "
+                     "model in each micro-batch?")
+        failed = SettingError(what)
     failed.refused = bool(first) and first["refused"]
     raise failed
 
