@@ -111,6 +111,7 @@ def test_refuses_exactly_what_the_engine_does():
 @pytest.mark.parametrize("name, n, v, M, share", [
     ("interleaved1f1b", 4, 2, 8, "(n-1)/(vM+n-1) = 15.8%"),
     ("zerobubble", 4, 2, 3, "at least (n-1)/(3vM+n-1) = 14.3%"),
+    ("zbv", 4, 2, 6, "at least (n-1)/(3vM+n-1) = 7.7%"),  # there and back: 2n - 1 fill it
 ])
 def test_the_bubble(name, n, v, M, share):
     """As Megatron's papers have it (arXiv:2104.04473), with a third of it if the schedule splits

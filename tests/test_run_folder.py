@@ -2,6 +2,7 @@
 itself. A run deletes nothing that it has not made."""
 
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 import single
 from common.errors import SettingError
+from common.options import option_parser, parse_options
 from common.services import checkpoint_files, run_folder
+from common.services.checkpoint import Checkpoints
 from common.services.metrics import start_metrics
+from common.services.report import Report
 from tests.support.processes import SMALL
 from tests.test_checkpoint import checkpoints_of
 
@@ -40,6 +44,13 @@ def out(tmp_path):
     """A run folder with steps 1 to 3."""
     start(tmp_path / "out", (1, 2, 3))
     return tmp_path / "out"
+
+
+@pytest.mark.parametrize("service", [Checkpoints, Report])
+def test_a_service_alone_has_the_folder(service):
+    parser = option_parser("")
+    service.add_options(parser)
+    assert parse_options(parser, ["--out", "here"]).out == pathlib.Path("here")
 
 
 # Somebody's files
