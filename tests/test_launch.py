@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -377,6 +378,20 @@ def test_code_beside_the_script_is_compared(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/train.py", "--lr"])
     assert {"the hash of beside_it.py", "the hash of common/launch.py"} <= (
         launch.source_files().keys())
+
+
+def test_a_process_whose_torchrun_has_just_died_ends(monkeypatch):
+    """It has asked for a signal too late. Without torchrun it asks for none."""
+    asked = []
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda _: types.SimpleNamespace(
+        prctl=lambda *words: asked.append(words)))
+    for environment in {"TORCHRUN_PID": "1"}, {"TORCHELASTIC_RUN_ID": "one"}:
+        monkeypatch.setattr(os, "environ", environment)
+        launch._end_with_torchrun()
+    assert asked == [(1, signal.SIGTERM)]
+    os.environ["TORCHRUN_PID"] = "1"
+    with pytest.raises(SettingError, match="torchrun has ended"):
+        launch._end_with_torchrun()
 
 
 def test_the_gpu_of_a_process(monkeypatch):
