@@ -1,6 +1,7 @@
 """The examples: scripts brought to other models train as one process does, and resume. One process
 trains what a plain loop trains."""
 
+import ast
 import functools
 import importlib.util
 import itertools
@@ -154,6 +155,26 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name, 
         assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < within
 
 
+CHANGED = {"main", "check", "shard", "formulas", "llama_plan", "parallelize",  # by examples
+           "RingAttention", "ring_attention", "attend_to_blocks"}
+
+
+def test_what_an_example_has_copied_is_as_in_its_script():
+    def functions(source):
+        return {node.name: ast.get_source_segment(source, node)
+                for node in ast.parse(source).body if hasattr(node, "name")}
+
+    copied = []
+    for path in sorted((ROOT / "examples").glob("*_*.py")):
+        script = ROOT / f"{path.stem.partition('_')[0]}.py"
+        if script.exists():
+            own, original = functions(path.read_text()), functions(script.read_text())
+            for name in own.keys() & original.keys() - CHANGED:
+                assert own[name] == original[name], (path, name)
+                copied.append(name)
+    assert len(copied) > 15
+
+
 # Plain loops
 
 
@@ -251,7 +272,7 @@ def test_one_process_is_a_plain_loop(example, base, corpus, name, loop):
 
 BYTES = [
     ("fsdp_lora", 2, "--grad-accum 2"), ("fsdp_muon", 2, "--grad-accum 2"),
-    ("fsdp_lora", 2, "--grad-accum 2 --no-reshard-after-forward"),
+    ("fsdp_lora", 4, "--grad-accum 2 --no-reshard-after-forward"),
     ("fsdp_lora", 4, "--grad-accum 2 --replicate 2"),
     ("fsdp_muon", 4, "--replicate 2 --num-hidden-layers 4"),
 ]

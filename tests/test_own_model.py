@@ -86,8 +86,9 @@ def test_a_buffer_with_two_names_stays_one():
     buffer = torch.ones(2)
     for module in model:
         module.register_buffer("mask", buffer)
+        module.register_buffer("same", buffer)
     fsdp.move_buffers(model, "meta")
-    assert model[0].mask.is_meta and model[0].mask is model[1].mask
+    assert model[0].mask.is_meta and model[0].mask is model[0].same is model[1].mask
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import types
 
 import pytest
@@ -158,6 +159,7 @@ def test_micro_batches_and_accumulation():
     pieces = ["--microbatches", "8"]  # 4 for each rank
     assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), 32) == [
         pieces, [*pieces, "--grad-accum", "2"], [*pieces, "--grad-accum", "4"]]
+    assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), 4) == [["--microbatches", "4"]]
     assert plan.variants(plan.Strategy("fsdp.py", 8), 16) == [[], ["--grad-accum", "2"]]
 
 
@@ -193,15 +195,17 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(plan.dry_run, "count_apart", lambda *job: calls.append(job) or {"sent": 1})
 
-    def cached(folder):
+    def cached(folder, script="fsdp.py"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-        assert plan.cached("fsdp.py", [], 2, 0, 8) == {"sent": 1}
+        assert plan.cached(script, [], 2, 0, 8) == {"sent": 1}
         return len(calls)
 
-    assert [cached(tmp_path), cached(tmp_path)] == [1, 1]
-    (path,) = tmp_path.glob("*/*")
+    new = tmp_path / "new" / "cache"
+    assert [cached(new), cached(new)] == [1, 1]
+    (path,) = new.glob("*/*")
     path.write_text('{"se')
-    assert [cached(tmp_path), cached(tmp_path), cached(path)] == [2, 2, 3]
+    assert [cached(new), cached(new), cached(path)] == [2, 2, 3]
+    assert [cached(new, "ddp.py"), cached(new, "ddp.py")] == [4, 4]
 
 
 def test_a_plan(monkeypatch, capsys, tmp_path):
@@ -213,8 +217,10 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         steps = int(words[words.index("--grad-accum") + 1]) if "--grad-accum" in words else 1
         activations = 128e6 / steps / world_size / (4 if AGAIN in words else 1)
         return {"peak": {"in all": 10e6 + activations, "activations": activations},
-                "held": dict(zip(plan.KEPT, (4e6, 4e6, 2e6))), "phases": [], "collectives": [],
-                "operations": 4e9, "sent": 8e6, "bubble": 0.5, "between_machines": 3e6}
+                "held": dict(zip(plan.KEPT, (4e6, 4e6, 2e6))), "phases": [],
+                "collectives": [{"group": "dp", "bytes": 8e6}], "sent": 8e6,
+                "between_machines": 3e6, "operations": 4e9,
+                **({"bubble": 0.5} if "ddp" in str(script) else {})}
 
     def rows(words):
         path = tmp_path / "plan.json"
@@ -226,7 +232,13 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     found = rows("--device-memory 0.03 --link 1 --network 1 --nproc-per-node 2")
     assert [row["command"] for row in found] == ["ddp.py --grad-accum 4", f"ddp.py {AGAIN}"]
     assert found[0]["bounds"] == [None, 8e6 / 1e9]
-    assert "the first row: NPROC=2 bash run.sh ddp.py " in capsys.readouterr().out
+    head, first, *_, command = capsys.readouterr().out.splitlines()
+    assert command.startswith("the first row: NPROC=2 bash run.sh ddp.py ")
+    assert list(zip(*(re.split("  +", line.strip()) for line in (head, first)))) == [
+        ("fits", "yes"), ("GB", "0.026"), ("parameters", "0.004"), ("gradients", "0.004"),
+        ("states", "0.002"), ("activations", "0.016"), ("sent, GB by axis", "dp 0.008"),
+        ("10^12 operations", "0.004"), ("bubble", "50%"), ("sends >= s", "0.008"),
+        ("command", "ddp.py --grad-accum 4")]
     (row,) = rows("--device-memory 1 --tflops 2 --link 4 --network 1 --nproc-per-node 1")
     assert row["fits"] and row["bounds"] == [4e9 / 2e12 / 0.5, 3e6 / 1e9]
     assert capsys.readouterr().out.splitlines()[-1] == (

@@ -19,8 +19,10 @@ from tests.support.sample import sampled
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
+TOOLS = [f"tools.{name}" for name in
+         ("bench", "check", "dry_run", "export", "import_hf", "parity.compare", "plan", "prepare")]
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
-            "--num-experts"}
+            "--num-experts", "--rank"}
 TEXTS = {"--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # of rows below
 
 
@@ -32,18 +34,21 @@ def started(*args, **_):
     raise Started(*args)
 
 
-def test_the_type_of_each_option(monkeypatch):
-    """No option takes a value that nothing checks."""
-    for script in SCRIPTS:
-        module = importlib.import_module(script)
-        monkeypatch.setattr(module, "parse_options", started)
+def test_the_type_and_the_help_of_each_option(monkeypatch):
+    """No option of a script takes a value that nothing checks."""
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", started)
+    for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
-            module.main([])
+            importlib.import_module(module).main([])
         for action in start.value.args[0]._actions:
-            name, parse = action.option_strings[0], action.type
-            refused = {"whole number": [str(-(name in MAY_BE_0)), HUGE],
-                       "number": ["nan", "inf", "-1"]}.get(getattr(parse, "__name__", ""), [])
-            assert refused or action.nargs == 0 or action.choices or name in TEXTS, name
+            name, parse = (*action.option_strings, action.dest)[0], action.type
+            refused = {
+                "whole number": [str(-(name in MAY_BE_0)), HUGE],
+                "number": ["nan", "inf", "-1", "0" if module in TOOLS else "-0.1"],
+            }.get(getattr(parse, "__name__", ""), [])
+            assert (module in TOOLS or refused or action.nargs == 0 or action.choices
+                    or name in TEXTS), name
+            assert action.help and bool(action.metavar) >= bool(refused), name
             for text in refused:
                 with pytest.raises(argparse.ArgumentTypeError):
                     parse(text)

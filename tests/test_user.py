@@ -96,4 +96,3 @@ def test_help_comes_once_and_waits_for_no_rank(run):
     for words in ("all-reduce of the gradients", "--num-key-value-heads N",
                   "optimizer steps in the whole run", "run folder:"):
         assert words in result.output
-    assert not re.search(r"\n  --\S+( \S+)?\n  ?-", result.output)  # an option without a word

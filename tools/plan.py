@@ -428,10 +428,11 @@ def parse(argv):
     parser = make_parser("plan", __doc__)
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
     add("--model", required=True, help="a preset, or a Hugging Face config.json")
-    add("--devices", type=at_least(1, most=2**17), required=True, metavar="N")
+    add("--devices", type=at_least(1, most=2**17), required=True, metavar="N",
+        help="as many as processes")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
         "device has; leave out what its context and kernels take")
-    add("--seq-len", type=at_least(1), required=True, metavar="T")
+    add("--seq-len", type=at_least(1), required=True, metavar="T", help="tokens in a sequence")
     add("--batch-size", type=at_least(1), metavar="B",
         help="sequences in the global batch (default: one for each device)")
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="bfloat16",
