@@ -5,11 +5,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.model import (
+    PRESETS, ModelConfig, Transformer, next_token_loss, plain_attention, wrap_layers
+)
 from common.services.counting import StepCounter
 from common.step import decay_groups
 
@@ -24,6 +27,15 @@ def model():
     model = Transformer(CONFIG)
     materialise(model, "cpu", 0)
     return model
+
+
+def test_a_gpu_repeats_keys_and_values_in_float32(monkeypatch):
+    q, k, v = torch.randn(2, 6, 5, 8), *torch.randn(2, 2, 3, 5, 8)
+    expected, kernel = plain_attention(q, k, v, True), F.scaled_dot_product_attention
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda q, k, v, *, is_causal, **_: kernel(q, k, v, is_causal=is_causal))
+    assert torch.equal(plain_attention(q, k, v, True), expected)
 
 
 def test_arithmetic_is_llamas(model):

@@ -40,6 +40,7 @@ def test_the_type_and_the_help_of_each_option(monkeypatch):
     for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
             importlib.import_module(module).main([])
+        assert not start.value.args[0].allow_abbrev
         for action in start.value.args[0]._actions:
             name, parse = (*action.option_strings, action.dest)[0], action.type
             refused = {
@@ -77,6 +78,7 @@ single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
 single 0 --resume-from 2 --no-resume | --no-resume with --resume-from 2
 single 0 --out '' | --out: ... empty
+single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
 single 0 --data nowhere | --data nowhere: no such file

@@ -13,7 +13,6 @@ noisy: the table has the median, minimum and maximum over the rounds of the rati
 CPU seconds are summed over all processes; on a GPU look at tokens/s and MFU.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -27,7 +26,7 @@ import torch
 
 from common.files import read_text
 from common.options import at_least
-from tools.support.command import refuse, run
+from tools.support.command import make_parser, refuse, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXPERTS = "--num-experts 8 --expert-size 256"
@@ -69,11 +68,8 @@ def measure(command, args, options):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        usage="bash run.sh bench [options] [options of the scripts]", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error, whole = refuse, at_least(1)
+    parser, whole = make_parser("bench", __doc__), at_least(1)
+    parser.usage = "%(prog)s [options] [options of the scripts]"
     parser.add_argument("--nproc", type=whole, default=torch.cuda.device_count() or 2, metavar="N",
                         help="processes of each command (default: one per GPU, or 2 without GPUs)")
     parser.add_argument("--rounds", type=whole, default=5, metavar="N",

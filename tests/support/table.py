@@ -61,7 +61,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
     ("fsdp.py --replicate 3 --grad-accum 2", 3),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
-    (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
+    ("cp.py --attention ulysses --grad-accum 2", 2),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --tp 2 --pp 2 --grad-accum 2", 4),
@@ -87,6 +87,7 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ring", 1),
     (f"cp.py --attention ring {SELECTIVE}", 3),
+    (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ulysses {SELECTIVE}", 4),
     (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
     (f"pp.py --schedule 1f1b --grad-accum 2 --microbatches 6 {SELECTIVE}", 4),
