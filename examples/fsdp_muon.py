@@ -143,10 +143,10 @@ def main(argv=None):
             each.step()
             each.zero_grad()
         report.log(step, loss, grad_norm)
+        checkpoints.after_step(step, grad_norm)
         if validation.due(step):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        checkpoints.after_step(step, grad_norm)
         if checkpoints.stopping:
             break
     checkpoints.finish()

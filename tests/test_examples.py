@@ -352,13 +352,13 @@ def test_attention_within_documents(mesh, rank):
 
         def one_by_one(*inputs):
             documents = zip(*(x.split(sizes, dim=2) for x in inputs))
-            return torch.cat([scaled_dot_product_attention(*document, is_causal=True)
+            return torch.cat([scaled_dot_product_attention(*document, is_causal=True, scale=0.3)
                               for document in documents], dim=2)
 
         torch.manual_seed(2)
         whole = torch.randn(4, 1, 2, 12, 6, dtype=torch.float64)
         documents = cp.documents_in_sight(tokens, 1, positions, group)
-        within = functools.partial(cp.ring_attention, group=group, is_causal=True,
+        within = functools.partial(cp.ring_attention, group=group, is_causal=True, scale=0.3,
                                    documents=documents)
         kernel = mock.Mock(wraps=cp.attend_where_visible)
         with mock.patch.object(cp, "attend_where_visible", kernel):
