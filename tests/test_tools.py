@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
 from common.errors import SettingError
 from common.tokens import TokenDataset
@@ -176,6 +177,19 @@ def test_a_benchmark_of_a_command_that_fails(monkeypatch):
         returncode=1, stdout="W torch\nddp.py: error: no option --bogus\n"))
     found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
     assert "tutorial.py ddp failed: ddp.py: error: no option --bogus" in found
+
+
+@pytest.mark.parametrize("strategy, batch", [("tp", 4), ("ddp", 8), ("fsdp", 8)])
+def test_loops_of_the_benchmark_train_the_same(run, strategy, batch):
+    """All ranks draw the same tokens: two with half of 8 sequences each train as one with 4."""
+    def losses(strategy, world, batch):
+        words = f"{strategy} --batch-size {batch} --seq-len 8 --steps 4"
+        result = run("tools/support/tutorial.py", world, words, pass_out=False)
+        return [json.loads(line.removeprefix("losses ")) for line in result.lines]
+
+    one, two = losses("single", 0, 4), losses(strategy, 2, batch)
+    assert len(two) == 2 and len(set(one[0])) == 4
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(2 * one), rtol=0, atol=1e-4)
 
 
 @thorough
