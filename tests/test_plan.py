@@ -62,6 +62,8 @@ TP, PP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2)
     # The whole of a shallow model, or where the line is not exact: see ``peaks_stay``
     (TP, 14, 0, 999, [(14, 0)], 140),
     (TP, 32, 11, 999, [(3, 0), (4, 0), (32, 0)], 320),
+    # DDP's buckets take several small matrices
+    (plan.Strategy("ddp.py", 8), 32, 0, 999, [(32, 0)], 320),
     # Of 8 ranks the first of each stage
     (PP, 40, 0, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 2000),
 ])
