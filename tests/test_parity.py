@@ -274,6 +274,8 @@ FAULTS = [
     # Gradients
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
     (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
+    (r"step 0: gradients: all: times 1\.99; the loss", {
+        "spoil": scale(1.99), "edit": on_ranks(0.5, 0.5)}),
     ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {
         "spoil": scale(1 / 6), "edit": on_ranks(0.5, 0.5, targets=[7, 7, 7])}),
     ("step 0: .*those of 0.bias to 2.bias .3 of 4 .*times 0.5: .*the scale of an adapter", {
@@ -303,7 +305,8 @@ FAULTS = [
         "loss_of": absolute, "edit": edit_rank(targets=[5])}),
     # It is no module, or ranks hold parts of it.
     ("step 0: .*outputs of modules are not compared", {"of": shards, "loss_of": absolute}),
-    ("step 0: .*the outputs of all modules agree", {"loss_of": absolute, "edit": partial_sums}),
+    ("step 0: .*the outputs of all modules agree", {"loss_of": absolute, "edit": partial_sums}, {
+        "edit": on_ranks(1, 1, parts=ALL)}),
     ("step 0: .* output differs is `the model itself.1.`, after `the model itself`", module(
         0, lambda y: (y[0], y[1].sin())), {
             "make": lambda: torch.nn.Sequential(torch.nn.RNN(4, 3)),
