@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scripts see them
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 
 from tests.support.processes import ProcessServer, Result  # noqa: E402
 

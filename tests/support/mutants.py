@@ -83,8 +83,8 @@ def notice(path, text, tests):
         pathlib.Path(folder, path).write_text(text)
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-qx", "--tb=no", *tests, f"--basetemp={folder}/out"],
-            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=SECONDS)
