@@ -74,7 +74,7 @@ def dry_run(run, tmp_path):
     return dry_run
 
 
-@pytest.mark.parametrize("command, world, ranks", sampled(RUNS, RUNS[:1]))
+@pytest.mark.parametrize("command, world, ranks", sampled(RUNS, RUNS[1:2]))
 def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
     byte. Activations too, unless a thread of gloo still holds a tensor that it has sent: on a busy

@@ -253,8 +253,9 @@ FAULTS = [
             {"optimizer states are kept": {"float16": 4}})}, ADAM),
     ("step 1: not finite: in the run alone, .* 0.bias", NAN),
     ("step 1: not finite: in the reference alone", {"spoil": lambda _: None}, NAN),
-    ("step 0: initial weights: other values of 0.weight", {
-        "start": lambda model: model[0].weight.data.copy_(model[0].weight.data.roll(2, 0))}),
+    ("step 0: initial weights: other values of 0.weight", {  # which are small
+        "start": lambda model: model[0].weight.data.copy_(1e-9 * model[0].weight.data.roll(2, 0))
+    }, {"start": lambda model: model[0].weight.data.mul_(1e-9)}),
     ("step 0: samples: 8 of 8 are missing, and 8 other", {"batch_of": lambda x: mixed(x + 1)},
      MIXED),
     ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
@@ -274,6 +275,8 @@ FAULTS = [
     # Gradients
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
     (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
+    ("step 0: gradients: all: times 2; the loss too", {
+        "loss_of": lambda model, x: 2 * model(x).square().mean()}),
     (r"step 0: gradients: all: times 1\.99; the loss", {
         "spoil": scale(1.99), "edit": on_ranks(0.5, 0.5)}),
     ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {

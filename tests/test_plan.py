@@ -243,7 +243,9 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         ("command", "ddp.py --grad-accum 4")]
     (row,) = rows("--device-memory 1 --tflops 2 --link 4 --network 1 --nproc-per-node 1")
     assert row["fits"] and row["bounds"] == [4e9 / 2e12 / 0.5, 3e6 / 1e9]
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    *_, left_out, command = capsys.readouterr().out.splitlines()
+    assert left_out == "left out: --tp beyond the 1 devices of a machine"
+    assert command == (
         "the first row: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
         "--seq-len 128 --dtype float32 --batch-size 16")
     with pytest.raises(SystemExit, match="--devices 32 --batch-size 32 fits fsdp.py"):
