@@ -157,19 +157,11 @@ def test_the_loop_says_which_lines_are_the_strategy():
             assert kind in ("equal", "delete") or re.search(MARK, run), (name, run)
 
 
-# Examples, and which of these lines they have otherwise
-NEVER, OTHER_MODEL = "$^", "wrap_layers|open_dataset|args.workers,|alidation"
-EXAMPLES = {"cp_documents": NEVER, "fsdp_lora": NEVER, "fsdp_gpt2": OTHER_MODEL,
-            "ddp_convnet": f"{OTHER_MODEL}|set_learning_rate", "tp_llama": "wrap_layers",
-            "fsdp_muon": r"optimizer\."}
-
-
-def test_what_is_no_strategy_is_the_same_everywhere():
+def test_what_is_no_strategy_is_the_same_in_all_scripts():
     """The lines of ``main`` that use data, services and optimizer: what is tested of one script
-    holds for all, and for the examples. How it evaluates differs, and when it does not."""
-    sources = SOURCES | {name: (ROOT / "examples" / f"{name}.py").read_text() for name in EXAMPLES}
+    holds for all. How it evaluates differs, and when it does not."""
     mains = {name: source.partition("\ndef main(")[2].partition("\n\n\n")[0].splitlines()
-             for name, source in sources.items()}
+             for name, source in SOURCES.items()}
     names = (r"add_options|wrap_layers|open_dataset|checkpoints|every=|args\.workers|"
              r"validation\.due|log_validation|optimizer\.|set_learning_rate|break")
 
@@ -181,5 +173,4 @@ def test_what_is_no_strategy_is_the_same_everywhere():
     assert len(shared) > 21
     for name, lines in mains.items():
         rest = iter([common_part(line) for line in lines])
-        assert all(line in rest for line in shared
-                   if not re.search(EXAMPLES.get(name, NEVER), line)), name
+        assert all(line in rest for line in shared), name
