@@ -1,14 +1,17 @@
-"""Promise 7: it lifts. A script copied with what it imports runs anywhere, with or without its
-services; the functions below ``main`` can be taken alone."""
+"""Promise 7: it lifts. A script copied with common/ runs anywhere, with or without its services; the
+functions below ``main`` can be taken alone."""
 
 import ast
 import difflib
 import functools
 import re
+import shutil
 
 import pytest
 import torch
 
+from tests.support import lifted
+from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 
@@ -27,27 +30,6 @@ def update_and_save(self, *args):
     torch.save([p.detach() for p in own], f"weights-{os.environ.get('RANK', 0)}.pt")
 torch.optim.AdamW.step = update_and_save
 """
-
-
-def imports(source):
-    """The files of this repo that ``source`` imports."""
-    for module, names in re.findall(r"(?m)^(?:from|import) ([\w.]+)(?: import (.*))?", source):
-        for name in (module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))):
-            path = name.replace(".", "/") + ".py"
-            if (ROOT / path).is_file():
-                yield path
-
-
-def needed(script, services=frozenset()):
-    """The text of ``script`` and of the files that it imports, they themselves, and so on, all
-    without some services."""
-    found, todo = {}, {script}
-    while todo:
-        path = todo.pop()
-        source = (ROOT / path).read_text()
-        found[path] = without(services, source) if "/" not in path else source
-        todo |= set(imports(found[path])) - found.keys()
-    return found
 
 
 def names_in(node):
@@ -80,20 +62,22 @@ def without(services, source):
 
 def test_what_trains_needs_no_service():
     """Of any script, without the lines that use one. The model and the data know no ranks."""
-    for name in SCRIPTS:
-        files = needed(f"{name}.py", ALL)
-        assert len(files) > 9 and not [path for path in files if "services" in path], name
-        for path in ("common/model.py", "common/data.py"):
-            assert "torch.distributed" not in files[path]
+    files = {path: path.read_text() for path in (ROOT / "common").glob("*.py")}
+    files |= {name: without(ALL, source) for name, source in SOURCES.items()}
+    imports = r"(?m)^(from|import) .*\b"
+    assert not [path for path, text in files.items() if re.search(f"{imports}services", text)]
+    for name in ("model.py", "data.py"):
+        assert "torch.distributed" not in files[ROOT / "common" / name]
 
 
 def train(server, name, folder, options, services=frozenset(), **kwargs):
-    """For each rank what the optimizer has updated, in a copy of a script without some of its
-    services, and of the files that it needs, and no others."""
-    for path, source in needed(f"{name}.py", services).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(source)
+    """For each rank what the optimizer has updated, in a folder with common/ and the scripts, which
+    are without some of their services."""
+    left_out = shutil.ignore_patterns("__pycache__", *["services"] * (services == ALL))
+    shutil.copytree(ROOT / "common", folder / "common", ignore=left_out)
     (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
+    for script, source in SOURCES.items():
+        (folder / f"{script}.py").write_text(without(services, source))
     world = 0 if name == "single" else 2
     server.run(f"{folder}/{name}.py", world, f"{OPTIONS} {MORE.get(name, '')} {options}",
                folder=folder, **kwargs)
@@ -121,7 +105,7 @@ ROWS = [  # a script, the services that it is without, options of the others
 def test_a_copy_without_services_trains_to_the_same_weights(
     server, corpus, tmp_path, whole, name, services, options
 ):
-    """In a folder with the script, or those of which it is composed. The other services work."""
+    """The other services work."""
     found = train(server, name, tmp_path, f"--data {corpus} {options}", services,
                   pass_out=services != ALL)
     expected = whole(name)
@@ -130,8 +114,9 @@ def test_a_copy_without_services_trains_to_the_same_weights(
         assert all(map(torch.equal, rank, other))
 
 
-def test_the_functions_below_main_lift_into_another_trainer(run):
-    assert run("tests/support/lifted.py", 2, pass_out=False).output.count("all is right") == 2
+@on_ranks(2)
+def test_the_functions_below_main_lift_into_another_trainer(mesh):
+    lifted.compare(mesh)
 
 
 # The shape of a script
