@@ -1,6 +1,6 @@
 """Bugs that were published, as patches of the scripts: *.diff, for ``git apply``. Above each patch
 stand a title, what happened in the field, what to run, the sound run in one process to compare
-with, and what parity says. docs/bugs.md is made of them: see __main__.py.
+with, what parity says, and the same in short. docs/bugs.md is made of them: see __main__.py.
 """
 
 import collections
@@ -21,7 +21,7 @@ RANKS = 2  # of all bugs; what they are compared with is one process
 FEW = "--steps 3 --lr 0.01"  # for parity
 
 
-class Bug(collections.namedtuple("Bug", "name title text run against says diff")):
+class Bug(collections.namedtuple("Bug", "name title text run against says short diff")):
     @property
     def hunks(self):
         """The lines of each hunk of the patch."""
@@ -34,16 +34,12 @@ class Bug(collections.namedtuple("Bug", "name title text run against says diff")
                  for signs in (" -", " +")] for hunk in self.hunks]
 
     @property
-    def files(self):
-        """Names of recordings: of one process; of ranks without the bug; of ranks with it."""
-        sound = [re.sub(r"[^\w.]+", "-", f"{ranks} {command}")
-                 for ranks, command in ((1, self.against), (RANKS, self.run))]
-        return [*sound, self.name]
-
-    def jobs(self, alone):
-        """[(name of the recording, command, edits), ...] of one process, or of ranks."""
-        jobs = [*zip(self.files, (self.against, self.run, self.run), ([], [], self.edits))]
-        return jobs[:1] if alone else jobs[1:]
+    def runs(self):
+        """{name of the recording: (ranks, command, edits)}: one process; ranks without the bug;
+        ranks with it."""
+        sound = [(1, self.against, []), (RANKS, self.run, [])]
+        named = {re.sub(r"[^\w.]+", "-", f"{run[0]} {run[1]}"): run for run in sound}
+        return named | {self.name: (RANKS, self.run, self.edits)}
 
 
 def read(names=None):
@@ -52,27 +48,12 @@ def read(names=None):
     for path in sorted(FOLDER.glob("*.diff")):
         head, start, diff = path.read_text().partition("--- a/")
         title, text, fields = head.strip("\n").split("\n\n")
-        fields = [line.partition(": ")[2] for line in fields.split("\n")]  # run, against, says
+        fields = [line.partition(": ")[2] for line in fields.split("\n")]
         bugs.append(Bug(path.stem, title, text, *fields, start + diff))
     return [bug for bug in bugs if names is None or bug.name in names]
 
 
 # The page
-
-
-def verdict(says):
-    """What parity says, without its step, names and digits, and without where it says to look."""
-    says = re.sub(r"DIFFERENT: step \d+: ", "", says)
-    says = re.sub(r"(?:those of )?\b[\w.]+ to [\w.]+ \((.*?)\)", r"\1", says)
-    says = re.sub(r"\d+\.\d{6,}", lambda number: f"{float(number[0]):.6g}", says)
-    return re.split(r"[;,](?: and)? the loss is right|: look at|: learning rate| \(times", says)[0]
-
-
-def short(says):
-    """Its first clause, in the width of a table."""
-    wrong = re.search(r"wrong up to [\w.]+, correct after it", says)
-    ends = ";|: neither|: all differ|: with losses|, elsewhere|, by up to"
-    return wrong[0] if wrong else re.split(ends, verdict(says))[0]
 
 
 def page(bugs):
@@ -85,7 +66,7 @@ def page(bugs):
         lines = max(sum(line[0] == sign for hunk in bug.hunks for line in hunk) for sign in "-+")
         loss = round(draw.change_of_loss(curves[bug.name]), 3) + 0.0  # no -0.0
         index.append(f"| [{number}. {bug.title}](#bug-{number}) | {link} | {lines} | {loss:+.1%} | "
-                     f"{short(bug.says)} |")
+                     f"{bug.short} |")
         puzzle = "\n...\n".join(textwrap.dedent(new).strip("\n") for _, new in bug.edits)
         changed = "\n\n".join("\n".join(line for line in hunk if line[0] != " ")
                               for hunk in bug.hunks)
@@ -108,7 +89,7 @@ def page(bugs):
 {changed}
 ```
 
-> {verdict(bug.says)}
+> {bug.says}
 
 </details>
 """)

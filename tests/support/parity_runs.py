@@ -22,10 +22,12 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     args, more = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    jobs = {}  # the same script once
+    runs = {}  # the same script once
     for bug in bugs.read(args.names):
-        jobs |= {job[0]: job for job in bug.jobs(alone="RANK" not in os.environ)}
-    for name, command, edits in jobs.values():
+        runs |= bug.runs
+    for name, (ranks, command, edits) in runs.items():
+        if ranks != int(os.environ.get("WORLD_SIZE", 1)):
+            continue
         script, *options = command.split()
         text = (bugs.ROOT / script).read_text()
         for old, new in edits:
