@@ -101,7 +101,7 @@ APPENDED = {  # to a command that begins so
     "bash run.sh ddp.py": SMALL, "torchrun": SMALL,
     "bash run.sh test": "--collect-only -q tests/test_docs.py",
     "bash run.sh plan": "--model tiny --devices 2 --seq-len 64 --only fsdp.py",
-    "bash run.sh dry_run 8": "--model tiny --seq-len 64",
+    "bash run.sh parity": "--help", "bash run.sh dry_run 8": "--model tiny --seq-len 64",
 }
 
 
@@ -113,11 +113,11 @@ def clone(tmp_path_factory):
 
 
 def shown():
-    """The commands of two pages, but those of the reader's own files and environment."""
+    """The commands of two pages, but those of the reader's own scripts and environment."""
     for page in (README, PAGES["AGENTS.md"]):
         lines = re.findall(r"(?m)^    ([a-z].*)", outside(page))
         for line in lines + re.findall("`((?:bash|diff) [^`]+)`", page):
-            if not re.search(r" my_|\.parity|^source ", line):
+            if not re.search(" my_|^source ", line):
                 yield line.partition("  #")[0]
 
 
