@@ -1,5 +1,5 @@
-"""Weights of Hugging Face's Llama, both ways: tools/import_hf.py, and tools/export.py. transformers
-is the reference."""
+"""Weights of Hugging Face's Llama and Mixtral, both ways: tools/import_hf.py, and tools/export.py.
+transformers is the reference."""
 
 import dataclasses
 import functools
@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from common.errors import SettingError
+from common.experts import use_experts
+from common.materialise import materialise
 from common.model import Transformer
-from common.services.hf_config import read_config
 from common.services import checkpoint_files
+from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from tests.support.sample import sampled
 from tests.support.table import ONE_REPLICA
@@ -33,11 +35,13 @@ SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_f
 TRAIN = "--model out --batch-size 12 --seq-len 32 --dtype float64 --log-every 1 --steps 2"
 
 
-def save(folder, dtype=torch.float32, shard="5GB", **config):
-    """Write a small Llama with grouped heads, whose weights are large and whose norms are not 1.
+def save(folder, dtype=torch.float32, shard="5GB", kind="Llama", **config):
+    """Write a small model with grouped heads, whose weights are large and whose norms are not 1.
     Returns it, in ``dtype``."""
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{
+    model_class, config_class = (getattr(transformers, f"{kind}{name}")
+                                 for name in ("ForCausalLM", "Config"))
+    model = model_class(config_class(**{
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 256,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
         "rope_theta": 500.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, **config,
@@ -52,16 +56,17 @@ def save(folder, dtype=torch.float32, shard="5GB", **config):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with shards in bfloat16 and scaled angles, and the same model in float64."""
+    """A folder with shards in bfloat16 and scaled angles."""
     folder = tmp_path_factory.mktemp("llama")
-    model = save(folder, torch.bfloat16, "20KB", rope_scaling=dict(SCALING))
+    save(folder, torch.bfloat16, "20KB", rope_scaling=dict(SCALING))
     assert len(list(folder.glob("*.safetensors"))) == 5
-    return folder, model.double()
+    return folder
 
 
 def ours(folder, dtype=torch.float32):
     """Our model with the weights of a folder."""
-    model = Transformer(read_config(folder)).to(dtype)
+    model = use_experts(Transformer(read_config(folder))).to(dtype)
+    materialise(model, "cpu", 0)
     load_weights(model, folder)
     return model
 
@@ -138,12 +143,12 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
 
 def test_a_config_of_older_versions(llama, tmp_path):
     """rope_theta and rope_scaling apart, the type under its older name; null; and none at all."""
-    expected = read_config(llama[0])
+    expected = read_config(llama)
     assert expected.rope_scaling == SCALING and expected.rope_theta == 500
     plain = dataclasses.replace(expected, rope_scaling=None)
     older = {("type" if key == "rope_type" else key): value for key, value in SCALING.items()}
     inner = {"rope_type": "default", "rope_theta": 500.0}
-    shutil.copy(llama[0] / "config.json", tmp_path)
+    shutil.copy(llama / "config.json", tmp_path)
     for values, found in (  # one change after the other
         ({"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": older}, expected),
         ({"rope_scaling": None}, plain), ({"rope_parameters": inner, "rope_theta": 7.0}, plain),
@@ -177,54 +182,9 @@ def test_every_script_starts_from_the_weights(start, llama, command, world):
     """On the curve of single.py. load_weights gives each rank the same."""
     # When zero.py has resumed, its parameters are not yet gathered; a replica of diloco.py copies
     # the common weights after that.
-    inject = "" if command[:4] in ("zero", "dilo") else f"load_again({str(llama[0])!r})"
-    found = start(llama[0], command, world, inject=inject)
-    assert furthest(found.curve(), start(llama[0], "single.py", 0).curve()) < 1e-10
-
-
-CONFIGS = [  # what a config.json has instead, and what the error says beside its path
-    *[({name: 2}, f"{name} 2: only Llama") for name in (
-        "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
-        "sliding_window", "router_jitter_noise")],
-    ({"model_type": "mistral"}, "model_type 'mistral'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
-    ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
-    ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
-    # What the files do not have:
-    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
-    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
-    ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
-]
-SECOND = "model-00002-of-00005.safetensors"
-WRONG = [(functools.partial(change, **values), f"hf.*{words}|{words}.*hf")
-         for values, words in CONFIGS] + [
-    (lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} cannot be read"),
-    (lambda hf: (hf / SECOND).write_bytes((hf / SECOND).read_bytes().replace(
-        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), f"{SECOND} cannot be read"),
-    (lambda hf: resave(hf / SECOND, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
-    (lambda hf: resave(hf / SECOND, lambda tensor: tensor * torch.nan), "hf.* has .* not finite"),
-    (lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "has .* in two files"),
-    (lambda hf: (hf.parent / "out").mkdir(), "out exists: "),
-]
-
-
-@pytest.mark.parametrize("damage, words", WRONG)
-def test_what_cannot_be_imported(llama, tmp_path, damage, words):
-    """Nothing is left behind."""
-    shutil.copytree(llama[0], tmp_path / "hf")
-    damage(tmp_path / "hf")
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(SettingError, match=words):
-        import_hf.main([str(tmp_path / "hf"), str(tmp_path / "out")])
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_missing_package_is_one_line(llama, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(SettingError, match="pip install safetensors"):
-        ours(llama[0])
+    inject = "" if command[:4] in ("zero", "dilo") else f"load_again({str(llama)!r})"
+    found = start(llama, command, world, inject=inject)
+    assert furthest(found.curve(), start(llama, "single.py", 0).curve()) < 1e-10
 
 
 # Writing
@@ -233,7 +193,7 @@ def test_a_missing_package_is_one_line(llama, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(start, llama):
     """A run folder with imported weights and two checkpoints, each saved by two ranks."""
-    return start(llama[0], "fsdp.py", 2, "--dtype float32 --save-every 1").out
+    return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path):
@@ -244,11 +204,12 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path):
     begin = (tmp_path / "hf/model.safetensors").read_bytes()[:8]
     assert int.from_bytes(begin, "little") % 8 == 0  # so that the tensors are aligned
     expected = checkpoint_files.read(trained / "step-00000002")
-    assert not torch.equal(expected["lm_head.weight"], llama[1].lm_head.weight.float())  # trained
+    assert not torch.equal(expected["lm_head.weight"],
+                           ours(llama).lm_head.weight)  # trained
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert_rounded(found.state_dict(), expected, torch.float32)
     assert_rounded(ours(tmp_path / "hf").state_dict(), expected, torch.float32)
-    assert read_config(tmp_path / "hf") == read_config(llama[0])
+    assert read_config(tmp_path / "hf") == read_config(llama)
     config = found.config
     assert (found.dtype, config.max_position_embeddings, config.eos_token_id,
             config.bos_token_id) == (torch.float32, 128, None, None)
@@ -268,7 +229,53 @@ def test_shards_in_another_type(trained, llama, tmp_path):
     assert export.split(sizes, 7) == [["a", "b"], ["c"], ["d"], ["e"]]
     # Imported weights are exported as they came.
     export.main([str(trained / "step-00000000"), str(tmp_path / "hf")])
-    assert_rounded(loaded(tmp_path / "hf"), loaded(llama[0]), torch.bfloat16)
+    assert_rounded(loaded(tmp_path / "hf"), loaded(llama), torch.bfloat16)
+
+
+def test_a_mixtral_goes_in_and_out(start, tmp_path):
+    """ep.py starts from one on 2 ranks, each with 3 of its 6 experts, at a learning rate of 0. What
+    is exported then is the same, to the bit, and gives the same logits, as ours does."""
+    mixtral = save(tmp_path / "mixtral", kind="Mixtral", num_local_experts=6)
+    result = start(tmp_path / "mixtral", "ep.py", 2, "--lr 0 --dtype float32",
+                   inject=f"load_again('{tmp_path}/mixtral')")
+    export.main([str(result.out), str(tmp_path / "exported")])
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert type(exported) is type(mixtral)
+    assert_rounded(exported.state_dict(), mixtral.state_dict(), torch.float32)
+    tokens = torch.arange(60).view(3, 20)
+    torch.testing.assert_close(ours(tmp_path / "exported")(tokens), mixtral(tokens).logits)
+
+
+# What is refused
+
+
+CONFIGS = [  # what a config.json has instead, and what the error says beside its path
+    *[({name: 2}, f"{name} 2: only Llama") for name in (
+        "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
+        "sliding_window", "router_jitter_noise")],
+    ({"model_type": "mistral"}, "model_type 'mistral'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
+    ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
+    ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
+    # What the files do not have:
+    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
+    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
+    ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
+]
+OUT_EXISTS = lambda given: (given.parent / "out").mkdir(), "out exists: "
+SECOND = "model-00002-of-00005.safetensors"
+NOT_IMPORTED = [(functools.partial(change, **values), f"given.*{words}|{words}.*given")
+         for values, words in CONFIGS] + [
+    (lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} cannot be read"),
+    (lambda hf: (hf / SECOND).write_bytes((hf / SECOND).read_bytes().replace(
+        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), f"{SECOND} cannot be read"),
+    (lambda hf: resave(hf / SECOND, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
+    (lambda hf: resave(hf / SECOND, lambda tensor: tensor * torch.nan), "given has .* not finite"),
+    (lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "has .* in two files"),
+    OUT_EXISTS,
+]
 
 
 def other_vocabulary(step):
@@ -278,21 +285,30 @@ def other_vocabulary(step):
     hash_again(step)
 
 
-@pytest.mark.parametrize("damage, words", [
+NOT_EXPORTED = [
     (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read"),
     (other_vocabulary, r"shape \(256, 32\), and its config"),
-    (shutil.rmtree, "step-00000002 is neither a checkpoint nor a run folder"),
-    (lambda step: (step.parent / "hf").mkdir(), "hf exists: "),
+    (shutil.rmtree, "given is neither a checkpoint nor a run folder"), OUT_EXISTS,
+]
+
+
+@pytest.mark.parametrize("tool, damage, words", [
+    *((import_hf, *row) for row in NOT_IMPORTED), *((export, *row) for row in NOT_EXPORTED),
 ])
-def test_what_cannot_be_exported(trained, tmp_path, damage, words):
-    """Nothing is left behind."""
-    step = tmp_path / "step-00000002"
-    shutil.copytree(trained / step.name, step)
-    damage(step)
+def test_nothing_is_left_behind(llama, trained, tmp_path, tool, damage, words):
+    given = tmp_path / "given"
+    shutil.copytree(llama if tool is import_hf else trained / "step-00000002", given)
+    damage(given)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SettingError, match=words):
-        export.main([str(step), str(tmp_path / "hf")])
+        tool.main([str(given), str(tmp_path / "out")])
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_missing_package_is_one_line(llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(SettingError, match="pip install safetensors"):
+        ours(llama)
 
 
 def test_a_number_too_large_for_the_type():
