@@ -11,10 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import ep
 from common.errors import SettingError
-from common.experts import (
-    MixtureConfig, MixtureOfExperts, balance_experts, mixtures, use_experts
-)
-from common.model import Transformer
+from common.experts import MixtureConfig, MixtureOfExperts, balance_experts
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
 from tests.support import oracles
@@ -136,16 +133,6 @@ def test_experts_sum_gradients_in_float32(trained):
     assert [2 * size for size in reduced] == doubled and sum(reduced) > 0
 
 
-def test_busy_experts_get_fewer_tokens():
-    model = use_experts(Transformer(config())).float()
-    for layer in mixtures(model):
-        layer.bias.zero_()
-        layer.counts = torch.tensor([5, 1, 3, 3])
-    balance_experts(model, 0.1)
-    assert layer.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
-    assert layer.busiest.item() == pytest.approx(5 / 12)
-
-
 @pytest.mark.parametrize("command, n", sampled(RUNS := [
     ("ep.py --dtype float64", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4),
     (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
@@ -185,8 +172,22 @@ def test_no_gather_waits_for_the_counts(folder):
 # The parts
 
 
-def config(**values):
-    return MixtureConfig(hidden_size=16, num_experts=4, expert_size=24, **values)
+def mixture(dtype):
+    """A layer with random weights, and with a bias that chooses."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(MixtureConfig(hidden_size=16, num_experts=4, expert_size=24)).to(dtype)
+    for value in (*layer.parameters(), layer.bias):
+        torch.nn.init.normal_(value)
+    return layer
+
+
+def test_busy_experts_get_fewer_tokens():
+    layer = mixture(torch.float32)
+    layer.bias.zero_()
+    layer.counts = torch.tensor([5, 1, 3, 3])
+    balance_experts(layer, 0.1)
+    assert layer.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
+    assert layer.busiest.item() == pytest.approx(5 / 12)
 
 
 def test_layers_in_bfloat16_use_the_kernel(monkeypatch):
@@ -194,21 +195,14 @@ def test_layers_in_bfloat16_use_the_kernel(monkeypatch):
     kernel = mock.Mock(wraps=F.grouped_mm)
     monkeypatch.setattr(F, "grouped_mm", kernel)
     for dtype, calls in ((torch.float32, 0), (torch.float64, 0), (torch.bfloat16, 3)):
-        layer = MixtureOfExperts(config()).to(dtype)
-        for value in (*layer.parameters(), layer.bias):
-            torch.nn.init.normal_(value)
-        layer(torch.randn(2, 5, 16, dtype=dtype)).sum().backward()
+        mixture(dtype)(torch.randn(2, 5, 16, dtype=dtype)).sum().backward()
         assert kernel.call_count == calls, dtype
 
 
 @torch.no_grad()
 def test_a_layer_is_what_its_formula_says():
-    """Token by token and expert by expert, and with a bias that chooses."""
-    torch.manual_seed(0)
-    layer = MixtureOfExperts(config()).double()
-    for value in (*layer.parameters(), layer.bias):
-        torch.nn.init.normal_(value)
-    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    """Token by token and expert by expert."""
+    layer, x = mixture(torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
     expected = torch.zeros_like(x).view(-1, 16)
     for out, token in zip(expected, x.view(-1, 16)):
         scores = (layer.router.weight @ token).softmax(0)
@@ -225,19 +219,13 @@ def test_a_layer_is_what_its_formula_says():
 
 def test_the_router_computes_in_float32():
     """Also under autocast, and with a weight in bfloat16, as FSDP gathers it."""
-    torch.manual_seed(0)
-    router = MixtureOfExperts(config()).router
-    torch.nn.init.normal_(router.weight)
     x = torch.randn(100, 16).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
-        weight = router.to(dtype).weight
+        router = mixture(dtype).router
         with torch.autocast("cpu", torch.bfloat16):
             found = router(x)
         assert found.dtype == torch.float32
-        assert torch.equal(found, F.linear(x.float(), weight.float()))
-
-
-# Mixtral
+        assert torch.equal(found, F.linear(x.float(), router.weight.float()))
 
 
 @pytest.mark.parametrize("rank, wanted, said", [("0", True, 1), ("1", True, 0), ("0", False, 0)])
