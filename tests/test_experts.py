@@ -182,10 +182,11 @@ def mixture(dtype):
 
 
 def test_busy_experts_get_fewer_tokens():
-    layer = mixture(torch.float32)
-    layer.bias.zero_()
-    layer.counts = torch.tensor([5, 1, 3, 3])
-    balance_experts(layer, 0.1)
+    model = torch.nn.ModuleList(mixture(torch.float32) for _ in "ab")
+    for layer in model:
+        layer.bias.zero_()
+        layer.counts = torch.tensor([5, 1, 3, 3])
+    balance_experts(model, 0.1)
     assert layer.bias.tolist() == pytest.approx([-0.1, 0.1, 0.0, 0.0])
     assert layer.busiest.item() == pytest.approx(5 / 12)
 
