@@ -196,40 +196,39 @@ def trained(start, llama):
     return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
-def test_transformers_reads_what_is_exported(trained, llama, tmp_path):
-    """The newest checkpoint of a run folder, in one file. Ours reads it too."""
-    export.main([str(trained), str(tmp_path / "hf")])
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "config.json", "model.safetensors"]
-    begin = (tmp_path / "hf/model.safetensors").read_bytes()[:8]
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("source, options, dtype, length, files", [
+    ("", "", torch.float32, 128, ["model.safetensors"]),  # the newest checkpoint
+    ("step-00000001", "--dtype bfloat16 --max-shard-size 0.00003", torch.bfloat16, 128, SHARDS),
+    # Imported weights are exported as they came. They have no --seq-len.
+    ("step-00000000", "", torch.bfloat16, 2048, ["model.safetensors"]),
+])
+def test_transformers_reads_what_is_exported(
+    trained, llama, tmp_path, source, options, dtype, length, files
+):
+    """Ours reads it too."""
+    folder = tmp_path / "new" / "hf"
+    export.main([str(trained / source), str(folder), *options.split()])
+    index = ["model.safetensors.index.json"] * (len(files) > 1)
+    assert sorted(os.listdir(folder)) == ["config.json", *files, *index]
+    begin = (folder / files[0]).read_bytes()[:8]
     assert int.from_bytes(begin, "little") % 8 == 0  # so that the tensors are aligned
-    expected = checkpoint_files.read(trained / "step-00000002")
-    assert not torch.equal(expected["lm_head.weight"],
-                           ours(llama).lm_head.weight)  # trained
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
-    assert_rounded(found.state_dict(), expected, torch.float32)
-    assert_rounded(ours(tmp_path / "hf").state_dict(), expected, torch.float32)
-    assert read_config(tmp_path / "hf") == read_config(llama)
+    expected = checkpoint_files.read(trained / (source or "step-00000002"))
+    found = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert_rounded(found.state_dict(), expected, dtype)
+    assert_rounded(ours(folder, dtype).state_dict(), expected, dtype)
+    assert read_config(folder) == read_config(llama)
     config = found.config
     assert (found.dtype, config.max_position_embeddings, config.eos_token_id,
-            config.bos_token_id) == (torch.float32, 128, None, None)
+            config.bos_token_id) == (dtype, length, None, None)
 
 
-def loaded(folder):
-    return transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
-
-
-def test_shards_in_another_type(trained, llama, tmp_path):
-    step, folder = trained / "step-00000001", tmp_path / "a" / "hf"
-    export.main([str(step), str(folder), "--dtype", "bfloat16", "--max-shard-size", "0.00003"])
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == [
-        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert_rounded(loaded(folder), checkpoint_files.read(step), torch.bfloat16)
-    sizes = {"a": 3, "b": 4, "c": 1, "d": 9, "e": 1}  # a file of exactly the limit; one too large
+def test_a_file_has_at_most_so_many_bytes():
+    """Or one tensor, which is larger."""
+    sizes = {"a": 3, "b": 4, "c": 1, "d": 9, "e": 1}
     assert export.split(sizes, 7) == [["a", "b"], ["c"], ["d"], ["e"]]
-    # Imported weights are exported as they came.
-    export.main([str(trained / "step-00000000"), str(tmp_path / "hf")])
-    assert_rounded(loaded(tmp_path / "hf"), loaded(llama), torch.bfloat16)
 
 
 def test_a_mixtral_goes_in_and_out(start, tmp_path):

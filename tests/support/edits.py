@@ -3,7 +3,7 @@
 from tests.support.processes import ROOT
 
 
-def edited(folder, script, *edits, name=None):
+def edited(folder, script, *edits):
     """Write a copy of ``script`` into ``folder``, beside a link to common/, with ``edits``, pairs
     (text that stands in it once, new text). Returns its path, as ProcessServer.run takes it."""
     text = (ROOT / script).read_text()
@@ -14,7 +14,7 @@ def edited(folder, script, *edits, name=None):
     for link in ("common", *(path.name for path in ROOT.glob("*.py") if path.name != script)):
         if not (folder / link).exists():
             (folder / link).symlink_to(ROOT / link)
-    copy = folder / (name or script)
+    copy = folder / script
     copy.unlink(missing_ok=True)  # it may be the link of an earlier call, to the script itself
     copy.write_text(text)
     return str(copy)
