@@ -31,31 +31,6 @@ TIE = [("        model = Transformer(args.config).to(args.param_dtype)\n",
 TIED_UNITS = [("        [model.model.embed_tokens], *([layer]", "        *([layer]"),
               ("[model.model.norm, model.lm_head],",
                "[model.model.embed_tokens, model.model.norm, model.lm_head],")]
-# A tie of the first and the last stage: each has a copy, which must stay equal. Not for schedules
-# in a V: there both stages are on rank 0
-TIED = [(
-    "    parameters = [parameter for part",
-    """    tied = [
-        module.weight for part in parts for module in (part.model.embed_tokens, part.lm_head)
-        if not isinstance(module, nn.Identity)
-    ]
-    ends = dist.new_group([0, n - 1])
-    for weight in tied:
-        dist.broadcast(weight.data, 0, group=ends)
-    parameters = [parameter for part""",
-), (
-    "        grad_norm = clip_over_stages(parameters,",
-    """        for weight in tied:
-            dist.all_reduce(weight.grad, group=ends)
-        second = {weight for weight in tied if rank > 0}
-        once = [parameter for parameter in parameters if parameter not in second]
-        grad_norm = clip_over_stages(once,""",
-), (
-    "        optimizer.step()\n",
-    """        torch.nn.utils.clip_grads_with_norm_(second, args.max_norm, grad_norm)
-        optimizer.step()
-""",
-)]
 
 # Attention of one's own: a sliding window, a soft cap, and ALiBi's slopes of a rank's own heads
 WINDOWS = with_model("with_own_attention(Transformer(args.config))")
@@ -126,7 +101,6 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "frozen": ([], {}, TRAINED_IF.format("p.ndim == 2 and not {'1', 'embed_tokens'} & "
                                          "set(name.split('.'))")),
     "tied": (TIE, {"zero.py": TIED_UNITS}, ""),
-    "tied across stages": ([], {"single.py": TIE, "pp.py": TIED}, ""),
     "only layer 1": ([], {}, TRAINED_IF.format("'layers.1.' in name")),
     "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
     "condition": (CONDITIONED,
@@ -142,7 +116,6 @@ SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
 ]
 ROWS = SAMPLE + [
     ("frozen", "tp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
-    ("tied across stages", "pp.py --schedule interleaved1f1b", 2),
     ("only layer 1", "hybrid_3d.py --pp 2", 2),
     ("condition", "tp.py --no-sequence-parallel", 2), ("two optimizers", "zero.py", 2),
 ]
