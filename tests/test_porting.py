@@ -136,11 +136,12 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, 
     plain = once("single.py", 0, OPTIONS).curve()
     assert furthest(expected.curve(), plain) > 1e-3
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    assert expected.history[2]["lr"] == (0.05 if kind == "two optimizers" else 0.002)  # the first
     last = "step-00000004"
-    states = checkpoint_files.read(expected.out / last, "optimizer.")
-    assert expected.summary["held"]["optimizer states"] == sum(t.nbytes for t in states.values())
     assert_near(*(checkpoint_files.read(result.out / last) for result in (found, expected)))
+    if kind == "two optimizers":
+        states = checkpoint_files.read(expected.out / last, "optimizer.").values()
+        assert expected.summary["held"]["optimizer states"] == sum(t.nbytes for t in states)
+        assert expected.history[2]["lr"] == 0.05  # of the first group, at its peak
     own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
     assert furthest(of_one, expected.curve()[2:]) < 1e-10
