@@ -102,19 +102,13 @@ APPENDED = {  # to a command that begins so
     "bash run.sh plan": "--model tiny --devices 2 --seq-len 64 --only fsdp.py",
     "bash run.sh parity": "--help", "bash run.sh dry_run 8": "--model tiny --seq-len 64",
 }
-
-
-def shown():
-    """The commands of two pages, but those of the reader's own scripts and environment."""
-    for page in (README, PAGES["AGENTS.md"]):
-        lines = re.findall(r"(?m)^    ([a-z].*)", outside(page))
-        for line in lines + re.findall("`((?:bash|diff) [^`]+)`", page):
-            if not re.search(" my_|^source ", line):
-                yield line.partition("  #")[0]
+# What two pages show
+SHOWN = dict.fromkeys(" ".join(words) for page in (README, PAGES["AGENTS.md"])
+                      for words in commands(page) if words[0] in ("bash", "diff", "torchrun"))
 
 
 @thorough
-@pytest.mark.parametrize("line", dict.fromkeys(shown()))
+@pytest.mark.parametrize("line", [line for line in SHOWN if " my_" not in line])
 def test_a_command_works_as_typed(line, tmp_path):
     """Some with a smaller model. In a folder that looks like this one."""
     for path in ROOT.iterdir():
