@@ -23,7 +23,6 @@ from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.options import option_parser, parse_options
-from common.services.report import Report
 from common.services.same_calls import compare_calls
 from common.services.settings import fingerprint
 from common.step import count_targets, seed_step, set_learning_rate
@@ -91,26 +90,27 @@ def test_a_buffer_with_two_names_stays_one():
     assert model[0].mask.is_meta and model[0].mask is model[0].same is model[1].mask
 
 
+class Seeded(Exception):
+    """Ends a run."""
+
+
 @on_ranks(2)
 def test_each_step_and_rank_draws_its_own_dropout(folder):
     """Ranks have other samples, parts of the sequence or layers; or all compute the same."""
-    log = Report.log
     for command in (
         "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
     ):
-        own, seeds = [], [None, None]
-        script, *options = command.split()
-        options += (f"{OPTIONS} --steps 2 --save-every 0 --no-count --out {folder}/out "
-                    f"--data {__file__}").split()
-        with mock.patch.object(Report, "log", lambda *args, **more: (
-            own.append(torch.initial_seed()), log(*args, **more)
-        )):
-            importlib.import_module(script.removesuffix(".py")).main(options)
-        dist.all_gather_object(seeds, own)
-        different = {seed for both in seeds for seed in both}
-        assert len(own) == 2 and len(different) == (2 if "--no" in command else 4), command
+        script, *options = f"{command} {OPTIONS} --seed 5 --out {folder}/out".split()
+        module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
+        with (mock.patch.object(module, "load_steps", lambda *_: [(7, [])]),
+              mock.patch.object(module, "seed_step", side_effect=Seeded) as seed,
+              pytest.raises(Seeded)):
+            module.main([*options, "--data", __file__])
+        dist.all_gather_object(numbers, seed.call_args.args)
+        assert numbers[0][:2] == (5, 7)
+        assert (numbers[0] == numbers[1]) == ("--no" in command), command
     assert not torch._dynamo.config.optimize_ddp  # ddp.py: it would cut the graphs of large layers
 
 
