@@ -23,12 +23,11 @@ MORE = {"hybrid_3d": "--tp 2", "pp": "--microbatches 2", "ep": "--num-experts 4"
 # Becomes common/__init__.py of a copy: after each step a rank saves what its optimizer has updated
 SAVE_WEIGHTS = """
 import os, torch
-update = torch.optim.AdamW.step
-def update_and_save(self, *args):
-    update(self, *args)
-    own = [getattr(p, "_local_tensor", p) for g in self.param_groups for p in g["params"]]
+from torch.optim.optimizer import register_optimizer_step_post_hook
+def save(optimizer, *_):
+    own = [getattr(p, "_local_tensor", p) for g in optimizer.param_groups for p in g["params"]]
     torch.save([p.detach() for p in own], f"weights-{os.environ.get('RANK', 0)}.pt")
-torch.optim.AdamW.step = update_and_save
+register_optimizer_step_post_hook(save)
 """
 
 

@@ -179,9 +179,7 @@ def start(server, corpus, tmp_path_factory):
     ("tp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3), (f"{ONE_REPLICA} --inner-steps 2", 2),
 ], [RUNS[0], RUNS[-1]]))
 def test_every_script_starts_from_the_weights(start, llama, command, world):
-    """On the curve of single.py. load_weights gives each rank the same."""
-    # When zero.py has resumed, its parameters are not yet gathered; a replica of diloco.py copies
-    # the common weights after that.
+    """On the curve of single.py. load_weights gives each rank the same, if it has all at once."""
     inject = "" if command[:4] in ("zero", "dilo") else f"load_again({str(llama)!r})"
     found = start(llama, command, world, inject=inject)
     assert furthest(found.curve(), start(llama, "single.py", 0).curve()) < 1e-10
