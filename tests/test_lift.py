@@ -1,5 +1,5 @@
-"""Promise 7: it lifts. A script copied with common/ runs anywhere, with or without its services; the
-functions below ``main`` can be taken alone."""
+"""Promise 7: it lifts. A script copied with common/ runs anywhere, with or without its services;
+the functions below ``main`` can be taken alone."""
 
 import ast
 import difflib

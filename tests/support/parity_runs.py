@@ -4,7 +4,7 @@ says. docs/bugs.md tells of each what happened in the field.
 
 In each rank this trains the scripts of some bugs, one after the other, and records their steps by
 tools/parity: in one process what each bug is compared with; on several ranks each script with the
-bug, and without. By 50 steps with --lr 0.003 come the losses in docs/data/bugs.json.
+bug, and without. The losses in docs/data/bugs.json are those of --steps 50 --lr 0.003.
 
     parity_runs.py NAME NAME ... --steps 3 --lr 0.01 --data TEXT --out FOLDER
 """
