@@ -12,12 +12,12 @@ import json
 import multiprocessing  # noqa: F401
 import os
 import pathlib
-import resource
+import resource  # noqa: F401
 import runpy
 import shutil
 import signal
 import sys
-import tempfile
+import tempfile  # noqa: F401
 import time  # noqa: F401
 
 import torch
@@ -147,12 +147,6 @@ def gradients_times(factor, number):
     at(number + 1, now.__setitem__, 0, 1.0)
 
 
-def stages_return(change):
-    """Every stage of a pipeline but the last returns ``change(hidden states)``."""
-    changed(common.model.Transformer, "forward",
-            lambda result, *_, **__: change(result) if result.ndim else result)
-
-
 def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
@@ -171,53 +165,6 @@ def stop(number, stopped):
 
     at(number, note_and_stop, on=stopped)
     at(number, atexit.register, end, on=1 - stopped)
-
-
-def kill_while_saving(when):
-    """While step 15 is saved and step 5 removed: "writing", "renaming" or "removing"."""
-    def die(now, place, descriptor=None):
-        if when == now and place:
-            if descriptor:
-                os.ftruncate(descriptor, 1000)
-            signal_self("SIGKILL")
-
-    before(os, "fsync", lambda descriptor: die(
-        "writing", list(pathlib.Path("out").glob("step-*15.*.tmp")), descriptor
-    ))
-    before(pathlib.Path, "rename", lambda path, _: die(
-        "renaming", path.match("step-00000015.*.tmp")
-    ))
-    after(pathlib.Path, "unlink", lambda _, path, **__: die(
-        "removing", path.match("step-00000005.*.old/*.distcp")
-    ))
-
-
-def end_reader():
-    """Of what this process prints to stdout."""
-    reader, writer = os.pipe()
-    os.dup2(writer, 1)
-    os.close(reader)
-
-
-def long_tmpdir():
-    tempfile.tempdir = os.path.abspath("long" * 30)
-    os.mkdir(tempfile.tempdir)
-
-
-def limit_files(size):
-    """Writes beyond ``size`` bytes of a file fail, as on a disk that is full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def fill_disk_under(name):
-    """The file ``name`` takes no more bytes: its device is full."""
-    open_file = os.open
-
-    def open_full(path, *more):
-        full = str(path).endswith(name)
-        return open_file("/dev/full", os.O_WRONLY) if full else open_file(path, *more)
-
-    os.open = open_full
 
 
 # Ranks that differ
