@@ -1,22 +1,26 @@
-"""The folder of a run: what is the run's there, what is somebody's, and what a checkpoint knows of
-itself. A run deletes nothing that it has not made."""
+"""The folder of a run: what is the run's there, and what is somebody's. A run deletes nothing that
+it has not made. Checkpoints that are damaged, or that a stranger wrote, are refused in one line that
+names the file and what to use instead. Loading runs no code that a file has chosen."""
 
+import functools
 import os
 import pathlib
+import pickle
 import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 import single
 from common.errors import SettingError
 from common.options import option_parser, parse_options
-from common.services import checkpoint_files, run_folder
+from common.services import checkpoint, checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
 from common.services.metrics import start_metrics
 from common.services.report import Report
 from tests.support.processes import SMALL
-from tests.test_checkpoint import checkpoints_of
+from tests.test_checkpoint import checkpoints_of, steps
 
 
 def contents(folder):
@@ -24,14 +28,14 @@ def contents(folder):
             path.read_bytes() for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
 
 
-def start(out, steps=(), **which):
-    """Start a run, in this process, and save after ``steps``. Returns the steps it had done, and a
-    number that its last checkpoint holds: it is that of the step."""
+def start(out, saved=(), **which):
+    """Start a run, in this process, and save after the steps ``saved``. Returns the steps it had
+    done, and a number that its last checkpoint holds: it is that of the step."""
     weight = torch.nn.Parameter(torch.zeros(8))
     checkpoints = checkpoints_of(out, {"weight": weight, "buffer": torch.ones(8)}, keep=3)
     done = checkpoints.resume(**which)
     start_metrics(out, done)
-    for step in steps:
+    for step in saved:
         torch.nn.init.constant_(weight, step)
         checkpoints.save(step)
     checkpoints.background.shutdown()
@@ -40,8 +44,10 @@ def start(out, steps=(), **which):
 
 
 @pytest.fixture
-def out(tmp_path):
-    """A run folder with steps 1 to 3."""
+def out(tmp_path, monkeypatch):
+    """A run folder with steps 1 to 3, each with several files of data."""
+    monkeypatch.setattr(checkpoint, "HashingWriter", functools.partial(
+        checkpoint_files.HashingWriter, single_file_per_rank=False))
     start(tmp_path / "out", (1, 2, 3))
     return tmp_path / "out"
 
@@ -158,4 +164,88 @@ def test_a_new_run_and_an_older_step_move_the_rest(out):
     assert start(out, (1,), newest=False)[0] == 0 and run_folder.read_run_id(out)[0] != first
     assert {path.name for path in (out / "previous-2").iterdir()} == {
         "metrics.jsonl", "step-00000001", "step-00000002"}
-    assert [path.name for path in checkpoint_files.list_checkpoints(out)] == ["step-00000001"]
+    assert steps(out) == [1]
+
+
+# Damage
+
+
+DATA, MORE, SUMS = "__0_0.distcp", "__0_1.distcp", checkpoint_files.SUMS
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+class Run:
+    """What a stranger could write: a pickle that calls a function when it is read."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def write_index(folder, index):
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    hash_again(folder)
+
+
+def hash_again(folder):
+    """Write the list of hashes of all files in a checkpoint."""
+    lines = [f"{checkpoint_files.hash_of(path)}  {path.name}\n" for path in sorted(folder.iterdir())
+             if path.name != SUMS]
+    (folder / SUMS).write_text("".join(lines))
+
+
+def take_files_of_step_1(step):
+    shutil.rmtree(step)
+    shutil.copytree(step.with_name("step-00000001"), step)
+
+
+DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
+    (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
+    (MORE, flip_a_bit, f"{MORE} is damaged"), (SUMS, flip_a_bit, ""),
+    (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
+    (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
+    (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),
+    ("", take_files_of_step_1, "was saved after step 1"),
+    # What a stranger could write, with hashes that fit
+    ("", lambda folder: write_index(folder, Run(os.system, "touch ran")), "posix.system"),
+    ("", lambda folder: write_index(folder, Run(getattr, torch.Size, "mro")), "'torch.Size'"),
+    ("", lambda folder: write_index(folder, BytesStorageMetadata()), "BytesStorageMetadata"),
+]
+
+
+@pytest.mark.parametrize("name, change, words", DAMAGE)
+def test_damage(out, tmp_path, monkeypatch, name, change, words):
+    """It is refused by a run that resumes and by what only reads; the first names an older one."""
+    monkeypatch.chdir(tmp_path)
+    change(out / "step-00000003" / name)
+    (out / "step-00000003" / "notes").write_text("mine")  # is ignored
+    with pytest.raises(SettingError) as error:
+        start(out)
+    line = str(error.value)
+    assert f"{out}/step-00000003" in line and words in line, line
+    assert line.endswith(f"use the older {out}/step-00000002: --resume-from 2"), line
+    with pytest.raises(SettingError):
+        checkpoint_files.read(out / "step-00000003")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_older_one(out):
+    flip_a_bit(out / "step-00000001" / DATA)
+    with pytest.raises(SettingError, match="no older checkpoint: start a new run"):
+        start(out, step=1)
+
+
+def test_an_index_that_another_python_has_written(out, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle a member of an Enum by getattr. DCP's index has one."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__",
+                        lambda member, _: (getattr, (type(member), member.name)))
+    step = out / "step-00000003"
+    write_index(step, pickle.loads((step / ".metadata").read_bytes()))
+    assert start(out) == (3, 3.0)

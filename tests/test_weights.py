@@ -22,7 +22,7 @@ from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from tests.support.sample import sampled
 from tests.support.table import ONE_REPLICA
-from tests.test_damage import hash_again
+from tests.test_run_folder import hash_again
 from tests.test_same_run import furthest
 from tools import export, import_hf
 
