@@ -233,6 +233,10 @@ def test_what_must_not_be_saved(tmp_path):
         optimizer.state[model.linear.weight]["momentum_buffer"] = value
         with pytest.raises(SettingError, match=message):
             checkpoints.save(2)
+    for norm in (float("nan"), 1.0):  # also of a step that is not saved
+        checkpoints.after_step(2, norm)
+    with pytest.raises(SettingError, match="a gradient norm is not finite: lower --lr"):
+        checkpoints.save(3)
     checkpoints.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "lock", "run-id"}
 

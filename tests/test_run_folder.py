@@ -215,7 +215,7 @@ DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the
     ("", take_files_of_step_1, "was saved after step 1"),
     # What a stranger could write, with hashes that fit
     ("", lambda folder: write_index(folder, Run(os.system, "touch ran")), "posix.system"),
-    ("", lambda folder: write_index(folder, Run(getattr, torch.Size, "mro")), "'torch.Size'"),
+    ("", lambda folder: write_index(folder, Run(getattr, torch.Size, "mro")), "for getattr of"),
     ("", lambda folder: write_index(folder, BytesStorageMetadata()), "BytesStorageMetadata"),
 ]
 
