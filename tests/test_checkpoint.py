@@ -80,13 +80,16 @@ def test_an_average_of_sharded_weights(folder, mesh):
 
 
 @on_ranks(2)
-def test_two_folders_are_noticed(folder, rank):
-    """Each rank has a folder of its own."""
-    checkpoints = checkpoints_of(folder / str(rank), {"weight": nn.Parameter(torch.ones(2))})
+def test_ranks_that_differ(folder, rank):
+    """In settings, also in those that may change in a run; each with a folder of its own."""
+    weight = {"weight": nn.Parameter(torch.ones(2))}
+    for kind in ("must", "may"):
+        with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
+            checkpoints_of(folder, weight, **{kind: {"n_layer": 2 + rank}}).resume()
     with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
                            datetime.timedelta(seconds=1)), \
             pytest.raises(SettingError, match="is not one folder for all machines"):
-        checkpoints.resume()  # it waits half of a second
+        checkpoints_of(folder / str(rank), weight).resume()  # it waits half of a second
 
 
 @on_ranks(2)
@@ -118,16 +121,6 @@ def test_a_failure_reaches_all_ranks(folder, rank):
             checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
     checkpoints.finish()
     assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
-
-
-@on_ranks(2)
-def test_ranks_with_other_settings(folder, rank):
-    """Those that may change in a run, too."""
-    for kind in ("must", "may"):
-        checkpoints = checkpoints_of(folder, {"weight": nn.Parameter(torch.zeros(2))},
-                                     **{kind: {"n_layer": 2 + rank}})
-        with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
-            checkpoints.resume()
 
 
 @on_ranks(2)

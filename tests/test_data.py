@@ -122,23 +122,9 @@ def test_what_is_no_text_is_refused(tmp_path):
             TokenDataset(tmp_path, 4)
 
 
-def test_out_inside_the_data(tmp_path):
-    """Also where a link in the data leads."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "data" / "a.txt").write_text("text " * 99)
-    (tmp_path / "data" / "link").symlink_to("../linked")
-    args = argparse.Namespace(data=str(tmp_path / "data"), seq_len=4, token_dtype="auto",
-                              config=argparse.Namespace(vocab_size=256), out=tmp_path / "out")
-    open_dataset(args)
-    for out in ("data/out", "linked/runs/out"):
-        args.out = tmp_path / out
-        with pytest.raises(SettingError, match="--out .* is inside --data"):
-            open_dataset(args)
-
-
 def test_a_folder_is_its_files_one_after_another(tmp_path):
-    """A linked folder is read like any other, by the first of two links, and a loop ends."""
+    """A linked folder is read like any other, by the first of two links, and a loop ends. A run
+    folder must be in none of them."""
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for name, text in (
         ("data/a.txt", "hello "), ("data/b/c.txt", ""), ("data/b/d.txt", "brave "),
@@ -151,6 +137,12 @@ def test_a_folder_is_its_files_one_after_another(tmp_path):
     dataset = TokenDataset(data, 4)
     assert bytes(t for i in range(5) for t in dataset[i][0].tolist()) == b"hello brave new worl"
     assert bytes(dataset[4][1].tolist()) == b"orld" and dataset.tokens == 21
+    args = argparse.Namespace(data=str(data), seq_len=4, token_dtype="auto", out=tmp_path / "out",
+                              config=argparse.Namespace(vocab_size=256))
+    open_dataset(args)
+    for args.out in (data / "out", elsewhere / "runs" / "out"):
+        with pytest.raises(SettingError, match="--out .* is inside --data"):
+            open_dataset(args)
 
 
 def test_a_file_that_changes_is_not_read_on(tmp_path):

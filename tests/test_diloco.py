@@ -11,12 +11,11 @@ from common.data import BatchSampler
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.services import checkpoint_files
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
 from tests.support import inject
 from tests.support.processes import Result
-from tests.test_checkpoint import assert_bit_equal
+from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_same_run import assert_near, furthest
 from tools.export import export
 
@@ -33,10 +32,6 @@ COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
 def whole(once):
     """A run of two replicas, each on two ranks. It also resumes its checkpoint of step 4."""
     return once(COMMAND, 4, WHOLE, inject="ignored(); resumed([])")
-
-
-def tensors(out, step=STEPS):
-    return checkpoint_files.read(out / f"step-{step:08d}", prefix="")
 
 
 def make_model():

@@ -11,32 +11,26 @@ import pathlib
 import re
 import sys
 
-import pytest
-
-from tests.support.sample import thorough
-
 ON_RANKS = {}  # by file and number of ranks: the names of its tests
 FOUND = {}  # the output of each such run
 
 
-def on_ranks(*worlds, sample=None):
-    """Run a test on each of these numbers of ranks; without --all on those of ``sample`` only."""
+def on_ranks(world):
+    """Run a test on so many ranks."""
     def decorate(body):
-        @pytest.mark.parametrize("world", [
-            pytest.param(n, marks=() if n in (sample or worlds) else thorough) for n in worlds])
-        def test(server, tmp_path_factory, world):
-            key = body.__module__, world
+        key = body.__module__, world
+        ON_RANKS.setdefault(key, []).append(body.__name__)
+
+        def test(server, tmp_path_factory):
             if key not in FOUND:
-                names = ON_RANKS[key]
-                FOUND[key] = server.run("tests/support/on_ranks.py", world, [*key[:1], *names],
-                                        folder=tmp_path_factory.mktemp("ranks"), pass_out=False,
+                FOUND[key] = server.run("tests/support/on_ranks.py", world,
+                                        [body.__module__, *ON_RANKS[key]], pass_out=False,
+                                        folder=tmp_path_factory.mktemp("ranks"),
                                         expect_ok=False).output
             held = re.findall(r"(?m)^(\w+) holds on every rank$", FOUND[key])
             assert body.__name__ in held, FOUND[key]
 
         test.__doc__, test.body = body.__doc__, body
-        for world in worlds:
-            ON_RANKS.setdefault((body.__module__, world), []).append(body.__name__)
         return test
 
     return decorate

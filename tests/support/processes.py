@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import pathlib
-import select
 import shutil
 import signal
 import socket
@@ -62,9 +61,10 @@ class ProcessServer:
         self.modules = modules
 
     def __enter__(self):
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                        "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as run.sh does
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # as run.sh does
+        }
         self.process = subprocess.Popen(
             [sys.executable, __file__, *self.modules], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -79,15 +79,13 @@ class ProcessServer:
         """Run ``script`` with ``options`` (strings or lists, both may hold arguments) in
         ``world_size`` processes, 0 for plain python.
 
-        ``env`` sets variables last, with ``{rank}`` in a value for the rank, and None to have it
-        unset. ``inject`` is Python that each rank runs before the script, with the names of
-        inject.py. ``out`` is the run folder, below ``folder``. A run that is not over after
-        ``timeout`` seconds is killed; its ranks then have the status -9.
+        ``env`` sets variables last, and unsets those that are None. ``inject`` is Python that each
+        rank runs before the script, with the names of inject.py. ``out`` is the run folder, below
+        ``folder``. A run that is not over after ``timeout`` seconds is killed; its ranks then have
+        the status -9.
         """
         script, *first = script.split()
-        options = (options.split() if isinstance(options, str)
-                   else [str(option) for option in options])
-        options = first + options
+        options = first + (options.split() if isinstance(options, str) else [*map(str, options)])
         out = pathlib.Path(folder, out)
         job = {
             "script": str(ROOT / script),
@@ -96,9 +94,6 @@ class ProcessServer:
             "inject": inject,
         }
         print(json.dumps(job), file=self.process.stdin, flush=True)
-        if not select.select([self.process.stdout], [], [], timeout + 30)[0]:
-            self.process.kill()
-            raise TimeoutError("the process server does not answer")
         answer = json.loads(self.process.stdout.readline())
         result = Result(answer["statuses"], answer["output"], out)
         assert result.ok or not expect_ok, (
@@ -163,7 +158,7 @@ def serve():
         for name, value in job["env"].items():
             os.environ.pop(name, None)
             if value is not None:
-                os.environ[name] = value.replace("{rank}", str(rank))
+                os.environ[name] = value
         sys.stdin.close()
         sys.stdout = open(1, "w", closefd=False)
         sys.stderr = open(2, "w", closefd=False, buffering=1)
