@@ -75,31 +75,19 @@ def test_arithmetic_is_llamas(model):
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
 
 
-def test_init_does_not_depend_on_what_else_is_drawn():
-    whole, some = Transformer(CONFIG), Transformer(CONFIG).double()
-    materialise(whole, "cpu", 3)
-    del some.model.layers["0"], some.model["embed_tokens"]
-    materialise(some, "cpu", 3)
-    expected = dict(whole.named_parameters())
-    assert len(list(some.parameters())) > 5
-    for name, parameter in some.named_parameters():
-        assert torch.equal(parameter, expected[name].double())
-    whole_rows = slice(0, 96), slice(0, 48)
-    a, b = (draw_weight("lm_head.weight", whole_rows, (96, 48), CONFIG, seed) for seed in (3, 4))
-    assert torch.equal(a, expected["lm_head.weight"]) and not torch.equal(a, b)
-    assert not torch.equal(a, draw_weight("other.weight", whole_rows, (96, 48), CONFIG, 3))
-
-
 def test_a_part_of_an_initial_weight(monkeypatch):
     """No more blocks of 64 rows are drawn than it touches. The sizes are GPT-2's: what enters the
-    residual stream is smaller."""
+    residual stream is smaller. Another name, or another seed, makes another weight."""
     drawn, randn = [], torch.randn
     monkeypatch.setattr(common.materialise.torch, "randn", lambda rows, *more, **options: (
         drawn.append(rows), randn(rows, *more, **options)
     )[1])
     config, shape = dataclasses.replace(CONFIG, initializer_range=0.05), (200, 256)
+    everything = slice(0, 200), slice(0, 256)
     for name, std in ("layers.0.self_attn.o_proj.weight", 0.025), ("q_proj.weight", 0.05):
-        whole = draw_weight(name, (slice(0, 200), slice(0, 256)), shape, config, 0)
+        whole = draw_weight(name, everything, shape, config, 0)
+        for other, seed in ("v_proj.weight", 0), (name, 1):
+            assert draw_weight(other, everything, shape, config, seed)[0, 0] != whole[0, 0]
         assert whole.std().item() == pytest.approx(std, rel=0.02)
         assert len({block.sum().item() for block in whole.split(64)}) == 4
         for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 0):

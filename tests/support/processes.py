@@ -11,11 +11,13 @@ import importlib
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 
@@ -111,27 +113,17 @@ def free_port():
         yield held.getsockname()[1]
 
 
+# All that a script imports sooner or later, torch._dynamo by its first optimizer
+MODULES = (
+    "encodings.idna numpy.ma torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp "
+    "torch.distributed.pipelining torch.distributed.tensor.parallel torch.utils.data "
+    "torch.utils.serialization.config common.materialise common.services.checkpoint "
+    "common.services.report common.services.validation tests"
+).split()
+
+
 def serve():
-    import runpy
-    import tempfile
-
-    # All that a script imports sooner or later, torch._dynamo by its first optimizer.
-    import encodings.idna  # noqa: F401
-    import numpy.ma  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    import torch.distributed.checkpoint  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
-    import torch.distributed.pipelining  # noqa: F401
-    import torch.distributed.tensor.parallel  # noqa: F401
-    import torch.utils.data  # noqa: F401
-    import torch.utils.serialization.config  # noqa: F401
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: F401
-
-    for name in ("materialise", "services.checkpoint", "services.report", "services.validation"):
-        importlib.import_module(f"common.{name}")
-    import tests  # noqa: F401
-
-    for module in sys.argv[1:]:
+    for module in [*MODULES, *sys.argv[1:]]:
         importlib.import_module(module)
     for finalizer in list(weakref.finalize._registry):  # torch's, of operators: 60 ms in each rank
         finalizer.atexit = False
