@@ -108,19 +108,30 @@ def test_each_file_has_one_writer(folder, rank):
 
 
 @on_ranks(2)
-def test_a_failure_reaches_all_ranks(folder, rank):
-    """What only one rank can know is an error on all, and leaves the checkpoint before it."""
-    weight = nn.Parameter(torch.zeros(2))
-    checkpoints = checkpoints_of(folder, {"weight": weight}, every=1)
+def test_what_must_not_be_saved(folder, rank):
+    """What only one rank can know is an error on all, and leaves the checkpoint before it. The
+    infinity of a mask is saved."""
+    weight, mask = nn.Parameter(torch.zeros(2)), torch.tensor([0.0, float("-inf")])
+    optimizer = torch.optim.SGD([weight])
+    checkpoints = checkpoints_of(folder, {"weight": weight, "mask": mask}, optimizer)
     checkpoints.resume()
-    checkpoints.after_step(0, torch.tensor(1.0))
-    for norm, value in ((1.0, float("inf")), (float("nan"), 0.0)):
-        nn.init.constant_(weight, value if rank == 1 else 0.0)
-        name = "model.weight" if value else "a gradient norm"
-        with pytest.raises(SettingError, match=f"step 2 is not saved, since {name} is not finite"):
-            checkpoints.after_step(1, torch.tensor(norm if rank == 1 else 1.0))
+    checkpoints.save(1)
+    assert checkpoint_files.read(folder / "step-00000001")["mask"].equal(mask)
+    for value, momentum, norm, message in [
+        (float("inf"), None, 1.0, "step 2 is not saved, since model.weight is not finite: lower"),
+        (0.0, torch.tensor([1.0, float("nan")]), 1.0, "weight.momentum_buffer is not finite"),
+        (0.0, 3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
+        (0.0, None, float("nan"), "a gradient norm is not finite"),
+    ]:
+        if rank == 1:
+            nn.init.constant_(weight, value)
+            optimizer.state[weight] = {} if momentum is None else {"momentum_buffer": momentum}
+        for norm_of_step in (norm if rank == 1 else 1.0, 1.0):  # two steps that are not saved
+            checkpoints.after_step(5, norm_of_step)
+        with pytest.raises(SettingError, match=message):
+            checkpoints.save(2)
     checkpoints.finish()
-    assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
+    assert {path.name for path in folder.iterdir()} == {"step-00000001", "lock", "run-id"}
 
 
 @on_ranks(2)
@@ -208,30 +219,6 @@ def test_tensors_and_optimizers_belong_together(tmp_path):
         checkpoints_of(tmp_path, model.norm, torch.optim.SGD(model.parameters()))
     model.norm.requires_grad_(False)
     checkpoints_of(tmp_path, model, torch.optim.SGD(model.linear.parameters()))
-
-
-def test_what_must_not_be_saved(tmp_path):
-    """The infinity of a mask is saved, and the step before is intact."""
-    model = small()
-    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    optimizer = torch.optim.SGD(model.parameters())
-    checkpoints = checkpoints_of(tmp_path, model, optimizer)
-    checkpoints.resume()
-    checkpoints.save(1)
-    assert checkpoint_files.read(tmp_path / "step-00000001")["mask"].tolist() == [0, float("-inf")]
-    for value, message in [
-        (torch.tensor([[1.0, float("nan")]]), "linear.weight.momentum_buffer is not finite: lower"),
-        (3, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
-    ]:
-        optimizer.state[model.linear.weight]["momentum_buffer"] = value
-        with pytest.raises(SettingError, match=message):
-            checkpoints.save(2)
-    for norm in (float("nan"), 1.0):  # also of a step that is not saved
-        checkpoints.after_step(2, norm)
-    with pytest.raises(SettingError, match="a gradient norm is not finite: lower --lr"):
-        checkpoints.save(3)
-    checkpoints.finish()
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "lock", "run-id"}
 
 
 def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
