@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from common import launch
 from common.errors import SettingError
 from common.services.checkpoint_files import list_checkpoints
+from tests.support.edits import edited
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import PATIENCE, ROOT, SMALL, Result, free_port
 from tests.support.sample import sampled, thorough
@@ -227,8 +228,9 @@ def test_a_killed_process_is_named(tmp_path, corpus):
 @thorough
 def test_an_error_is_one_line(tmp_path):
     """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
-    process = start([*RUN, ROOT / "tests" / "support" / "inject.py", "ddp.py", "--lr", "fast"],
-                    tmp_path, NPROC="2", PYTHONPATH=str(ROOT), INJECT="rank or time.sleep(20)")
+    copy = edited(tmp_path, "ddp.py", ("import torch\n", "import os, time, torch\n"
+                                       "time.sleep(20 * (os.environ['RANK'] == '0'))\n"))
+    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2")
     _, line = [line for line in finish(process).splitlines() if line.strip()]
     assert process.returncode == 1 and "ddp.py: error: " in line
     assert "--lr" in line and "'fast'" in line

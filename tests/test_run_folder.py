@@ -128,33 +128,30 @@ def test_links_to_old_checkpoints(out, tmp_path):
 # The run's own files
 
 
-def test_a_run_without_checkpoints_keeps_what_an_earlier_one_has_logged(tmp_path):
-    for _ in range(2):
-        start_metrics(tmp_path, 0)({"step": 1})
-    assert (tmp_path / "previous-1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
 def test_what_a_killed_process_leaves(out):
     """The next start of the run removes it; what another run has left stays."""
-    mine, others = [], []
-    for names, run in ((mine, run_folder.read_run_id(out)[0]), (others, "0123456789abcdef")):
+    mine, other = run_folder.read_run_id(out)[0], "0123456789abcdef"
+    for run in (mine, other):
         half = out / f"step-00000004.{run}.tmp"
         half.mkdir()
         for name in ("__0_0.distcp", ".metadata.tmp", f".run.json.{run}.01234567.tmp"):
             (half / name).touch()
         (out / f".metrics.jsonl.{run}.01234567.tmp").touch()
-        names += [half, out / f".metrics.jsonl.{run}.01234567.tmp"]
     assert start(out) == (3, 3.0)
-    assert not any(path.exists() for path in mine) and all(path.exists() for path in others)
+    assert sorted(path.name for path in out.glob("*.tmp")) == [
+        f".metrics.jsonl.{other}.01234567.tmp", half.name]
 
 
 def test_lines_of_metrics(tmp_path):
-    """Lines after the step that a run resumes from go, and half a line; somebody's line stays."""
-    start(tmp_path)
+    """Lines after the step that a run resumes from go, and half a line; somebody's line stays. A
+    new run moves them all, also if it saves no checkpoints."""
+    start_metrics(tmp_path, 0)
     lines = ['{"step": 1}', '{"step": 2}', "my note", '{"step": 3}', "[" * 9999, '{"step": 4}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": ')
     start_metrics(tmp_path, 3)({"step": 4})
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
+    start_metrics(tmp_path, 0)
+    assert (tmp_path / "previous-1" / "metrics.jsonl").read_text().splitlines() == lines
 
 
 def test_a_new_run_and_an_older_step_move_the_rest(out):

@@ -1,9 +1,7 @@
 """What tests inject into scripts from outside: the names that they replace, in one place.
 
 ``run("fsdp.py", 2, options, inject="ignored(); loss_in_chunks()")`` runs the code before the
-script, in each rank. What is no run of the process server gets it in the variable INJECT:
-
-    INJECT="ignored()" PYTHONPATH=. torchrun --nproc_per_node=2 tests/support/inject.py fsdp.py
+script, in each rank.
 """
 
 import atexit
@@ -13,7 +11,6 @@ import multiprocessing  # noqa: F401
 import os
 import pathlib
 import resource  # noqa: F401
-import runpy
 import shutil
 import signal
 import sys
@@ -227,12 +224,3 @@ def resumed(folders, train=True, step=4):
             main([*sys.argv[1:], "--out", str(again), "--val-every", "9", *save])
 
     common.launch.launch = lambda main: launch(lambda: main_and_again(main))
-
-
-if __name__ == "__main__":
-    sys.argv.pop(0)
-    script = pathlib.Path(sys.argv[0])
-    sys.argv[0] = str(script if script.exists() else pathlib.Path(__file__).parents[2] / script)
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    exec(os.environ["INJECT"], globals())
-    runpy.run_path(sys.argv[0], run_name="__main__")
