@@ -95,10 +95,6 @@ def results(attention, q, k, v, weight):
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-# No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
-B, H, KV, T, K = 1, 6, 2, 88, 10
-
-
 class Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -109,39 +105,33 @@ class Shapes(TorchDispatchMode):
         return out
 
 
-def shapes_of(attention, n, group):
-    """All shapes that were seen; those kept from the forward to the backward pass, with types; the
-    types of sums."""
-    q, k, v = (torch.randn(B, heads, T // n, K, dtype=torch.bfloat16, requires_grad=True)
-               for heads in (H, KV, KV))
-    mode, kept = Shapes(), set()
-    mode.seen, mode.sums = set(), set()
-
-    def keep(tensor):
-        kept.add((tuple(tensor.shape), tensor.dtype))
-        return tensor
-
-    with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        attention(q, k, v, group=group, is_causal=True).sum().backward()
-    return mode.seen, kept, mode.sums
-
-
 @on_ranks(4)
 def test_no_whole_sequence_in_the_ring(mesh):
-    group, n = mesh.get_group(), mesh.size()
-    ring, kept, sums = shapes_of(cp.ring_attention, n, group)
-    most = 2 * B * H * T // n * K  # elements of two queries
-    for shape in ring:
-        assert all(size < T for size in shape), f"{shape} has a whole sequence"
-        assert torch.Size(shape).numel() <= most, f"{shape} has scores"
-    # The same eyes see whole sequences where there are some; but none is kept.
-    gathered, kept_gathered, sums_gathered = shapes_of(cp.allgather_attention, n, group)
-    assert (n, 2, B, KV, T // n, K) in gathered
-    assert kept_gathered == kept == {
-        ((B, H, T // n, K), torch.bfloat16), ((B, KV, T // n, K), torch.bfloat16),
-        ((B, H, T // n), torch.float32),  # the log-sum-exp
-    }
-    assert sums == sums_gathered == {torch.float32}
+    """Nor scores. No attention keeps more than the rank's own part for the backward pass, and sums
+    are in float32."""
+    # No product of the others is T, or T/n^2: whatever has such a size comes from the sequence.
+    B, H, KV, T, K, n = 1, 6, 2, 88, 10, mesh.size()
+    for attention in (cp.ring_attention, cp.allgather_attention):
+        q, k, v = (torch.randn(B, heads, T // n, K, dtype=torch.bfloat16, requires_grad=True)
+                   for heads in (H, KV, KV))
+        mode, kept = Shapes(), []
+        mode.seen, mode.sums = set(), set()
+        with mode, torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            attention(q, k, v, group=mesh.get_group(), is_causal=True).sum().backward()
+        assert {(tuple(tensor.shape), tensor.dtype) for tensor in kept} == {
+            ((B, H, T // n, K), torch.bfloat16), ((B, KV, T // n, K), torch.bfloat16),
+            ((B, H, T // n), torch.float32),  # the log-sum-exp
+        }
+        assert mode.sums == {torch.float32}
+        if attention is cp.ring_attention:
+            for shape in mode.seen:
+                assert all(size < T for size in shape), f"{shape} has a whole sequence"
+                most = 2 * B * H * T // n * K  # elements of two queries
+                assert torch.Size(shape).numel() <= most, f"{shape} has scores"
+        else:  # the same eyes see whole sequences where there are some
+            assert (n, 2, B, KV, T // n, K) in mode.seen
 
 
 @on_ranks(2)
