@@ -10,13 +10,12 @@ import signal
 import pytest
 
 from common.services import signals
+from tests.support.processes import SMALL
 from tests.support.sample import sampled
 from tests.test_checkpoint import assert_bit_equal, steps, tensors
 from tests.test_refusals import in_order
 
-OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
-           "--num-key-value-heads 2 --seq-len 32 --batch-size 8 --steps 8 --log-every 1 "
-           "--warmup-steps 3 --save-every 3 --keep 9")
+OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
 COMMANDS = [
     ("single.py", 0), ("ddp.py", 2), ("zero.py --stage 1", 2), ("zero.py --stage 2", 2),
     ("fsdp.py", 2), ("tp.py", 2), ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2),
@@ -43,9 +42,9 @@ FAULTS = [
      "step 1 is not saved ... is not finite: lower --lr", []),
     # A stage that returns something else than the next one expects
     ("hybrid_3d.py --pp 2", 2, "", STAGES_RETURN.format("(x, x)"),
-     "a stage returns a tuple ... (4, 32, 48)", []),
+     "a stage returns a tuple ... (4, 32, 32)", []),
     ("pp.py", 2, "", STAGES_RETURN.format("x.double()"),
-     "a stage returns (2, 32, 48) torch.float64 ... (2, 32, 48)", []),
+     "a stage returns (2, 32, 32) torch.float64 ... (2, 32, 32)", []),
     # A process that dies, and one that stops
     ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=1)", LOST, [3]),
     ("hybrid_3d.py --pp 2", 2, "--timeout 5", "stop(5, 1)", LOST, [3]),

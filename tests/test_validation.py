@@ -13,7 +13,6 @@ from common.errors import SettingError
 from common.services.validation import Validation
 from tests.support.processes import SMALL, Result
 from tests.support.sample import sampled
-from tests.support.table import OPTIONS
 
 
 def test_resume_with_other_held_out_data(run, corpus, held_out):
@@ -154,7 +153,8 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[1:2]))
 def test_a_missing_evaluation_comes_first(run, once, corpus, held_out, command, world, stop):
     """The run dies after it has saved a step, and before it evaluates it; also its last step."""
-    options = f"{OPTIONS} --val-every 2 --dtype float64"
+    options = (f"{SMALL} --steps 4 --log-every 1 --save-every 2 "
+               "--val-data {val} --val-every 2 --val-batches 1")
     whole = once(command, world, options)
     options = f"{options} --data {corpus}".replace("{val}", held_out)
     dead = run(command, world, options, expect_ok=False, inject=(
