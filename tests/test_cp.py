@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
-from common.model import plain_attention
 from tests.support.on_ranks import on_ranks
 
 TINY = ("--hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1 --head-dim 2 "
@@ -27,7 +26,8 @@ def test_all_agree_with_plain_attention(mesh, rank):
     and of the output's gradient in memory is any of the 24, one after the other."""
     group, n = mesh.get_group(), mesh.size()
     B, T, K = 2, 4 * n, 6
-    ulysses = functools.partial(cp.ulysses_attention, attention=plain_attention)
+    plain = F.scaled_dot_product_attention
+    ulysses = functools.partial(cp.ulysses_attention, attention=plain)
     orders = itertools.cycle(itertools.permutations(range(4)))
     cases = [  # an attention, whether the positions are zig-zag, and whether it is causal
         *[(attention, *case) for attention in (cp.ring_attention, cp.allgather_attention)
@@ -41,27 +41,19 @@ def test_all_agree_with_plain_attention(mesh, rank):
             torch.manual_seed(heads)
             whole = [torch.randn(B, h, T, K, dtype=dtype)
                      for h in (heads, kv_heads, kv_heads, heads)]
-            shards = cp.shard_positions(T, n, zigzag)
+            positions = cp.shard_positions(T, n, zigzag)[rank]
             order = next(orders)
             back = [order.index(axis) for axis in range(4)]
-            mine = [x[:, :, shards[rank]].permute(order).contiguous().permute(back) for x in whole]
-            scale = 0.7 if kv_heads == n else None
-            plain = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal,
-                                      scale=scale, enable_gqa=True)
-            options = {"is_causal": is_causal, "group": group}
-            if attention is ulysses:
-                options["attention"] = lambda q, k, v, **_: plain(q, k, v)
-            else:
-                options |= {"scale": scale, "attn_mask": None, "dropout_p": 0.0,
-                            "enable_gqa": True}
+            mine = [x[:, :, positions].permute(order).contiguous().permute(back) for x in whole]
+            options = {"is_causal": is_causal, "scale": 0.7 if kv_heads == n else None,
+                       "attn_mask": None, "dropout_p": 0.0, "enable_gqa": True}
             # In float64, to measure the error of one of the two only
-            expected = results(plain, *(x.double() for x in whole))
-            got = results(functools.partial(attention, **options), *mine)
+            expected = results(functools.partial(plain, **options), *(x.double() for x in whole))
+            got = results(functools.partial(attention, group=group, **options), *mine)
             for x, y in zip(got, expected):
                 assert x.dtype == dtype
-                error = ((x - y[:, :, shards[rank]]).abs()
-                         / (1 + y[:, :, shards[rank]].abs())).max().item()
-                assert error < BOUND[dtype], (attention, heads, kv_heads, is_causal, dtype, error)
+                torch.testing.assert_close(x.double(), y[:, :, positions],
+                                           rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
 @on_ranks(2)
