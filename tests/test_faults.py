@@ -45,9 +45,11 @@ FAULTS = [
      "a stage returns a tuple ... (4, 32, 32)", []),
     ("pp.py", 2, "", STAGES_RETURN.format("x.double()"),
      "a stage returns (2, 32, 32) torch.float64 ... (2, 32, 32)", []),
-    # A process that dies, and one that stops
+    # A process that dies, and one that is silent until SIGTERM ends it
     ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=1)", LOST, [3]),
-    ("hybrid_3d.py --pp 2", 2, "--timeout 5", "stop(5, 1)", LOST, [3]),
+    ("hybrid_3d.py --pp 2", 2, "--timeout 5",
+     "at(5, signal.signal, signal.SIGTERM, signal.SIG_DFL, on=1); at(5, time.sleep, 600, on=1)",
+     LOST, [3]),
     # A process that is killed while it writes or renames step 6, or removes step 2
     *[("single.py", 0, "--save-every 2 --keep 2", f"{when} and signal_self('SIGKILL'))", "", left)
       for when, left in [

@@ -213,8 +213,8 @@ def test_a_rank_that_stops_leaves_records(on_gpus):
     """After --timeout NCCL's watchdog of rank 0 writes down its last collectives, gives the other
     ranks a minute to do so (4 times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), and aborts the process.
     Rank 1, which stands still, is killed 30 s later."""
-    result = on_gpus("ddp.py", 2, f"{SMALL} --timeout 20", inject="stop(3, 1)", expect_ok=False,
-                     timeout=300)
+    result = on_gpus("ddp.py", 2, f"{SMALL} --timeout 20", expect_ok=False, timeout=300,
+                     inject="at(3, signal_self, 'SIGSTOP', on=1)")
     assert result.statuses == [-signal.SIGABRT, -signal.SIGKILL], result.output
     assert "Watchdog" in result.output
     assert (result.out / "flight-record-rank0").stat().st_size > 0

@@ -4,7 +4,6 @@
 script, in each rank.
 """
 
-import atexit
 import functools
 import json
 import multiprocessing  # noqa: F401
@@ -146,22 +145,6 @@ def gradients_times(factor, number):
 
 def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
-
-
-def stop(number, stopped):
-    """Of two ranks one stops before step ``number``. When the other ends it kills the first, which
-    would stay."""
-    note = pathlib.Path("stopped")
-
-    def note_and_stop():
-        note.write_text(str(os.getpid()))
-        signal_self("SIGSTOP")
-
-    def end():
-        os.kill(int(note.read_text()), signal.SIGKILL)
-
-    at(number, note_and_stop, on=stopped)
-    at(number, atexit.register, end, on=1 - stopped)
 
 
 # Ranks that differ
