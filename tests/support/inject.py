@@ -147,14 +147,6 @@ def signal_self(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-# Ranks that differ
-
-def other_code(name):
-    """On rank 1 a file of that name has another text."""
-    changed(pathlib.Path, "read_bytes",
-            lambda text, path: text + b"# edited" * (rank == 1 and path.name == name))
-
-
 # What a run did
 
 def count_compiled(backend):
