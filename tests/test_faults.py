@@ -63,7 +63,8 @@ FAULTS = [
     ("single.py", 0, "", "at(5, os.remove, 'out/metrics.jsonl')",
      "metrics.jsonl cannot be written (No such file", [3]),
     # Data workers that cannot start, or die, or find other data
-    ("single.py", 0, "--workers 1", "tempfile.tempdir = 71 * 'x'", "TMPDIR is ... at most 70", []),
+    ("single.py", 0, "--workers 1", "tempfile.tempdir = '/tmp' + 67 * '/'",
+     "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2",
      "at(5, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))",
      "DataLoader worker (pid", [3]),

@@ -176,18 +176,8 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-class Run:
-    """What a stranger could write: a pickle that calls a function when it is read."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def write_index(folder, index):
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
+def write_index(folder, pickled):
+    (folder / ".metadata").write_bytes(pickled)
     hash_again(folder)
 
 
@@ -198,22 +188,21 @@ def hash_again(folder):
     (folder / SUMS).write_text("".join(lines))
 
 
-def take_files_of_step_1(step):
-    shutil.rmtree(step)
-    shutil.copytree(step.with_name("step-00000001"), step)
-
-
+# Pickles that call a function when they are read
+SYSTEM = b"cposix\nsystem\n(S'touch ran'\ntR."  # os.system("touch ran")
+GETATTR = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR."  # getattr(torch.Size, "mro")
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
     (MORE, flip_a_bit, f"{MORE} is damaged"), (SUMS, flip_a_bit, ""),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
     (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),
-    ("", take_files_of_step_1, "was saved after step 1"),
+    ("", lambda folder: (shutil.rmtree(folder), shutil.copytree(
+        folder.with_name("step-00000001"), folder)), "was saved after step 1"),
     # What a stranger could write, with hashes that fit
-    ("", lambda folder: write_index(folder, Run(os.system, "touch ran")), "posix.system"),
-    ("", lambda folder: write_index(folder, Run(getattr, torch.Size, "mro")), "for getattr of"),
-    ("", lambda folder: write_index(folder, BytesStorageMetadata()), "BytesStorageMetadata"),
+    ("", lambda folder: write_index(folder, SYSTEM), "posix.system"),
+    ("", lambda folder: write_index(folder, GETATTR), "for getattr of"),
+    ("", lambda folder: write_index(folder, pickle.dumps(BytesStorageMetadata())), "BytesStorage"),
 ]
 
 
@@ -244,5 +233,5 @@ def test_an_index_that_another_python_has_written(out, monkeypatch):
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__",
                         lambda member, _: (getattr, (type(member), member.name)))
     step = out / "step-00000003"
-    write_index(step, pickle.loads((step / ".metadata").read_bytes()))
+    write_index(step, pickle.dumps(pickle.loads((step / ".metadata").read_bytes())))
     assert start(out) == (3, 3.0)
