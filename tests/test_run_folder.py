@@ -1,6 +1,6 @@
 """The folder of a run: what is the run's there, and what is somebody's. A run deletes nothing that
-it has not made. Checkpoints that are damaged, or that a stranger wrote, are refused in one line that
-names the file and what to use instead. Loading runs no code that a file has chosen."""
+it has not made. Checkpoints that are damaged, or that a stranger wrote, are refused in one line
+that names the file and what to use instead. Loading runs no code that a file has chosen."""
 
 import functools
 import os
