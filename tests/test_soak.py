@@ -11,14 +11,10 @@ import time
 
 import pytest
 
-from tests.support.processes import Result
 from tests.support.sample import thorough
 from tests.test_checkpoint import assert_bit_equal, tensors
+from tests.test_faults import COMMANDS
 from tests.test_launch import OPTIONS, RUN, children, finish, left_over, logged, start, wait_until
-
-COMMANDS = ["single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py", "pp.py",
-            "hybrid_3d.py --tp 2", "diloco.py --inner-steps 3"]
-
 
 KILLS = ["a process", "the launcher", "all at once", "preempt", "preempt and kill"]
 
@@ -54,18 +50,16 @@ def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
     random.seed(seed)
     plan = (KILLS * kills)[:kills]  # every kind as often
     random.shuffle(plan)
-    script, *more = COMMANDS[place].split()
-    own = plan[place :: len(COMMANDS)]
-    world, last = 0 if script == "single.py" else 2, 8 + 8 * len(own)
-    options = [*more, *OPTIONS.split(), "--save-every", "1", "--data", corpus, "--steps", str(last)]
-    whole = server.run(script, world, options, folder=tmp_path, out="whole").out
+    (command, world), own = COMMANDS[place], plan[place :: len(COMMANDS)]
+    last = 8 + 8 * len(own)
+    options = [*OPTIONS.split(), "--save-every", "1", "--data", corpus, "--steps", str(last)]
+    whole = server.run(command, world, options, folder=tmp_path, out="whole")
     random.seed(f"{seed} {place}")
     (tmp_path / "work").mkdir()
+    run = RUN if world else ["env", "-u", "NPROC", *RUN]
     for kind in own:
-        run = RUN if world else ["env", "-u", "NPROC", *RUN]
-        disturb(kind, [*run, script, *options, "--out", "out"], tmp_path / "work")
-    out = server.run(script, world, options, folder=tmp_path / "work").out
-    found, expected = (Result([0], "", folder) for folder in (out, whole))
-    assert found.curve("step", "loss", "grad_norm") == expected.curve(
-        "step", "loss", "grad_norm"), own
-    assert_bit_equal(tensors(out, last), tensors(whole, last))
+        disturb(kind, [*run, *command.split(), *options, "--out", "out"], tmp_path / "work")
+    found = server.run(command, world, options, folder=tmp_path / "work")
+    names = "step", "loss", "grad_norm"
+    assert found.curve(*names) == whole.curve(*names), own
+    assert_bit_equal(tensors(found.out, last), tensors(whole.out, last))
