@@ -3,13 +3,10 @@ status that is not 0; the checkpoints before it are whole; and the same command 
 the end of a run that nothing has disturbed, bit for bit (single.py and ddp.py: that each script
 resumes bit for bit is in test_same_run.py)."""
 
-import os
 import re
-import signal
 
 import pytest
 
-from common.services import signals
 from tests.support.processes import SMALL
 from tests.support.sample import sampled
 from tests.test_checkpoint import assert_bit_equal, steps, tensors
@@ -55,6 +52,9 @@ FAULTS = [
           ("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.*.tmp')]", [2, 4]),
           ("after(pathlib.Path, 'unlink', lambda _, path, **__: path.match('step-*2.*.old/__*')",
            [4, 6])]],
+    # A second signal, a second later, ends the run at once
+    ("single.py", 0, "", "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 1.1); "
+     "at(2, signal_self, 'SIGTERM')", "", []),
     # A disk that is full, a file that cannot be written
     ("ddp.py", 2, "", FULL_DISK.format(0), NOT_WRITTEN, [3]),
     ("ddp.py", 2, "--async-save --save-every 6", FULL_DISK.format(1), NOT_WRITTEN, []),
@@ -114,12 +114,15 @@ def test_output_never_ends_a_run(run, once, corpus, inject, said):
     ("pp.py", 2, "SIGTERM", ""), ("hybrid_3d.py --tp 2", 2, "SIGTERM", ""),
 ], SIGNALS[:2]))
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
-    """They end with status 0; the same command goes on to the same end."""
+    """They end with status 0; the same command goes on to the same end. A launcher may deliver the
+    signal twice, to a process and to its group. One that is ignored, as by nohup, stays so."""
     options = f"{OPTIONS} --data {corpus} {options}"
+    ignored = "SIGINT" if name == "SIGTERM" else "SIGTERM"
     result = run(command, world, options, inject=(
         # A shell that starts the tests in the background lets them ignore SIGINT.
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"
-        f"at(4, signal_self, '{name}', on={max(world - 1, 0)})"))
+        f"signal.signal(signal.{ignored}, signal.SIG_IGN); at(2, signal_self, '{ignored}')\n"
+        + 2 * f"at(4, signal_self, '{name}', on={max(world - 1, 0)})\n"))
     if "--save-every 0" in options:
         assert re.fullmatch("stopped after step [45] of 8, and not saved", result.lines[-1])
         assert steps(result.out) == []
@@ -129,20 +132,3 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
     assert f"stopped after step {last} of 8, saved" in result.lines[-1]
     if command == "ddp.py":
         goes_on(run(command, world, options), last, once(command, world, OPTIONS))
-
-
-def test_a_second_signal_ends_at_once(monkeypatch):
-    """A second later: a launcher may deliver one signal twice, to a process and to its group."""
-    ended, handlers, now = [], {signal.SIGINT: signal.SIG_IGN}, [100.0]  # nohup ignores some
-    monkeypatch.setattr(signals, "_first_signal", None)
-    monkeypatch.setattr(os, "kill", lambda *call: ended.append(call))
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(signal, "getsignal", handlers.get)
-    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    signals.catch_stop_signals()
-    assert handlers == {signal.SIGTERM: signals._note, signal.SIGUSR1: signals._note,
-                        signal.SIGINT: signal.SIG_IGN} and not signals.stop_requested()
-    for now[0], expected in (100.0, []), (100.5, []), (101.5, [(os.getpid(), signal.SIGUSR1)]):
-        handlers[signal.SIGUSR1](signal.SIGUSR1, None)
-        assert signals.stop_requested() and ended == expected
-    assert handlers[signal.SIGUSR1] == signal.SIG_DFL
