@@ -91,12 +91,12 @@ def test_refuses_exactly_what_the_engine_does():
         assert fails(pp.check, args, p, V) == cannot, (name, p, M, V)
 
 
-@pytest.mark.parametrize("name, n, v, M, share", [
-    ("interleaved1f1b", 4, 2, 8, "(n-1)/(vM+n-1) = 15.8%"),
-    ("zerobubble", 4, 2, 3, "at least (n-1)/(3vM+n-1) = 14.3%"),
-    ("zbv", 4, 2, 6, "at least (n-1)/(3vM+n-1) = 7.7%"),  # there and back: 2n - 1 fill it
-])
-def test_the_bubble(name, n, v, M, share):
+def test_the_bubble():
     """As Megatron's papers have it (arXiv:2104.04473), with a third of it if the schedule splits
     the backward pass."""
-    assert pp.bubble(name, n, v, M)[1] == share
+    for name, n, v, M, share in [
+        ("interleaved1f1b", 4, 2, 8, "(n-1)/(vM+n-1) = 15.8%"),
+        ("zerobubble", 4, 2, 3, "at least (n-1)/(3vM+n-1) = 14.3%"),
+        ("zbv", 4, 2, 6, "at least (n-1)/(3vM+n-1) = 7.7%"),  # there and back: 2n - 1 fill it
+    ]:
+        assert pp.bubble(name, n, v, M)[1] == share
