@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -137,13 +138,18 @@ def test_what_crosses_machines(command, n, nproc_per_node, shares):
 
 
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
-    """Not the data, not the run folder; and the file has the names of a summary.json."""
+    """Not the data, not the run folder; and the file has the names of a summary.json. No weights:
+    here they are a FIFO, which is refused where it is read."""
     words = (f"--rank 0 --device-memory 4 64 {ROOT}/fsdp.py --dtype float32 --data /no/such/file "
              "--out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64")
     result, found = dry_run(*words.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
     assert "does not fit into 4 GB" in result.lines[-1]
+    config = vars(PRESETS["tiny"]) | {"model_type": "llama", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert dry_run(2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path)[0].ok
 
 
 def test_bad_input_is_one_line(dry_run, tmp_path):
@@ -158,15 +164,16 @@ def test_bad_input_is_one_line(dry_run, tmp_path):
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("offers, words", [
-    ("", "return loss.item()"),
-    ("WITHOUT_VALUES = {'shown': lambda loss: None}\n", "floating-point operations"),
+@pytest.mark.parametrize("ok, offers, words", [
+    (False, "", "return loss.item()"),
+    (True, "WITHOUT_VALUES = {'shown': lambda loss: None}\n", "floating-point operations"),
+    (False, "WITHOUT_VALUES = {'show': lambda loss: None}\n", "names show, which is not in"),
 ])
-def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
-    """It is refused, or names a function that is called instead."""
+def test_a_script_that_reads_a_value(dry_run, tmp_path, ok, offers, words):
+    """It is refused, or names a function, and what is called instead."""
     loop = "            micro_loss.backward()\n"
     copy = edited(
         tmp_path / "copy", "single.py", (loop, "            print(shown(micro_loss))\n" + loop),
         ("def main(", f"def shown(loss):\n    return loss.item()\n\n\n{offers}def main("))
     result, _ = dry_run("--rank", 0, 1, copy, expect_ok=False)
-    assert result.ok == bool(offers) and words in result.lines[-1], result.output
+    assert result.ok == ok and words in result.lines[-1], result.output

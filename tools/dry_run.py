@@ -78,8 +78,10 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
             return device
 
         replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
-        replaced |= getattr(module, "WITHOUT_VALUES", {})
-        for name, stand_in in replaced.items():
+        own = getattr(module, "WITHOUT_VALUES", {})
+        for name in own.keys() - vars(module).keys():
+            refuse(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")
+        for name, stand_in in (replaced | own).items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
         run_main(module, options, counted)
