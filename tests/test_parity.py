@@ -256,7 +256,7 @@ FAULTS = [
     ("step 0: initial weights: other values of 0.weight", {  # which are small
         "start": lambda model: model[0].weight.data.copy_(1e-9 * model[0].weight.data.roll(2, 0))
     }, {"start": lambda model: model[0].weight.data.mul_(1e-9)}),
-    ("step 0: samples: 8 of 8 are missing, and 8 other", {"batch_of": lambda x: mixed(x + 1)},
+    ("step 0: samples: 8 of 8 are missing, and 8 other", {"batch_of": lambda x: mixed(x.flip(1))},
      MIXED),
     ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
         "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]}, MIXED),
