@@ -212,18 +212,22 @@ def settings(options):
 
 
 def by_hand(args, data, trained, optimizers, mean_loss):
-    """The losses and norms of the first three steps. ``mean_loss(inputs, targets)``"""
+    """The losses and norms of the first three steps, and then the loss of the first batch, which is
+    evaluated. ``mean_loss(inputs, targets)``"""
     dataset, curve = TokenDataset(data, args.seq_len), []
-    for step, rows in enumerate(BatchSampler(len(dataset), 24, stop=3)):
+    batches = [[*map(torch.stack, zip(*(dataset[row] for row in rows)))]
+               for rows in BatchSampler(len(dataset), 24, stop=3)]
+    for step, batch in enumerate(batches):
         set_learning_rate(optimizers, step, args)
-        loss = mean_loss(*map(torch.stack, zip(*(dataset[row] for row in rows))))
+        loss = mean_loss(*batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, args.max_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         curve.append([loss.item(), norm.item()])
-    return curve
+    with torch.no_grad():
+        return curve, mean_loss(*batches[0]).item()
 
 
 def plain_model(args):
@@ -294,9 +298,10 @@ def muon_by_hand(base, corpus):
 @pytest.mark.parametrize("name, loop", [
     ("cp_documents", documents_by_hand), ("fsdp_lora", lora_by_hand), ("fsdp_muon", muon_by_hand)])
 def test_one_process_is_a_plain_loop(example, base, corpus, name, loop):
-    found = example(name, 1, "--grad-accum 2").curve()[:3]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(loop(base, corpus)),
+    run, (curve, val_loss) = example(name, 1, "--grad-accum 2"), loop(base, corpus)
+    torch.testing.assert_close(torch.tensor(run.curve()[:3]), torch.tensor(curve),
                                rtol=0, atol=1e-10)
+    assert run.curve("val_loss")[0] == pytest.approx([val_loss], abs=1e-10)
 
 
 BYTES = [

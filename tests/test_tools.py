@@ -16,7 +16,7 @@ from common.tokens import TokenDataset
 from tests.support.sample import thorough
 from tests.test_launch import RUN, finish, start
 from tools import bench, prepare
-from tools.support import command
+from tools.support import command, timed
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,17 @@ def test_a_benchmark_of_a_command_that_fails(monkeypatch):
         returncode=1, stdout="W torch\nddp.py: error: no option --bogus\n"))
     found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
     assert "tutorial.py ddp failed: ddp.py: error: no option --bogus" in found
+
+
+def test_the_cost_of_a_step_is_without_the_warm_up(monkeypatch, tmp_path):
+    """Of its seconds, and of the CPU seconds of the process."""
+    clock = types.SimpleNamespace(perf_counter=iter([9.0, 15.0]).__next__, process_time=lambda: 1.0)
+    monkeypatch.setattr(timed, "time", clock)
+    timed.note_costs(1, 3, tmp_path / "costs.json")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    for _ in range(4):
+        optimizer.step()
+    assert json.loads((tmp_path / "costs.json").read_text()) == [3.0, 0.0]
 
 
 @pytest.mark.parametrize("strategy, batch", [("tp", 4), ("ddp", 8), ("fsdp", 8)])
