@@ -107,14 +107,16 @@ def test_every_row_trains_the_same(trained, command, world):
 
 def holds_and_sends(found, command, world, options):
     """What oracles.py says. 4 ranks do not divide the 6 rows of a router. With --ep 1 no token
-    travels, and --experts-per-token 8 sends each to all experts; otherwise it depends on the data
-    how many do. On top is the norm for clipping: in hybrid_3d.py for each dimension of both meshes
-    a number for each of at most 25 parameters."""
+    travels, and --experts-per-token 8 sends each to all experts. With --ep 2 on 2 ranks, rank 0
+    sends all of its tokens, and has no others to send back: as much as half of both. Otherwise it
+    depends on the data. On top is the norm for clipping: in hybrid_3d.py for each dimension of
+    both meshes a number for each of at most 25 parameters."""
     summary, theory = found.summary, oracles.expected(command, world, options)
     assert not summary["theory"]
     for kind in ("parameters", "gradients"):
         assert summary["held"][kind] == theory[kind] > 0 or SIX in command
-    if "--ep 1" not in command and BALANCED not in options:
+    to_one = command.startswith("ep.py --ep 2") and world == 2
+    if "--ep 1" not in command and BALANCED not in options and not to_one:
         return
     more = summary["sent"] - theory["sent"]
     if command.startswith("hybrid_3d.py"):

@@ -178,9 +178,10 @@ def test_attention_is_set_wherever_it_is_read():
         "no module of Sequential has plain_attention as": nn.Sequential(nn.Linear(2, 2)),
         r"1 \(Own\) computes attention by sum": nn.Sequential(Own(), Own(torch.sum)),
         r"1 \(Conv1d\) looks at other pos": nn.Sequential(Own(), nn.Conv1d(2, 2, 3)),
+        r"ab \(Own\) computes attention by sum": nn.ModuleDict({"aa": Own(), "ab": Own(torch.sum)}),
     }.items():
         with pytest.raises(SettingError, match=words):
-            cp.set_attention(model, cp.ring_attention, None, replaces=plain_attention)
+            cp.set_attention(model, cp.ring_attention, None, plain_attention, without=["a"])
     model = nn.Sequential(Own(inner=Own()), nn.Conv1d(2, 2, 1), nn.ModuleDict({"a": nn.GRU(2, 2)}),
                           Own(inner=Own(torch.sum)))
     cp.set_attention(model, cp.ring_attention, "group", replaces=plain_attention,

@@ -98,6 +98,7 @@ single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
 single 0 {AGAIN} --data other | samples in --data ... resume with the same
 single 0 {AGAIN} --resume-from 1 | --resume-from 1 ... it has 2
 single 2 | started as 2
+zero 2 --stage 0 | --stage 0 ... fsdp.py
 zero 2 --stage 3 | --stage 3 ... fsdp.py
 fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use 1 or 3
 fsdp 2 --model mixtral | --model mixtral ... ep.py
@@ -128,7 +129,7 @@ pp 2 --microbatches 5 | --batch-size 16 ... 5 micro-batches: use a multiple of 5
 pp 2 --schedule zbv --stages-per-rank 2 --compile | --compile with --schedule zbv
 pp 2 --schedule zerobubble --activation-checkpointing | -checkpointing with --schedule zerobubble
 hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-hybrid_3d 4 --dp 2 --tp 2 --cp 3 | (4) ... dp (2) x tp (2) x cp (3) x pp (1) = 12
+hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
 hybrid_3d 2 --pp 2 --microbatches 1 | --microbatches 1 ... at least --pp 2
