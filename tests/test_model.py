@@ -184,7 +184,8 @@ def test_bytes_per_logit(monkeypatch, dtype):
 
 
 def test_large_presets_have_their_size():
-    for preset, billions in (("llama3-8b", 8.0), ("llama3-70b", 70.6), ("llama3-405b", 405.9)):
+    for preset, billions in (("llama3-1b", 1.5), ("llama3-8b", 8.0), ("llama3-70b", 70.6),
+                             ("llama3-405b", 405.9)):
         with torch.device("meta"):
             parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
         assert round(parameters / 1e9, 1) == billions

@@ -2,68 +2,46 @@
 
     bash run.sh test tests/gpu/test_cuda.py
 
-It ends with a block to paste into an issue: for each script whether it follows the curve of one
+It ends with lines to paste into an issue: for each command how far it is from the curve of one
 process on the CPU; tokens/s, MFU and bytes of a 1B Llama. docs/first-gpus.md says more. Some 40 to
 50 minutes are expected: nobody has run it. Without a GPU all of it is skipped, here and in one
 piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
 """
 
-import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from common.services import checkpoint_files
 from common.services.checkpoint_files import list_checkpoints
-from tests.gpu import gpus
 from tests.conftest import VISIBLE_GPUS
-from tests.gpu.gpus import EXPERTS, EXPERTS_1B, SMALL, UNCOUNTED_1B, WITHIN, llama_1b
-from tests.support.processes import ROOT
+from tests.gpu.test_gpus import EXPERTS, SMALL, UNCOUNTED_1B, curves, each_script, llama_1b
+from tests.test_dry_run import count
 from tests.test_same_run import furthest
 
-
-def ask_nvidia(*fields):
-    """What nvidia-smi says of each GPU that is visible, a list of lists of strings. The tests
-    themselves see none."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    output = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
-        capture_output=True, text=True,
-    )
-    rows = [line.split(", ") for line in output.stdout.splitlines()] * (not output.returncode)
-    if VISIBLE_GPUS is None:
-        return rows
-    visible = [number for number in VISIBLE_GPUS.split(",") if number]
-    if all(number.isdigit() for number in visible):
-        return [rows[int(number)] for number in visible if int(number) < len(rows)]
-    return rows[: len(visible)]  # named otherwise, such as by their UUIDs
-
-
-CARDS = ask_nvidia("name", "driver_version", "memory.total")
-if not CARDS:
+status, output = subprocess.getstatusoutput(
+    "nvidia-smi --query-gpu=memory.total,name,driver_version --format=csv,noheader,nounits")
+if status or VISIBLE_GPUS == "":
     pytest.skip("test_cuda.py needs a GPU, here is none", allow_module_level=True)
 
+CARDS = output.splitlines()[: VISIBLE_GPUS.count(",") + 1 if VISIBLE_GPUS else None]
 N = max(n for n in (1, 2, 4, 8) if n <= len(CARDS))  # ranks
-MEMORY = min(int(memory) for *_, memory in CARDS) * 2**20
-CURVES, EACH_SCRIPT = gpus.curves(N), gpus.each_script(N)
+MEMORY = min(int(card.split(",")[0]) for card in CARDS) * 2**20
+CURVES, EACH_SCRIPT = curves(N), each_script(N)
+WITHIN = 5e-4  # losses and norms of 20 steps in float32, beside those of one process on the CPU
+ON_GPUS = {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}  # which the tests themselves do not see
 
 
 @pytest.fixture
 def on_gpus(run, corpus):
-    """Run a command, which has all options of its model, where it sees the GPUs that the other
-    tests hide."""
-    def on_gpus(command, world_size, options, visible=VISIBLE_GPUS, **kwargs):
+    """Run a command, which has all options of its model."""
+    def on_gpus(command, world_size, options, **kwargs):
         world_size *= not command.startswith("single.py")  # plain python
-        result = run(command, world_size, f"{options} --data {corpus} --device cuda",
-                     env={"CUDA_VISIBLE_DEVICES": visible}, **kwargs)
-        assert "process" in result.output and " on cpu" not in result.output
-        return result
+        return run(command, world_size, f"{options} --data {corpus} --device cuda", env=ON_GPUS,
+                   **kwargs)
 
     return on_gpus
 
@@ -79,37 +57,31 @@ def on_cpu(once):
 
 
 @pytest.fixture(scope="module")
-def table(request):
-    """A dict from commands to rows of the block that is printed at the end: see gpus.py."""
-    rows = {}
-    yield rows
-    names = [name for name, *_ in CARDS]
-    facts = {
-        "cards": f"{len(CARDS)} x {' and '.join(sorted(set(names)))}, of which {N} were used",
-        "torch": torch.__version__, "driver": CARDS[0][1],
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-        "commit": subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True,
-                                 capture_output=True).stdout.strip() or "no git",
-    }
+def figures(request):
+    """A dict from commands to dicts of figures, which is printed at the end."""
+    found = {}
+    yield found
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
-        print(f"\n\n{gpus.block(facts, rows)}\n")
+        print(f"\n\n{N} of these, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}:")
+        print(*CARDS, sep="\n")
+        for command, row in found.items():
+            print(f"{command}: {row}")
 
 
 # What is computed
 
 
 @pytest.mark.parametrize("command", CURVES)
-def test_follows_the_cpu(on_gpus, on_cpu, table, command):
-    row = table.setdefault(command, {})
-    row["distance"] = None  # unless it ends
+def test_follows_the_cpu(on_gpus, on_cpu, figures, command):
     curve = on_gpus(command, N, f"{SMALL} {CURVES[command]}").curve()
-    row["distance"] = furthest(curve, on_cpu(CURVES[command]))
-    assert row["distance"] < WITHIN
+    distance = furthest(curve, on_cpu(CURVES[command]))
+    figures.setdefault(command, {})["distance"] = distance
+    assert distance < WITHIN
 
 
 @pytest.mark.parametrize("options, command", [
-    # Two ranks share a GPU over gloo. The others are refused: see ``gloo_on_gpus``.
+    # Two ranks, which share a GPU if there is one. The others are refused: see ``gloo_on_gpus``.
     *[("--backend gloo", command) for command in (
         "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
         "cp.py --attention ulysses", "cp.py --attention allgather")],
@@ -119,9 +91,7 @@ def test_follows_the_cpu(on_gpus, on_cpu, table, command):
     ("--cpu-offload", "fsdp.py"),
 ])
 def test_options_change_nothing(on_gpus, on_cpu, options, command):
-    first, _, _ = (VISIBLE_GPUS or "0").partition(",")
-    n, visible = (2, first) if "gloo" in options else (N, VISIBLE_GPUS)
-    result = on_gpus(command, n, f"{SMALL} {options}", visible=visible)
+    result = on_gpus(command, 2 if "gloo" in options else N, f"{SMALL} {options}")
     assert furthest(result.curve(), on_cpu()) < WITHIN
     if "--profile" in options:
         assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
@@ -130,9 +100,7 @@ def test_options_change_nothing(on_gpus, on_cpu, options, command):
 def test_kernels(server, tmp_path):
     """Attention that also returns the log-sum-exp, and products of experts of which some have no
     row (https://github.com/pytorch/pytorch/issues/172439)."""
-    result = server.run("tests/gpu/kernels.py cuda", 0, folder=tmp_path, pass_out=False,
-                        env={"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS})
-    gpus.check_kernels(result.lines)
+    server.run("tests/gpu/kernels.py cuda", 0, folder=tmp_path, pass_out=False, env=ON_GPUS)
 
 
 # What is saved
@@ -160,49 +128,27 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
     assert "resuming after step 10" in resumed.output and resumed.curve() == curve
     others = checkpoint_files.read(last, prefix="")
     assert tensors.keys() == others.keys() and len(tensors) > 100
-    different = [name for name in tensors if not torch.equal(tensors[name], others[name])]
-    assert not different
+    assert not [name for name in tensors if not torch.equal(tensors[name], others[name])]
 
 
 # What it takes
 
 
-@pytest.mark.parametrize("command", EACH_SCRIPT)
-def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, table, tmp_path, command):
+@pytest.mark.parametrize("command", [*EACH_SCRIPT, *UNCOUNTED_1B])
+def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, figures, command):
     """The peak of a dry run, of all tensors, is at most the allocator's, which also has what no
     tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
-    n = 1 if command == "single.py" else N
-    path, row = tmp_path / "dry.json", table.setdefault(command, {})
-    subprocess.run(
-        [sys.executable, "-P", "-m", "tools.dry_run", "--rank", "0", "--json", path, str(n),
-         *command.split(), *llama_1b(n).split()],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
-    )
-    row["counted"] = counted = json.loads(path.read_text())["peak"]["in all"]
-    if counted > 0.95 * MEMORY:
-        pytest.skip(f"it takes {counted / 1e9:.0f} GB of a card's {MEMORY / 1e9:.0f}")
-    allocated = train_1b(on_gpus, row, command, n)
-    assert 0.8 * counted <= allocated <= 1.2 * counted + 2**27, (counted, allocated)
-
-
-@pytest.mark.parametrize("command", UNCOUNTED_1B)
-def test_a_1b_llama_trains(on_gpus, table, command):
-    train_1b(on_gpus, table.setdefault(command, {}), command, N)
-
-
-def train_1b(on_gpus, row, command, n):
-    """Train, complete the row of the table, and return the bytes that the allocator had."""
-    row |= {"tokens_per_second": None, "allocated": None}  # unless it ends
+    n, row, counted = 1 if command == "single.py" else N, figures.setdefault(command, {}), 0
+    if command not in UNCOUNTED_1B:
+        row["counted"] = counted = count(f"{command} {llama_1b(n)}", n)["peak"]["in all"]
+        if counted > 0.95 * MEMORY:
+            pytest.skip(f"it takes {counted / 1e9:.0f} GB of a card's {MEMORY / 1e9:.0f}")
     result = on_gpus(command, n, llama_1b(n))
-    assert f"{gpus.PARAMETERS_1B[command == EXPERTS_1B]:,} parameters" in result.output
-    summary = result.summary
-    row |= {name: summary[name] for name in ("tokens_per_second", "allocated")}
+    row |= {name: result.summary[name] for name in ("tokens_per_second", "mfu", "allocated")}
     losses = [loss for (loss,) in result.curve("loss")]
     assert losses[0] > 11 and losses[-1] < losses[0] - 1
-    if summary["mfu"]:  # the peak of this card is known
-        row["mfu"] = summary["mfu"]
-        assert 0.05 < summary["mfu"] < 0.9
-    return row["allocated"]
+    assert row["mfu"] is None or 0.05 < row["mfu"] < 0.9  # None: the peak of this card is unknown
+    assert not counted or 0.8 * counted <= row["allocated"] <= 1.2 * counted + 2**27
 
 
 # How it ends
