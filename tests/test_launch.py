@@ -5,6 +5,7 @@ this machine. It needs root and packages (see .ci/run); without these its test i
 so.
 """
 
+import contextlib
 import datetime
 import importlib
 import os
@@ -325,17 +326,13 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthInfo=socket={folder}/munge.socket
-StateSaveLocation={folder}/state
+StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SelectType=select/cons_tres
 SlurmdParameters=config_overrides
-ReturnToService=2
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=ALL Default=YES
@@ -351,29 +348,25 @@ def slurm(tmp_path):
         pytest.skip("needs root, munge and Slurm")
     munged, slurmctld, slurmd, _ = programs
     folder, host = tmp_path / "slurm", socket.gethostname().partition(".")[0]
-    nodes, conf = [host, f"{host}-b"], folder / "slurm.conf"
-    for name in ("state", *(f"spool-{node}" for node in nodes)):
-        (folder / name).mkdir(parents=True)
+    folder.mkdir()
     with free_port() as one, free_port() as two, free_port() as three:
-        conf.write_text(SLURM.format(host=host, folder=folder, ports=(one, two, three)))
-    (folder / "munge.key").write_bytes(os.urandom(1024))
-    (folder / "munge.key").chmod(0o600)
-    environment = ENVIRONMENT | {"SLURM_CONF": str(conf)}
-    try:
-        sh(f"{munged} --force --key-file={folder}/munge.key --socket={folder}/munge.socket "
-           f"--pid-file={folder}/munged.pid --log-file={folder}/munged.log "
-           f"--seed-file={folder}/seed")
-        sh(f"{slurmctld} -f {conf}")
-        for node in nodes:
-            sh(f"{slurmd} -f {conf} -N {node}")
-        wait_until(lambda: sh("sinfo --noheader --format=%D --states=idle",
+        (folder / "slurm.conf").write_text(SLURM.format(host=host, folder=folder,
+                                                        ports=(one, two, three)))
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    environment = ENVIRONMENT | {"SLURM_CONF": f"{folder}/slurm.conf"}
+    with contextlib.ExitStack() as stack:
+        for command in (
+            f"{munged} --foreground --force --key-file={folder}/key --socket={folder}/munge.socket "
+            f"--pid-file={folder}/munged.pid --seed-file={folder}/seed",
+            f"{slurmctld} -D", f"{slurmd} -D -N {host}", f"{slurmd} -D -N {host}-b",
+        ):
+            daemon = stack.enter_context(subprocess.Popen(
+                command.split(), env=environment, stderr=subprocess.DEVNULL))
+            stack.callback(daemon.terminate)
+        wait_until(lambda: sh("sinfo --noheader --format=%D --states=idle || true",
                               env=environment) == "2")
         yield environment
-    finally:
-        pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @thorough
@@ -404,8 +397,10 @@ def test_code_beside_the_script_is_compared(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("beside_it")
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/train.py", "--lr"])
-    assert {"the hash of beside_it.py", "the hash of common/launch.py"} <= (
-        launch.source_files().keys())
+    before = launch.source_files()
+    (tmp_path / "beside_it.py").write_text("# edited")
+    changed = dict(launch.source_files().items() - before.items())
+    assert changed.keys() == {"the hash of beside_it.py"} and "the hash of common/launch.py" in before
 
 
 def test_a_process_whose_torchrun_has_just_died_ends(monkeypatch):
