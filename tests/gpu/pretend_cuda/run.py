@@ -2,13 +2,14 @@
 
     python tests/gpu/pretend_cuda/run.py guard.so < rows.json
 
-``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank]; for each row a line
-of JSON comes back, with what happened in the steps:
+``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank]; for each row a line of
+JSON comes back, with what happened in the steps:
 
 - ``attention``: the attention kernels that were called;
 - ``copies``: where a tensor was copied between the GPU and the CPU, which waits for the GPU;
-- ``on_cpu``: where a tensor on the CPU of more than one element was used;
-- or ``error``: why the run ended. A dry run ends where the value of a tensor is read (``.item()``).
+- ``on_cpu``: where a tensor on the CPU of more than one element was used.
+
+It fails where the value of a tensor is read (``.item()``).
 """
 
 import ctypes
@@ -18,14 +19,14 @@ ctypes.CDLL(sys.argv[1])  # before torch
 
 import contextlib
 import json
-import os
+import multiprocessing
 import pathlib
 import traceback
 import types
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
@@ -81,15 +82,11 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
     """Chooses the kernel as CUDA does on an H100 with cuDNN above 9.15: a torch without CUDA would
     take the one that keeps all scores, which CUDA takes in float64 only."""
     assert q.device == k.device == v.device == GPU and q.dtype != torch.float64
-    head_size = q.shape[-1]
-    if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
-        if head_size % 8 == 0:
-            return aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, torch.is_grad_enabled(), dropout_p, is_causal
-            )[0]
-        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-        return out[..., :head_size]
+    if q.dtype == torch.bfloat16 and attn_mask is None:
+        assert q.shape[-1] % 8 == 0
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, torch.is_grad_enabled(), dropout_p, is_causal
+        )[0]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if attn_mask is not None:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])
@@ -98,50 +95,36 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
     )[0]
 
 
-class Watch(TorchDispatchMode):
-    """Notes attention kernels, copies between devices, and tensors on the CPU, in steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_step = False
-        self.seen = {"attention": set(), "copies": set(), "on_cpu": set()}
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        if self.in_step and not any(is_traceable_wrapper_subclass(x) for x in tensors):
-            name = function._overloadpacket.__name__
-            if "attention" in name:
-                self.seen["attention"].add(name)
-            if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):
-                self.seen["copies"].add(f"{name} {where()}")
-            if any(x.device.type == "cpu" and x.numel() > 1 for x in tensors):
-                self.seen["on_cpu"].add(f"{name} {where()}")
-        return out
-
-
 def where():
-    """The innermost line of the repository, or of a copied script, that is no tool's or test's."""
+    """The innermost line of the repository that does not only watch or count."""
+    watchers = "run.py", "pretend.py", "operations.py", "counting.py"
     for frame in reversed(traceback.extract_stack()):
         path = pathlib.Path(frame.filename)
-        if path.parent.name not in ("pretend_cuda", "tools") and "torch" not in path.parts:
+        if path.name not in watchers and "torch" not in path.parts:
             return f"{path.name}: {frame.line}"
 
 
 def watch_steps(command, world_size, rank):
-    """Watch a dry run on the GPU."""
-    watch, world = Watch(), pretend.world
-    load_steps = stand_ins.load_steps
+    """A dry run on the GPU, watched from its first step on."""
+    seen = {"attention": set(), "copies": set(), "on_cpu": set()}
+    dispatch, load_steps = pretend.Pretend.__torch_dispatch__, stand_ins.load_steps
 
-    @contextlib.contextmanager
-    def world_and_watch(*args):
-        with world(*args), watch:
-            yield
+    def watch(mode, function, kinds, args=(), kwargs=None):
+        out = dispatch(mode, function, kinds, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if not any(is_traceable_wrapper_subclass(x) for x in tensors):
+            name = function._overloadpacket.__name__
+            if "attention" in name:
+                seen["attention"].add(name)
+            if len({x.device.type for x in tensors}) > 1 and name in ("_to_copy", "copy_"):
+                seen["copies"].add(f"{name} {where()}")
+            if any(x.device.type == "cpu" and x.numel() > 1 for x in tensors):
+                seen["on_cpu"].add(f"{name} {where()}")
+        return out
 
     def load_and_watch(*args):
-        for step in load_steps(*args):
-            watch.in_step = True
-            yield step
+        pretend.Pretend.__torch_dispatch__ = watch
+        return load_steps(*args)
 
     # What the real ones do in a step that is neither logged nor saved.
     def after_step(self, *args):
@@ -154,29 +137,15 @@ def watch_steps(command, world_size, rank):
         self.start, self.args.log_every, self.step_began = -1, 10**9, 0.0
         report.Report.log(self, *args, **more)
 
-    pretend.world, stand_ins.load_steps = world_and_watch, load_and_watch
+    stand_ins.load_steps = load_and_watch
     stand_ins.Checkpoints.after_step, stand_ins.Report.log = after_step, log
     script, *options = command.split()
     dry_run.count(script, options, world_size, rank, 8, GPU)
-    return {name: sorted(seen) for name, seen in watch.seen.items()}
-
-
-def main():
-    replace_cuda()
-    for row in json.load(sys.stdin):
-        reader, writer = os.pipe()
-        if not os.fork():  # each row in a process of its own, but torch is imported once
-            try:
-                result = watch_steps(*row)
-            except BaseException as error:
-                result = {"error": f"{type(error).__name__}: {error}"}
-            os.write(writer, json.dumps(result).encode())
-            os._exit(0)
-        os.close(writer)
-        with open(reader) as file:
-            print(file.read(), flush=True)
-        os.wait()
+    return json.dumps({name: sorted(found) for name, found in seen.items()})
 
 
 if __name__ == "__main__":
-    main()
+    replace_cuda()
+    # Each row in a process of its own, but torch is imported once
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(*pool.starmap(watch_steps, json.load(sys.stdin), 1), sep="\n")
