@@ -41,40 +41,26 @@ GPU = torch.device("cuda", 0)
 class Stream:
     """A stream or an event on which everything is done at once."""
 
-    device, device_index, device_type, stream_id = GPU, 0, 1, 0
-
     def __init__(self, *_, **__):
         pass
 
     def __getattr__(self, name):  # wait_stream, record and so on
         return lambda *_, **__: self
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
 
 def replace_cuda():
     """Let torch.cuda say that there is an H100, which does nothing."""
-    stream = Stream()
-    nothing = contextlib.nullcontext()
     for name, value in {
-        "Stream": Stream, "Event": Stream, "current_stream": stream, "default_stream": stream,
-        "stream": nothing, "StreamContext": nothing, "current_device": 0, "is_available": True,
-        "device_count": 1, "_lazy_init": None, "set_device": None, "synchronize": None,
-        "get_device_name": "NVIDIA H100", "get_device_capability": (9, 0), "is_initialized": True,
-        "memory_stats": {}, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
-        "is_bf16_supported": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": None, "manual_seed": None, "manual_seed_all": None,
+        "current_stream": Stream(), "stream": contextlib.nullcontext(), "synchronize": None,
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "get_device_name": "NVIDIA H100", "get_device_capability": (9, 0),
+        "is_bf16_supported": True, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+        "manual_seed_all": None,
     }.items():
-        is_class = isinstance(value, type)
-        setattr(torch.cuda, name, value if is_class else lambda *_, value=value, **__: value)
-    torch.Stream = torch.Event = Stream
-    torch.Tensor.record_stream = lambda self, stream: None
-    torch.Tensor.pin_memory = lambda self, *_: self
-    torch.Tensor.is_pinned = lambda self, *_: True
+        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    torch.cuda.Stream = torch.cuda.Event = torch.Event = Stream
+    torch.Tensor.is_pinned = lambda *_: True
     F.scaled_dot_product_attention = attention
 
 
