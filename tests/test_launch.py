@@ -84,19 +84,13 @@ def logged(out):
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def has_logged(out):
-    return logged(out) > 3
-
-
 def left_over(folder):
     """The processes that work in ``folder`` or below: none may be left of a run that is over."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cwd"):
-        try:
+        with contextlib.suppress(OSError):  # it has just ended
             if pathlib.Path(os.readlink(path)).is_relative_to(folder):
                 found.append((path.parent / "cmdline").read_text())
-        except OSError:  # it has just ended
-            pass
     return found
 
 
@@ -121,7 +115,7 @@ def start_endless(launcher, folder, corpus, restarts):
     """Start a run of ddp.py that does not end, and wait until it has logged a few steps."""
     words = [*launcher, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus]
     process = start(words, folder, NPROC="2", MAX_RESTARTS=restarts)
-    wait_until(lambda: has_logged(folder / "runs" / "ddp"))
+    wait_until(lambda: logged(folder / "runs" / "ddp") > 3)
     return process
 
 
@@ -297,7 +291,7 @@ def test_ctrl_c_ends_the_loop_over_ssh(tmp_path, corpus):
         shell = start([*TERMINAL, "bash", "--norc", "--noediting", "-i"], tmp_path, subprocess.PIPE,
                       PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_PORT=str(port))
         print(loop, file=shell.stdin, flush=True)
-        wait_until(lambda: has_logged(tmp_path / "runs" / "ddp"))
+        wait_until(lambda: logged(tmp_path / "runs" / "ddp") > 3)
         print("\x03exit", file=shell.stdin, flush=True)
         output = finish(shell)
         assert "Traceback" not in output, output
@@ -379,7 +373,7 @@ def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
         shown = sh(f"scontrol show job {number}", env=slurm)
         return shown.split("JobState=")[1].split()[0]
 
-    wait_until(lambda: has_logged(tmp_path / "out"))
+    wait_until(lambda: logged(tmp_path / "out") > 3)
     # As --signal=B:USR1@120 sends it
     sh(f"scancel --signal=USR1 --batch {number}", env=slurm)
     wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))

@@ -80,7 +80,6 @@ single 0 --out '' | --out: ... empty
 single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
-single 0 --data nowhere | --data nowhere: no such file
 single 0 --data with-loop | loop cannot be read
 single 0 --data odd.bin | odd.bin has 301 bytes
 single 0 --data empty | --data empty holds 0 tokens ... --seq-len 128 takes 129
