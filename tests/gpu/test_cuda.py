@@ -1,8 +1,8 @@
 """What only GPUs can show, on as many as there are: each script over NCCL follows its CPU curve.
 
-    bash run.sh test tests/gpu/test_cuda.py
+    bash run.sh test -s tests/gpu/test_cuda.py
 
-It ends with lines to paste into an issue: for each command how far it is from the curve of one
+It prints lines to paste into an issue: for each command how far it is from the curve of one
 process on the CPU; tokens/s, MFU and bytes of a 1B Llama. docs/first-gpus.md says more. Some 40 to
 50 minutes are expected: nobody has run it. Without a GPU all of it is skipped, here and in one
 piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
@@ -33,6 +33,7 @@ MEMORY = min(int(card.split(",")[0]) for card in CARDS) * 2**20
 CURVES, EACH_SCRIPT = curves(N), each_script(N)
 WITHIN = 5e-4  # losses and norms of 20 steps in float32, beside those of one process on the CPU
 ON_GPUS = {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}  # which the tests themselves do not see
+print(f"{N} of {CARDS}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
 
 
 @pytest.fixture
@@ -56,27 +57,14 @@ def on_cpu(once):
     return on_cpu
 
 
-@pytest.fixture(scope="module")
-def figures(request):
-    """A dict from commands to dicts of figures, which is printed at the end."""
-    found = {}
-    yield found
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n\n{N} of these, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}:")
-        print(*CARDS, sep="\n")
-        for command, row in found.items():
-            print(f"{command}: {row}")
-
-
 # What is computed
 
 
 @pytest.mark.parametrize("command", CURVES)
-def test_follows_the_cpu(on_gpus, on_cpu, figures, command):
+def test_follows_the_cpu(on_gpus, on_cpu, command):
     curve = on_gpus(command, N, f"{SMALL} {CURVES[command]}").curve()
     distance = furthest(curve, on_cpu(CURVES[command]))
-    figures.setdefault(command, {})["distance"] = distance
+    print(f"\n{command}: distance {distance:.2g}")
     assert distance < WITHIN
 
 
@@ -135,20 +123,22 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
 
 
 @pytest.mark.parametrize("command", [*EACH_SCRIPT, *UNCOUNTED_1B])
-def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, figures, command):
+def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
     """The peak of a dry run, of all tensors, is at most the allocator's, which also has what no
     tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
-    n, row, counted = 1 if command == "single.py" else N, figures.setdefault(command, {}), 0
+    n, counted = 1 if command == "single.py" else N, None
     if command not in UNCOUNTED_1B:
-        row["counted"] = counted = count(f"{command} {llama_1b(n)}", n)["peak"]["in all"]
+        counted = count(f"{command} {llama_1b(n)}", n)["peak"]["in all"]
         if counted > 0.95 * MEMORY:
             pytest.skip(f"it takes {counted / 1e9:.0f} GB of a card's {MEMORY / 1e9:.0f}")
     result = on_gpus(command, n, llama_1b(n))
-    row |= {name: result.summary[name] for name in ("tokens_per_second", "mfu", "allocated")}
+    tokens, mfu, allocated = (
+        result.summary[name] for name in ("tokens_per_second", "mfu", "allocated"))
+    print(f"\n{command}: {tokens:.0f} tokens/s, {mfu=}, {counted=}, {allocated=}")
     losses = [loss for (loss,) in result.curve("loss")]
     assert losses[0] > 11 and losses[-1] < losses[0] - 1
-    assert row["mfu"] is None or 0.05 < row["mfu"] < 0.9  # None: the peak of this card is unknown
-    assert not counted or 0.8 * counted <= row["allocated"] <= 1.2 * counted + 2**27
+    assert mfu is None or 0.05 < mfu < 0.9  # None: the peak of this card is unknown
+    assert counted is None or 0.8 * counted <= allocated <= 1.2 * counted + 2**27
 
 
 # How it ends

@@ -69,9 +69,10 @@ def test_commands_are_accepted(monkeypatch):
     """As the scripts parse and check them on a machine with GPUs, up to where they take one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for n in (1, 2, 4, 8):
-        small = [f"{command} {SMALL} {more}" for command, more in curves(n).items()]
-        large = [f"{command} {llama_1b(n)}" for command in (*each_script(n), *UNCOUNTED_1B)]
-        for command in small + large:
+        for command in [
+            *[f"{command} {SMALL} {more}" for command, more in curves(n).items()],
+            *[f"{command} {llama_1b(n)}" for command in (*each_script(n), *UNCOUNTED_1B)],
+        ]:
             script, *options = f"{command} --device cuda".split()
             ranks = {} if script == "single.py" else {"RANK": "0", "WORLD_SIZE": str(n)}
             monkeypatch.setattr(os, "environ", ranks)
