@@ -336,24 +336,24 @@ PartitionName=all Nodes=ALL Default=YES
 @pytest.fixture
 def slurm(tmp_path):
     """A Slurm of two nodes, both on this machine. Gives the variables of its commands."""
-    programs = [shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
-                for name in ("munged", "slurmctld", "slurmd", "sbatch")]
-    if os.getuid() != 0 or not all(programs):
-        pytest.skip("needs root, munge and Slurm")
-    munged, slurmctld, slurmd, _ = programs
     folder, host = tmp_path / "slurm", socket.gethostname().partition(".")[0]
+    environment = ENVIRONMENT | {
+        "SLURM_CONF": f"{folder}/conf", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    if os.getuid() != 0 or not all(
+        shutil.which(name, path=environment["PATH"]) for name in ("munged", "slurmd", "sbatch")
+    ):
+        pytest.skip("needs root, munge and Slurm")
     folder.mkdir()
     with free_port() as one, free_port() as two, free_port() as three:
-        (folder / "slurm.conf").write_text(SLURM.format(host=host, folder=folder,
-                                                        ports=(one, two, three)))
+        (folder / "conf").write_text(
+            SLURM.format(host=host, folder=folder, ports=(one, two, three)))
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
-    environment = ENVIRONMENT | {"SLURM_CONF": f"{folder}/slurm.conf"}
     with contextlib.ExitStack() as stack:
         for command in (
-            f"{munged} --foreground --force --key-file={folder}/key --socket={folder}/munge.socket "
+            f"munged --foreground --force --key-file={folder}/key --socket={folder}/munge.socket "
             f"--pid-file={folder}/munged.pid --seed-file={folder}/seed",
-            f"{slurmctld} -D", f"{slurmd} -D -N {host}", f"{slurmd} -D -N {host}-b",
+            "slurmctld -D", f"slurmd -D -N {host}", f"slurmd -D -N {host}-b",
         ):
             daemon = stack.enter_context(subprocess.Popen(
                 command.split(), env=environment, stderr=subprocess.DEVNULL))
@@ -366,19 +366,13 @@ def slurm(tmp_path):
 @thorough
 def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
     """Slurm's signal before the time limit lets all ranks save."""
-    number = sh(f"sbatch --parsable --nodes=2 --output={tmp_path}/log run.sh ddp.py {ENDLESS} "
-                f"--data {corpus} --out {tmp_path}/out", cwd=ROOT, env=slurm)
-
-    def state():
-        shown = sh(f"scontrol show job {number}", env=slurm)
-        return shown.split("JobState=")[1].split()[0]
-
+    job = start(["sbatch", "--wait", "--nodes=2", f"--output={tmp_path}/log", "run.sh", "ddp.py",
+                 *ENDLESS.split(), "--data", corpus, "--out", tmp_path / "out"], ROOT, **slurm)
     wait_until(lambda: logged(tmp_path / "out") > 3)
-    # As --signal=B:USR1@120 sends it
-    sh(f"scancel --signal=USR1 --batch {number}", env=slurm)
-    wait_until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
+    sh("scancel --signal=USR1 --batch 1", env=slurm)  # as --signal=B:USR1@120 sends it
+    finish(job)
     output = (tmp_path / "log").read_text()
-    assert state() == "COMPLETED" and "saved: the same command" in output, output
+    assert job.returncode == 0 and "saved: the same command" in output, output
     assert output.startswith("+ srun --ntasks-per-node=1 ") and "2 data-parallel ranks" in output
 
 
