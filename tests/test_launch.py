@@ -187,17 +187,16 @@ def test_what_run_sh_refuses(tmp_path, command, environment, words):
     assert line.startswith("run.sh: error: ") and process.returncode == 1 and in_order(words, line)
 
 
-@pytest.mark.parametrize("launcher, name, to_all", sampled(SIGNALS := [
-    # To run.sh alone, or also to its processes at once: they end with status 0 and one line.
-    (RUN, "SIGINT", True), (RUN, "SIGTERM", False),
-    (RUN, "SIGUSR1", False), (RUN, "SIGHUP", False),  # as by Slurm before the time limit; by ssh
-    # These launchers die, or fail: their processes save
-    (RUN, "SIGKILL", False), (TORCHRUN, "SIGTERM", False),
+@pytest.mark.parametrize("launcher, name", sampled(SIGNALS := [
+    # run.sh ends with status 0 and one line. Ctrl-C goes to its processes too.
+    (RUN, "SIGINT"), (RUN, "SIGTERM"),
+    (RUN, "SIGUSR1"), (RUN, "SIGHUP"),  # as by Slurm before the time limit; by ssh
+    (RUN, "SIGKILL"), (TORCHRUN, "SIGTERM"),  # these launchers die, or fail
 ], SIGNALS[:1]))
-def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, launcher, name, to_all):
+def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, launcher, name):
     process = start_endless(launcher, tmp_path, corpus, "3")
     listening = listeners([process.pid, *children(process.pid)])
-    for pid in [process.pid, *(children(process.pid) if to_all else [])]:
+    for pid in [process.pid, *(children(process.pid) if name == "SIGINT" else [])]:
         os.kill(pid, getattr(signal, name))
     wait_until(lambda: not left_over(tmp_path))
     output = finish(process)

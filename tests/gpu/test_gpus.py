@@ -31,16 +31,12 @@ EXPERTS = "--num-experts 8"
 UNCOUNTED_1B = ["fsdp.py --compile", "ep.py --num-experts 8 --expert-size 1024"]
 
 
-def grid(n):
-    """The rank grid of hybrid_3d.py on n ranks."""
-    return {1: "", 2: "--tp 2", 4: "--tp 2 --cp 2", 8: "--tp 2 --pp 2"}[n]
-
-
 def each_script(n):
-    """A command of each script that trains the same model."""
+    """A command of each script that trains the same model on n ranks."""
+    grid = {1: "", 2: "--tp 2", 4: "--tp 2 --cp 2", 8: "--tp 2 --pp 2"}[n]
     return [
         "single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py",
-        "pp.py --microbatches 8", f"hybrid_3d.py {grid(n)}",
+        "pp.py --microbatches 8", f"hybrid_3d.py {grid}",
     ]
 
 
@@ -54,7 +50,7 @@ def curves(n):
     ], "") | dict.fromkeys(
         [f"pp.py --microbatches 16 --schedule {name}" for name in schedules], DEEP
     ) | dict.fromkeys(
-        ["ep.py", f"ep.py --ep {n}", f"hybrid_3d.py --ep {min(n, 4)} {grid(n)}"], EXPERTS
+        ["ep.py", f"ep.py --ep {n}", f"{each_script(n)[-1]} --ep {min(n, 4)}"], EXPERTS
     )
 
 

@@ -22,7 +22,7 @@ SMALL = "--seq-len 64 --batch-size 16 --dtype bfloat16"
 # Command, number of ranks, rank, kernels of attention: PyTorch takes cuDNN's on an H100, and the
 # memory-efficient ones for a mask; common/attention.py calls flash attention itself.
 ROWS = {
-    "data parallel": [
+    "scripts": [
         ("single.py --grad-accum 2", 1, 0, "cudnn"),
         ("ddp.py --grad-accum 2", 2, 1, "cudnn"),
         ("zero.py --stage 1 --grad-accum 2", 4, 3, "cudnn"),
@@ -31,8 +31,6 @@ ROWS = {
         ("fsdp.py --replicate 2 --activation-checkpointing", 4, 1, "cudnn"),
         ("fsdp.py --cpu-offload", 2, 0, "cudnn"),
         ("diloco.py --inner-steps 3 --grad-accum 2", 4, 3, "cudnn"),
-    ],
-    "model parallel": [
         ("tp.py", 2, 1, "cudnn"),
         ("tp.py --no-sequence-parallel --activation-checkpointing", 4, 2, "cudnn"),
         ("pp.py --grad-accum 2", 4, 1, "cudnn"),
@@ -41,8 +39,6 @@ ROWS = {
         ("cp.py --attention allgather --activation-checkpointing --head-dim 12", 4, 0, "flash"),
         ("cp.py --attention ulysses", 2, 1, "cudnn"),
         ("cp.py --dtype float32", 4, 3, "efficient"),
-    ],
-    "both": [
         ("hybrid_3d.py --tp 2 --cp 2 --pp 2", 16, 9, "flash"),
         ("hybrid_3d.py --tp 2 --num-experts 8 --ep 4", 8, 5, "cudnn"),
         ("ep.py --num-experts 8 --ep 2 --grad-accum 2", 4, 3, "cudnn"),
