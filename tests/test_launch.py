@@ -280,7 +280,8 @@ TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
 def test_ctrl_c_ends_the_loop_over_ssh(tmp_path, corpus):
     """As docs/launching.md has it, typed into a shell. The ssh here starts the command on this
     machine, in a terminal as -tt asks for, which goes when ssh is killed."""
-    write_program(tmp_path / "ssh", f'case $1 in -ntt) exec {shlex.join(TERMINAL)} sh -c "$3"; esac')
+    write_program(tmp_path / "ssh",
+                  f'case $1 in -ntt) exec {shlex.join(TERMINAL)} sh -c "$3"; esac')
     page = (ROOT / "docs" / "launching.md").read_text()
     loop = re.search(r"\*\*Over ssh\*\*(?s:.*?)\n\n((?:    .*\n)+)", page)[1]
     loop = loop.replace("MASTER_ADDR=host0", "MASTER_ADDR=127.0.0.1").replace(

@@ -68,7 +68,8 @@ def test_a_step_stays_on_the_gpu(tmp_path, group):
     )
     if group == "examples":
         pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
-    rows = [(command.replace(".py", f".py {SMALL}"), n, rank) for command, n, rank, _ in ROWS[group]]
+    rows = [(command.replace(".py", f".py {SMALL}"), n, rank)
+            for command, n, rank, _ in ROWS[group]]
     done = subprocess.run(
         [sys.executable, FOLDER / "run.py", guard], cwd=ROOT, input=json.dumps(rows),
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
