@@ -178,6 +178,7 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
+    ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
     ("ddp.py", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
 ])

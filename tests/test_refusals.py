@@ -2,6 +2,7 @@
 allowed and what to change, with a status that is not 0; and nothing in the run folder is lost."""
 
 import argparse
+import datetime
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import socket
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from common import launch
 from common.errors import SettingError
@@ -263,6 +265,8 @@ def test_ranks_that_cannot_connect(monkeypatch):
             with pytest.raises(SettingError) as error:
                 launch.start_process_group(args)
             assert in_order(words.replace("{taken}", port), str(error.value)), error.value
+    waits = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
+    assert waits == {datetime.timedelta(seconds=1)}  # of the groups of a mesh, whatever the backend
     args.backend = "nccl"
     with pytest.raises(SettingError, match="--backend nccl needs a GPU for each process: use gloo"):
         launch.start_process_group(args)
