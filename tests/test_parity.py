@@ -17,14 +17,10 @@ from tests.support.sample import thorough
 from tools.parity import record as recording
 from tools.parity.compare import K, Run, compare, main, read
 
-REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
 
-
-def tiny():
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-
-
-def train(path, make=tiny, data=lambda: [torch.randn(8, 4)], accumulate=1, dtype=torch.float64,
+def train(path, make=lambda: torch.nn.Sequential(
+              torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)),
+          data=lambda: [torch.randn(8, 4)], accumulate=1, dtype=torch.float64,
           loss_of=lambda model, x: model(x).square().mean(), optimizer=torch.optim.SGD, lr=0.1,
           steps=4, every=1, clear=True, start=lambda _: None, spoil=lambda _: None,
           change=lambda *_: None, of=lambda model: model, parts=lambda model: [model],
@@ -123,11 +119,6 @@ def module(i, change):
     return {"start": lambda model: model[i].register_forward_hook(lambda *args: change(args[-1]))}
 
 
-def more_left_out(model):
-    model.register_buffer("mean", torch.zeros(3))
-    model.codes = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-
-
 def mixed(x):
     """A mask, ids and floats."""
     return [{"a": x > 0, "ids": (x * 1e6).long(), "z": x[:, :1]}]
@@ -157,9 +148,9 @@ def on_ranks(*shares, parts=(slice(4), slice(4, 8)), **more):
         for line in lines:
             rank, line["loss"] = line["ranks"][0], "sum"
             line["ranks"] = [rank | {"losses": [share * sum(rank["losses"])],
-                                     "samples": {"0": rank["samples"]["0"][part]}} | dict(own)
-                             for share, part, *own in zip(shares, parts, *(
-                                 [(key, x) for x in values] for key, values in more.items()))]
+                                     "samples": {"0": rank["samples"]["0"][part]}}
+                             | {key: values[i] for key, values in more.items()}
+                             for i, (share, part) in enumerate(zip(shares, parts))]
     return edit
 
 
@@ -168,6 +159,7 @@ def loss_off(lines):
     lines[0]["ranks"][0]["losses"][0] *= 1.0001
 
 
+REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
 HALVES = {"0": [1.0, 48], "1": [1.0, 48]}  # outputs of modules; those of `0` add up
 ALL = 2 * [slice(8)]  # two ranks read all samples
 TWICE = [slice(4), slice(4), slice(4, 8), slice(4, 8)]  # two ranks read the same
@@ -185,7 +177,6 @@ COMPLEX = {"make": lambda: torch.nn.Embedding(7, 2, sparse=True), "start": lambd
 POLICY = {"data": advantages, "loss_of": policy, "lr": 1e-4,  # gradients of many layers are short
           "make": lambda: torch.nn.Sequential(*(
               layer for _ in range(6) for layer in (torch.nn.Linear(6, 6), torch.nn.Tanh())))}
-IMAGES = torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 # Faults that no bug in tests/bugs shows: what parity says of them, what the run has of its own,
 # what both runs have, options of parity
@@ -213,9 +204,7 @@ FAULTS = [
     ("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")}),
-    ("step 0: reduction: ranks .0. and .1. .* of 0.bias: neither their sum nor their mean", {
-        "spoil": scale(0.1), "edit": apart("gradients", 0, "0.bias")}),
-    ("step 0: reduction: .* of 0.bias: they must be averaged", {
+    ("step 0: reduction: ranks .0. and .1. .* of 0.bias: they must be averaged", {
         "edit": apart("gradients", 0, "0.bias", total=2)}),
     ("step 0: reduction: .* of 0.bias: they must be added up", {
         "edit": apart("gradients", 0, "0.bias", mean=0.5)}),
@@ -248,16 +237,12 @@ FAULTS = [
     ("step 0: gradients: part of the batch, .* the loss is right .*: samples are lost", {
         "spoil": rolled(0.5)}),
     ("(?!.*float32.inside)", {"spoil": rolled(5e-5)}, {}, {"float32_inside": True}),  # a wrong eps
-    ("step 0: gradients: those of 0.weight differ, by up to ", {
-        "spoil": lambda model: model[0].weight.grad.copy_(model[0].weight.grad.roll(1, 0))}),
-    ("step 0: gradients: those of phase differ", {
+    ("step 0: gradients: those of phase differ, by up to ", {
         "spoil": lambda model: model.phase.grad.imag.mul_(2)}, COMPLEX),
     # The forward pass
     ("step 0: gradients: forward pass: .* the loss hardly: the first module .* is `1`", {
         "spoil": rolled(1e-3, 10),
         "edit": lambda lines: lines[0]["ranks"][0]["outputs"].update({"1": [9.0, 48]})}),
-    ("step 0: gradients: forward pass: .* output differs is `0`, the first", {
-        "loss_of": lambda model, x: model(2 * x).square().mean()}),
     ("step 0: .*the outputs of all modules agree: look at the loss: .* has 5 targets, the .* 32", {
         "loss_of": absolute, "edit": edit_rank(targets=[5])}),
     # It is no module, or ranks hold parts of it.
@@ -275,10 +260,8 @@ FAULTS = [
     ("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
         "start": lambda model: model.append(torch.nn.Dropout(0.1))}),
     # The loss alone
-    ("step 0: loss: it is .* .times 2, as many as ranks that read the same samples", {
-        "edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
-    ("step 0: loss: .*divided by 2, as .*: 2 ranks read the same samples, or .*averaged$", {
-        "edit": on_ranks(0.5, 0.5, parts=ALL)}),
+    ("step 0: loss: it is .* .times 2, as many as ranks that read the same samples or .*: "
+     "2 ranks read the same samples, or .*averaged$", {"edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
     ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])}),
     ("step 0: loss: it is", PARTS | {"edit": loss_off}, FLOAT32 | POLICY),
     (r"step 0: loss: .* .times 1\.0001", {"edit": loss_off}, FLOAT32 | {
@@ -308,7 +291,9 @@ SOUND = [
     ("EQUAL.*: gradients of 3 parameters .0 or None", {}, {
         "spoil": scale(0, "0.weight", "0.bias", "2.weight")}),
     ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors of the "
-     "optimizer .* .1.$", {}, {"start": more_left_out}),
+     "optimizer .* .1.$", {}, {
+         "start": lambda model: model.register_buffer("mean", torch.zeros(3)) or setattr(
+             model, "codes", torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), False))}),
     ("EQUAL.*: `mask` .in one batch alone", {"batch_of": lambda x: [{"x": x, "mask": x > 0}]}, {
         "batch_of": lambda x: [{"x": x}]}),
     ("NOTHING TO COMPARE: all gradients are 0 or missing", {}, {
@@ -341,7 +326,7 @@ SOUND = [
         "make": lambda: torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3), torch.nn.InstanceNorm2d(8, affine=True), torch.nn.GELU(),
             torch.nn.Conv2d(8, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()),
-        "data": lambda: (IMAGES, torch.arange(8) % 4), "loss_of": cross_entropy}),
+        "data": lambda: (torch.randn(8, 3, 48, 48), torch.arange(8) % 4), "loss_of": cross_entropy}),
     # A loss of terms that cancel: of each micro-batch, before they are recorded, of large gradients
     ("EQUAL", PARTS, FLOAT32 | POLICY),
     ("EQUAL", {"data": lambda: [x.flip(0) for x in advantages(1.0)]}, POLICY | {
@@ -355,10 +340,10 @@ SOUND = [
         "data": lambda: (torch.randn(33, 6), torch.randn(24, 6)),
         "loss_of": lambda model, x, z: model(z).mean() - model(x).mean()}),
     ("EQUAL.*gradients and updates from step .* on .rounding", PARTS, NOISE | FLOAT32 | {
-        "lr": 0.25, "steps": 25}),
+        "lr": 0.25, "steps": 16}),
     # It becomes as large as a fault at once.
     ("NOTHING TO COMPARE from step .*, which training has amplified", PARTS, NOISE | {
-        "lr": 1.0, "steps": 25}),
+        "lr": 1.0, "steps": 14}),
     ("EQUAL.*, float32 ", PARTS, {
         "loss_of": lambda model, x: model(x).float().square().mean()}),
     ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
