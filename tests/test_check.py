@@ -29,6 +29,8 @@ def check(server, tmp_path):
 
 ACCUMULATE = "--batch-size 6 --grad-accum 3"
 EQUAL = "EQUAL      up to "
+TIED = ("    layers = model", "    model.lm_head.weight = model.model.embed_tokens.weight\n"
+        "    layers = model")
 SAMPLE = [
     (f"fsdp.py {ACCUMULATE}", [("add_gradients_up(model)  # FSDP: each", "pass  # FSDP: each")],
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
@@ -37,14 +39,16 @@ SAMPLE = [
     (f"zero.py {ACCUMULATE}", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
+    # It records shards, under both names.
+    ("zero.py --against tied.py --stage 1", [
+        TIED, (UNITS, "        [model.model.norm],\n"), (
+            "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
 ]
 LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
 NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
 ROWS = SAMPLE + [
     (f"fsdp.py {ACCUMULATE}", [*HEADS, NO_CHECK_OF_CALLS],
      "FAILED     rank . ends by SIGABRT: .*mismatch"),
-    ("fsdp.py", [("count_targets(batch, dist.group.WORLD)", "n * count_targets(batch)")],
-     "DIFFERENT  step 0: "),
     ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
     (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),
@@ -63,21 +67,11 @@ ROWS = SAMPLE + [
 @pytest.mark.parametrize("command, edits, words", sampled(ROWS, SAMPLE))
 def test_what_it_says(check, tmp_path, command, edits, words):
     script, _, more = command.partition(" ")
+    more = more.replace("tied.py", edited(tmp_path / "one", "single.py", TIED))
     status, said = check(
         edited(tmp_path / "copy", script, *edits) if edits else script, more)
     assert status == (words != EQUAL) and re.search(f"[24] processes  {words}", said), said
     assert ("--replicas 1" in said) == (script == "diloco.py")
-
-
-def test_tied_weights_are_equal(check, tmp_path):
-    """zero.py records shards, under both names."""
-    tied = ("    layers = model", "    model.lm_head.weight = model.model.embed_tokens.weight\n"
-            "    layers = model")
-    one = edited(tmp_path / "one", "single.py", tied)
-    copy = edited(tmp_path / "copy", "zero.py", tied, (UNITS, "        [model.model.norm],\n"), (
-        "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *"))
-    status, said = check(copy, f"--against {one} --stage 1")
-    assert status == 0, said
 
 
 def test_a_copy_uses_its_own_common(check, tmp_path):
