@@ -41,8 +41,8 @@ SAMPLE = [
      "REFUSED    it needs a GPU"),
     # It records shards, under both names.
     ("zero.py --against tied.py --stage 1", [
-        TIED, (UNITS, "        [model.model.norm],\n"), (
-            "[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
+        TIED, (UNITS, "        [model.model.norm],\n"),
+        ("[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
 ]
 LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
 NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
