@@ -51,13 +51,6 @@ def train(path, make=lambda: torch.nn.Sequential(
     return lines
 
 
-# Models and losses
-
-
-def absolute(model, x):
-    return model(x).abs().mean()
-
-
 def policy(model, x, advantages):
     """Its first value is 0, but for rounding: advantages are normalised."""
     log_p = model(x).log_softmax(-1)[:, 0]
@@ -147,6 +140,7 @@ ALL = 2 * [slice(8)]  # two ranks read all samples
 TWICE = [slice(4), slice(4), slice(4, 8), slice(4, 8)]  # two ranks read the same
 NAN = {"spoil": in_steps([1], scale(math.nan, "0.bias"))}
 ADAM, FLOAT32 = {"optimizer": torch.optim.Adam, "lr": 0.01}, {"dtype": torch.float32}
+ABSOLUTE = {"loss_of": lambda model, x: model(x).abs().mean()}
 MIXED, PARTS = {"batch_of": mixed}, {"accumulate": 4}
 # The softmax makes the gradient of the keys' bias, a third of in_proj_bias, nothing but noise. The
 # large loss keeps Adam's eps from damping it.
@@ -228,12 +222,12 @@ FAULTS = [
     ("step 0: gradients: forward pass: .* the loss hardly: the first module .* is `1`", {
         "spoil": rolled(1e-3, 10),
         "edit": lambda lines: lines[0]["ranks"][0]["outputs"].update({"1": [9.0, 48]})}),
-    ("step 0: .*the outputs of all modules agree: look at the loss: .* has 5 targets, the .* 32", {
-        "loss_of": absolute, "edit": edit_rank(targets=[5])}),
+    ("step 0: .*the outputs of all modules agree: look at the loss: .* has 5 targets, the .* 32",
+     ABSOLUTE | {"edit": edit_rank(targets=[5])}),
     # It is no module, or ranks hold parts of it.
-    ("step 0: .*outputs of modules are not compared", {
-        "of": lambda model: dict(model.named_parameters()), "loss_of": absolute}),
-    ("step 0: .*the outputs of all modules agree", {"loss_of": absolute, "edit": on_ranks(
+    ("step 0: .*outputs of modules are not compared",
+     ABSOLUTE | {"of": lambda model: dict(model.named_parameters())}),
+    ("step 0: .*the outputs of all modules agree", ABSOLUTE | {"edit": on_ranks(
         1, 1, parts=ALL, outputs=[HALVES, HALVES | {"0": [2.0, 48]}])}, {
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
     ("step 0: .* output differs is `the model itself.1.`, after `the model itself`", module(
