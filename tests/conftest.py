@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import pathlib
+import random
 import sys
 
 import pytest
@@ -39,11 +41,6 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(left_out)]
 
 
-def pytest_report_header(config):
-    if not config.getoption("--all"):
-        return "a sample of every kind of test; --all runs every test"
-
-
 @pytest.fixture(scope="session")
 def server():
     with ProcessServer() as server:
@@ -53,11 +50,7 @@ def server():
 @pytest.fixture
 def run(server, tmp_path):
     """Run a script; see ``ProcessServer.run``. Output folders are relative to a fresh folder."""
-
-    def run(*args, **kwargs):
-        return server.run(*args, folder=tmp_path, **kwargs)
-
-    return run
+    return functools.partial(server.run, folder=tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -67,30 +60,22 @@ def shared(tmp_path_factory):
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
-def corpus_text():
-    """A small text: the same on every machine."""
-    words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
-    state, text = 1, []
-    for _ in range(8000):
-        state = state * 48271 % 2147483647
-        text.append(words[state % len(words)])
-    return " ".join(text)
-
-
 @pytest.fixture(scope="session")
 def corpus(shared):
-    return write_once(shared / "corpus.txt", corpus_text())
+    words = "the quick brown fox jumps over a lazy dog while seven wizards box"
+    return write_once(shared / "corpus.txt", words, 8000)
 
 
 @pytest.fixture(scope="session")
 def held_out(shared):
     """Text of other words than the corpus."""
-    words = "every box of wine needs a lazy wizard and quick foxes".split()
-    text = " ".join(words[i * i % 97 % len(words)] for i in range(400))
-    return write_once(shared / "held-out.txt", text)
+    words = "every box of wine needs a lazy wizard and quick foxes"
+    return write_once(shared / "held-out.txt", words, 400)
 
 
-def write_once(path, text):
+def write_once(path, words, number):
+    """A small text: the same on every machine."""
+    text = " ".join(random.Random(1).choices(words.split(), k=number))
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(text)
     with contextlib.suppress(FileExistsError):  # a run ends if its data file is replaced

@@ -2,42 +2,36 @@
 the scripts print the counted bytes alone, since sums of so many terms teach nothing. The symbols
 are those of docs/planning.md; E is the number of experts, W the bytes of all of their weights."""
 
-import argparse
+import contextlib
+import types
+from unittest import mock
 
 import torch
 
-from common.experts import MixtureConfig, use_experts
+import ep
+import hybrid_3d
+from common.experts import use_experts
 from common.model import MAX_LOGITS, Transformer
-from common.options import at_least, option_parser, parse_options
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
 from common.services.theory import bytes_of, held
-from common.services.validation import Validation
 from pp import cost_of_head, keep_stage, split_layers
 
-
-def settings(options):
-    """The parsed options (a string) of ep.py and hybrid_3d.py; None: not given."""
-    parser = option_parser("", MixtureConfig)
-    parser.add_argument("--balance-rate", type=at_least(0, float), default=0.0)
-    for service in (Checkpoints, Validation, Report):
-        service.add_options(parser)
-    for name in ("--dp", "--cp", "--tp", "--pp", "--replicate"):
-        parser.add_argument(name, type=at_least(1), default=None if name == "--dp" else 1)
-    for name in ("--microbatches", "--ep"):
-        parser.add_argument(name, type=at_least(1))
-    for name in ("--sequence-parallel", "--reshard-after-forward"):
-        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=True)
-    return parse_options(parser, options.split())
+ABSENT = {  # options that ep.py does not have
+    "dp": None, "cp": 1, "tp": 1, "pp": 1, "replicate": 1, "microbatches": None,
+    "sequence_parallel": True, "reshard_after_forward": True,
+}
 
 
 def expected(command, n, options=""):
     """The bytes of ``parameters``, ``gradients``, ``optimizer_states`` and ``sent`` in a step, for
     one of ``n`` ranks that run a command with further ``options``; in a pipeline, of its first
     stage."""
-    script, _, own = command.partition(" ")
-    args = settings(f"{own} {options}")
-    args.ep = args.ep or (n if script == "ep.py" else 1)
+    script, *own = command.split()
+    module = ep if script == "ep.py" else hybrid_3d
+    with mock.patch.object(module, "check", side_effect=InterruptedError) as check:
+        with contextlib.suppress(InterruptedError):  # it parses its options, and checks them next
+            module.main([*own, *options.split()])
+    args = types.SimpleNamespace(**ABSENT | vars(check.call_args.args[0]))
+    args.ep = args.ep or n
     size, sent = held_and_sent(args, n)
     return {kind: size for kind, (_, size) in held("", size).items()} | {"sent": sent}
 
