@@ -8,19 +8,16 @@ lives is a missing test, or changes nothing that counts: read its line. ``--seed
 
 import argparse
 import ast
-import copy
-import os
 import pathlib
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
-SECONDS = 600  # for the tests of one fault; if they take longer, it counts as noticed
+SECONDS = "600"  # for the tests of one fault; if they take longer, it counts as noticed
 INSTEAD = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Div, ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
@@ -32,9 +29,7 @@ INSTEAD = {
 def changes(node):
     """Faults in place of ``node``, which stay as they are."""
     def changed(**values):
-        new = copy.copy(node)
-        vars(new).update(values)
-        return new
+        return type(node)(**vars(node) | values)
 
     if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in INSTEAD:
         yield changed(op=INSTEAD[type(node.op)]())
@@ -59,16 +54,14 @@ def changes(node):
 def faults(source):
     """For each fault in the text of a file: its line, the old words, the new ones, the new text."""
     text = source.encode()  # positions are in bytes
-    lines = [0]
-    for line in text.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+    starts = [0, *(match.end() for match in re.finditer(b"\n", text))]  # of the lines
     tree = ast.parse(source)
-    formatted = {id(part) for string in ast.walk(tree) if isinstance(string, ast.JoinedStr)
+    formatted = {part for string in ast.walk(tree) if isinstance(string, ast.JoinedStr)
                  for part in ast.walk(string)}  # their positions are right from Python 3.12 on
     for node in ast.walk(tree):
-        for new in changes(node) if id(node) not in formatted else ():
-            first = lines[node.lineno - 1] + node.col_offset
-            last = lines[node.end_lineno - 1] + node.end_col_offset
+        for new in changes(node) if node not in formatted else ():
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + node.end_col_offset
             old, words = text[first:last].decode(), ast.unparse(new)
             if isinstance(node, ast.expr):
                 words = f"({words})"  # it may stand on several lines, or bind less
@@ -81,20 +74,15 @@ def notice(path, text, tests):
         ignore = shutil.ignore_patterns(".git", ".venv*", ".pytest_cache", "__pycache__", "runs")
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=ignore)
         pathlib.Path(folder, path).write_text(text)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-qx", "--tb=no", *tests, f"--basetemp={folder}/out"],
-            cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return "none ends"
+        command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", f"--basetemp={folder}/out"]
+        command = ["timeout", "--signal=KILL", SECONDS, *command, *tests]  # with their processes
+        process = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT)
+    if process.returncode == -9:
+        return "none ends"
     if process.returncode > 2:  # 1: a test fails; 2: a file cannot be imported
-        raise RuntimeError(output)
-    failed = re.search(r"(?m)^(FAILED|ERROR) (\S+)", output)
+        raise RuntimeError(process.stdout)
+    failed = re.search(r"(?m)^(FAILED|ERROR) (\S+)", process.stdout)
     return failed[2] if failed else "none starts" if process.returncode else None
 
 
