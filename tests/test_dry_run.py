@@ -1,6 +1,5 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -45,23 +44,32 @@ def count(command, world_size, rank=0, nproc_per_node=8):
 
 
 def test_floating_point_operations():
-    """PaLM's count, and the scores of attention once more in the backward pass. Recomputing layers
-    is one more forward pass of each, without its last product, whose result nobody needs; selective
-    checkpointing repeats no product and no attention, and keeps more."""
-    config, T, B = dataclasses.replace(PRESETS["small"], num_hidden_layers=2), 256, 2
-    options = f"single.py --model small --num-hidden-layers 2 --seq-len {T} --batch-size {B}"
-    plain, selective, full = (count(f"{options} {more}", 1) for more in (
-        "", "--activation-checkpointing selective", "--activation-checkpointing"))
-    width = config.num_attention_heads * config.head_dim
-    palm = B * T * config.flops_per_token(T)
-    attention = B * T * config.num_hidden_layers * width * T
+    """PaLM's count, and the scores of attention once more in the backward pass; so of experts too.
+    Recomputing layers is one more forward pass of each, without its last product, whose result
+    nobody needs; selective checkpointing repeats no product and no attention, and keeps more."""
+    config, T = PRESETS["tiny"], 64
+    plain, selective, full, of_experts = (
+        count(f"{command} --batch-size 1 --seq-len {T}", 1) for command in (
+            "single.py", "single.py --activation-checkpointing selective",
+            "single.py --activation-checkpointing", "ep.py --num-experts 4 --expert-size 64"))
+    palm = T * config.flops_per_token(T)
+    attention = T * config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
     assert plain["operations"] == selective["operations"] == palm + attention
-    head = 2 * B * T * config.hidden_size * config.vocab_size
+    mixture = MixtureConfig(**vars(config) | {"num_experts": 4, "expert_size": 64})
+    assert of_experts["operations"] == T * mixture.flops_per_token(T) + attention
+    head = 2 * T * config.hidden_size * config.vocab_size
     forward = (palm - 3 * head - 6 * attention) / 3 + 2 * attention
-    last = 2 * B * T * config.num_hidden_layers * config.hidden_size * config.intermediate_size
+    last = 2 * T * config.num_hidden_layers * config.hidden_size * config.intermediate_size
     assert full["operations"] == plain["operations"] + forward - last
     most, some, least = (each["peak"]["activations"] for each in (plain, selective, full))
     assert least < some < most
+
+
+def test_operations_of_a_product_of_groups():
+    """A kernel of GPUs: each row has one expert."""
+    rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24)
+    found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
+    assert found == 2 * 10 * 16 * 24
 
 
 @pytest.fixture
@@ -112,18 +120,6 @@ def test_the_ranks_of_a_pipeline(dry_run):
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
     assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in result.output
     assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
-
-
-def test_operations_of_experts():
-    rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24)
-    found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
-    assert found == 2 * 10 * 16 * 24  # each row has one expert
-    dims, T = {"num_hidden_layers": 2, "num_experts": 4, "expert_size": 64}, 64
-    config = MixtureConfig(**vars(PRESETS["tiny"]) | dims)
-    found = count(f"ep.py --seq-len {T} --batch-size 1 --num-hidden-layers 2 --num-experts 4 "
-                  "--expert-size 64", 1)["operations"]
-    scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
-    assert found == T * (config.flops_per_token(T) + scores)  # as above
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [
