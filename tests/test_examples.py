@@ -4,7 +4,6 @@ trains what a plain loop trains."""
 import ast
 import difflib
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -31,13 +30,12 @@ from common.tokens import TokenDataset
 from examples import cp_documents as cp
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import PATIENCE, ROOT, ProcessServer
+from tests.support.processes import PATIENCE, ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_cp import results
+from tools import export
 
-HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-TRANSFORMERS = ["transformers", "transformers.models.gpt2.modeling_gpt2",
-                "transformers.models.llama.modeling_llama"]
+NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
 TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01"
 OPTIONS = f"{TRAINING} --log-every 1 --save-every 2"
 MODEL = "--hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 2"
@@ -48,31 +46,19 @@ LAST = "step-00000004"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, corpus):
+def base(once, corpus, tmp_path_factory):
     """A folder with a Llama, and with the file "lines", of documents of many lengths."""
-    folder = tmp_path_factory.mktemp("base")
+    folder = tmp_path_factory.mktemp("base") / "llama"
+    options = f"{MODEL} --num-hidden-layers {LAYERS} --seq-len 32 --batch-size 8 --steps 20"
+    export.main([str(once("single.py", 0, options).out), str(folder)])
     words = open(corpus).read().split()
     lines = "".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words))
     (folder / "lines").write_text(lines)
-    if HAS_TRANSFORMERS:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(1)
-        LlamaForCausalLM(LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=256, initializer_range=0.1,
-        )).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def transformers_server():
-    with ProcessServer(*TRANSFORMERS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def start(request, server, base, corpus, tmp_path_factory):
+def start(server, base, corpus, tmp_path_factory):
     """Run an example: ``start(name, world, options)``. Evaluations change nothing; before the step
     that is counted there is none: see ``reshard`` on torch 2.11."""
     val = "--val-every 3 --val-batches 1 --val-data"
@@ -86,12 +72,9 @@ def start(request, server, base, corpus, tmp_path_factory):
     }
 
     def start(name, world, options="", folder=None, **kwargs):
-        if name in ("fsdp_gpt2", "tp_llama", "fsdp_lora") and not HAS_TRANSFORMERS:
-            pytest.skip(f"examples/{name}.py is left out: it needs transformers; "
-                        "pip install -r examples/requirements.txt")
-        imports = name in ("fsdp_gpt2", "tp_llama")
-        chosen = request.getfixturevalue("transformers_server") if imports else server
-        return chosen.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
+        if name in NEEDS:
+            pytest.importorskip(NEEDS[name], reason="pip install -r examples/requirements.txt")
+        return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
                           folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
     return start
@@ -180,13 +163,13 @@ OTHERWISE = {"check": "$^", "shard": "def |SettingError|comes at once",
              "llama_plan": "kwarg_layouts|lm_head"} | dict.fromkeys((
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
-MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
+OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
          r"dataset = |micro_loss =|theory")
 OF_MAIN = {
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
-    "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{MODEL}|loss [+]=",
-    "fsdp_gpt2": rf"{MODEL}|timeout|units|norm,|buffers|compare_calls|reshard\(",
-    "ddp_convnet": rf"{MODEL}|optimi|decay|buckets|learning_rate|for i,",
+    "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
+    "fsdp_gpt2": rf"{OWN_MODEL}|timeout|units|norm,|buffers|compare_calls|reshard\(",
+    "ddp_convnet": rf"{OWN_MODEL}|optimi|decay|buckets|learning_rate|for i,",
     "trainer_fsdp": "loss|batch|norm",
 }
 

@@ -54,13 +54,7 @@ class Result:
 
 
 class ProcessServer:
-    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``
-
-    ``modules``: the names of further modules to import once, in the server.
-    """
-
-    def __init__(self, *modules):
-        self.modules = modules
+    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``"""
 
     def __enter__(self):
         environment = os.environ | {
@@ -68,7 +62,7 @@ class ProcessServer:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # as run.sh does
         }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *self.modules], cwd=ROOT, env=environment, text=True,
+            [sys.executable, __file__], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         return self
@@ -123,7 +117,7 @@ MODULES = (
 
 
 def serve():
-    for module in [*MODULES, *sys.argv[1:]]:
+    for module in MODULES:
         importlib.import_module(module)
     for finalizer in list(weakref.finalize._registry):  # torch's, of operators: 60 ms in each rank
         finalizer.atexit = False
