@@ -10,8 +10,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -30,7 +28,7 @@ from common.tokens import TokenDataset
 from examples import cp_documents as cp
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import PATIENCE, ROOT
+from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_cp import results
 from tools import export
@@ -164,7 +162,7 @@ OTHERWISE = {"check": "$^", "shard": "def |SettingError|comes at once",
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
 OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
-         r"dataset = |micro_loss =|theory")
+             r"dataset = |micro_loss =|theory")
 OF_MAIN = {
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
@@ -189,17 +187,14 @@ def test_what_an_example_has_copied_is_as_in_its_script():
         for original in filter(pathlib.Path.exists, (ROOT / script, ROOT / "examples" / script)):
             own, original = parts(path.read_text()), parts(original.read_text())
             for name in own.keys() & original.keys():
-                if name == "main":
-                    changes = difflib.unified_diff(
-                        *(part[name].splitlines() for part in (original, own)), n=0)
-                    other = [line for line in changes if re.match(r"-(?!-).*\w", line)
-                             and not re.search(OF_MAIN[path.stem], line)]
-                else:
-                    other = [line for line in own[name].splitlines()
-                             if line not in [*original[name].splitlines(), "    ])"]
-                             and not re.search(OTHERWISE.get(name, "$^"), line)]
-                    assert name in OTHERWISE or own[name] == original[name], (path, name)
+                sign, expected = (("-", OF_MAIN[path.stem]) if name == "main" else
+                                  ("+", OTHERWISE.get(name, "$^")))
+                texts = original[name].splitlines(), own[name].splitlines()
+                other = [line for line in list(difflib.unified_diff(*texts, n=0))[2:]
+                         if line[0] == sign and re.search(r"\w", line)
+                         and not re.search(expected, line)]
                 assert not other, path
+                assert name in ("main", *OTHERWISE) or own[name] == original[name], (path, name)
                 copied.append(name)
     assert len(copied) > 40
 
@@ -343,8 +338,6 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
         assert torch.equal(found, tensor.to(found.dtype)) and ".lora_" in name and tensor.any()
 
 
-# cp_documents.py
-
 @on_ranks(2)
 def test_attention_within_documents(mesh, rank):
     """Outputs and gradients are those of each document by itself. Rank 0 has positions 0 to 2 and 9
@@ -370,9 +363,6 @@ def test_attention_within_documents(mesh, rank):
             torch.testing.assert_close(x, y[:, :, positions[rank]], rtol=0, atol=1e-12)
 
 
-# Others
-
-
 @thorough
 def test_the_trained_llama_is_exported(start, tmp_path):
     result = start("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
@@ -384,16 +374,10 @@ def test_the_trained_llama_is_exported(start, tmp_path):
 
 
 @thorough
-def test_the_trainer_and_the_same_with_fsdp():
-    """As a user starts them: without PYTHONPATH."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m examples.trainer_fsdp"
-    curves = []
-    for command in ("examples.trainer", torchrun):
-        output = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, text=True,
-                                env=environment, check=True, stdout=subprocess.PIPE,
-                                timeout=PATIENCE).stdout
-        curves.append(torch.tensor([[float(word) for word in line.split()[3::2]]
-                                    for line in output.splitlines()]))
-    assert curves[0].shape == (20, 2)
-    torch.testing.assert_close(*curves, rtol=0, atol=1e-6)
+def test_the_trainer_and_the_same_with_fsdp(run):
+    one, two = (
+        torch.tensor([[float(word) for word in line.split()[3::2]] for line in result.lines])
+        for result in (run("examples/trainer.py", 0, pass_out=False),
+                       run("examples/trainer_fsdp.py", 2, pass_out=False)))
+    assert one.shape == (20, 2)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-6)

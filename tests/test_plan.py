@@ -32,9 +32,6 @@ def step(*phases):
     return {"peak": {"in all": max(phases)[0]}, "phases": found, "collectives": []}
 
 
-# Models that are deep
-
-
 @thorough
 @pytest.mark.parametrize("command, stages, layers", [
     ("fsdp.py --replicate 2 --grad-accum 2", 1, 16),
@@ -107,9 +104,6 @@ def test_where_there_is_a_line(phases, exact, peak):
     assert not plan.is_line(first, second, third | {"collectives": [{"calls": 1}]}, (2, 3, 4))
 
 
-# What is tried
-
-
 @pytest.mark.parametrize("memory, link, rows, expected", [
     (74, None, [""], [(1, False)]),
     (42, None, [" --grad-accum 2"], [(1, False), (2, False)]),
@@ -169,15 +163,15 @@ def test_strategies_and_why_not():
     def commands(*words, **more):
         return [strategy.command for strategy in plan.strategies(*words, **more)[0]]
 
+    tried, left_out = plan.strategies(16, 8, 16, 8192, 32)
+    assert plan.Strategy("tp.py", 1) in tried
+    assert plan.Strategy("pp.py --schedule zerobubble", 1, 16, 32) in tried
+    assert left_out["--tp beyond the 8 devices of a machine"] == 1
     found = commands(16, 8, 16, 8192, 32)
     assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --tp 8 --pp 2",
             "hybrid_3d.py --cp 2"} < set(found)
     assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
-    tried = plan.strategies(16, 8, 16, 8192, 32)[0]
-    assert plan.Strategy("tp.py", 1) in tried
-    assert plan.Strategy("pp.py --schedule zerobubble", 1, 16, 32) in tried
     assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
-    assert plan.strategies(16, 8, 16, 8192, 32)[1]["--tp beyond the 8 devices of a machine"] == 1
     # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each
     found = commands(16, 8, 12, 4096, 32)
     assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
@@ -187,9 +181,6 @@ def test_strategies_and_why_not():
     assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
     assert commands(8, 8, 8, 128, 4, experts=12)[:4] == [
         "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 4"]
-
-
-# The whole tool
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):

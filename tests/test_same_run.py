@@ -84,9 +84,6 @@ def saved(row, run):
         tensors = {name.replace("replica0.", ""): tensor for name, tensor in tensors.items()}
     assert_near(tensors, others)
     assert len(tensors) == 4 * TENSORS
-    for name, tensor in tensors.items():
-        if name.endswith("exp_avg"):
-            assert tensor.norm() > 1e-5, name
 
 
 def resumed(row, run):
@@ -166,17 +163,15 @@ def expected_collectives(row):
         return {"all-gather": calls + 2 * a * LAYERS * again,
                 "reduce-scatter": calls + a * LAYERS * again, "all-reduce": a * numbers + 2}
     if row.script == "cp.py":
-        attention = row.command.partition("--attention ")[2].split()[:1] or ["ring"]
         passes, times = 3 if again else 2, a * LAYERS
         return {"all-reduce": TENSORS} | {
             "ring": {"send": times * (passes + 1) * (n - 1)},
             "ulysses": {"all-to-all": times * passes * 4},
             "allgather": {"all-gather": times * passes, "reduce-scatter": times},
-        }[attention[0]]
+        }[row.option("--attention", "ring")]
     if row.script == "pp.py":
-        schedule = row.command.partition("--schedule ")[2].split()[0]
         borders = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(
-            schedule, 2 * row.option("--stages-per-rank", 2) - 1
+            row.option("--schedule", "1f1b"), 2 * row.option("--stages-per-rank", 2) - 1
         )  # of rank 0 to stages on other ranks
         return {"send": borders * a * row.option("--microbatches", 2 * n), "all-reduce": 1}
 

@@ -42,8 +42,8 @@ class Row:
         return f"{words}{chunks}-{self.dtype}-on-{self.world}"
 
     def option(self, name, otherwise=1):
-        words = self.command.split()
-        return int(words[words.index(name) + 1]) if name in words else otherwise
+        value = self.command.partition(f"{name} ")[2].split()[:1]
+        return type(otherwise)(*value) if value else otherwise
 
     def run(self, once):
         inject = f"{self.inject}; resumed([], step=2)" if self in EXACT else self.inject
