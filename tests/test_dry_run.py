@@ -48,10 +48,11 @@ def test_floating_point_operations():
     Recomputing layers is one more forward pass of each, without its last product, whose result
     nobody needs; selective checkpointing repeats no product and no attention, and keeps more."""
     config, T = PRESETS["tiny"], 64
-    plain, selective, full, of_experts = (
-        count(f"{command} --batch-size 1 --seq-len {T}", 1) for command in (
-            "single.py", "single.py --activation-checkpointing selective",
-            "single.py --activation-checkpointing", "ep.py --num-experts 4 --expert-size 64"))
+    commands = ("single.py", "single.py --activation-checkpointing selective",
+                "single.py --activation-checkpointing", "ep.py --num-experts 4 --expert-size 64")
+    with tool.threads() as pool:
+        plain, selective, full, of_experts = pool.map(
+            lambda command: count(f"{command} --batch-size 1 --seq-len {T}", 1), commands)
     palm = T * config.flops_per_token(T)
     attention = T * config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
     assert plain["operations"] == selective["operations"] == palm + attention

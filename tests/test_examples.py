@@ -81,8 +81,7 @@ def start(server, base, corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def example(start):
     """The same, each run once."""
-    run = functools.cache(start)
-    return lambda name, world, options: run(name, world, " ".join(options.split()))
+    return functools.cache(start)
 
 
 RUNS = [  # an example, ranks, its model, other options
@@ -104,8 +103,8 @@ def test_follows_one_process(example, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""
     cut = 2 * world if name == "ddp_convnet" else 2
-    expected = example(name, 1, f"{model} --grad-accum {cut}")
-    found = example(name, world, f"{model} --grad-accum 2 {more}")
+    expected = example(name, 1, f"--grad-accum {cut} {model}".strip())
+    found = example(name, world, f"--grad-accum 2 {model} {more}".strip())
     assert len(expected.curve()) == 4
     evaluated = name not in ("fsdp_gpt2", "ddp_convnet")
     for names in (["loss", "grad_norm"], ["val_loss"])[:1 + evaluated]:
@@ -133,9 +132,7 @@ def holds_and_sends(summary, name, layers, shards):
     assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
 
 
-RESUMES = [
-    "fsdp_muon", "fsdp_lora", "fsdp_gpt2", "ddp_convnet", "tp_llama", "cp_documents",
-]
+RESUMES = ["fsdp_muon", "fsdp_lora", "fsdp_gpt2", "ddp_convnet", "tp_llama", "cp_documents"]
 
 
 @pytest.mark.parametrize("name", sampled(RESUMES, RESUMES[:1]))
