@@ -98,9 +98,10 @@ def test_a_part_of_an_initial_weight(monkeypatch):
 
 
 def test_only_matrices_decay():
-    groups = decay_groups(Transformer(CONFIG).parameters(), 0.1)
+    """Also those of experts, which are stacked."""
+    groups = decay_groups([*Transformer(CONFIG).parameters(), torch.empty(2, 3, 4)], 0.1)
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [
-        (0.1, {2}), (0.0, {1})]
+        (0.1, {2, 3}), (0.0, {1})]
 
 
 def test_the_loss_of_rounded_logits_is_not_rounded():
