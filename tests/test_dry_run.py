@@ -151,7 +151,7 @@ def test_it_reads_no_weights(dry_run, tmp_path):
     config = vars(PRESETS["tiny"]) | {"model_type": "llama", "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     os.mkfifo(tmp_path / "model.safetensors")
-    words = ["--rank", 0, 2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path]
+    words = [2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path]
     assert dry_run(*words)[0].ok
 
 
