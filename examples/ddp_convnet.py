@@ -96,7 +96,8 @@ def main(argv=None):
     checkpoints.finish()
     history = report.close()
     images, labels = bars(400, args.seed + 1, args.param_dtype)[sampler.rank :: n]
-    right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()
+    logits = replica.eval()(images.to(device))  # DDP: with the statistics of rank 0
+    right = (logits.argmax(-1) == labels.to(device)).sum()
     dist.all_reduce(right)
     if sampler.rank == 0:
         print(f"accuracy on the held-out set: {right.item() / 400:.3f}")

@@ -19,10 +19,10 @@ from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_same_run import assert_near, furthest
 from tools.export import export
 
-T, B, STEPS, H, R = 24, 16, 8, 3, 2
+T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
          f"--num-key-value-heads 2 --seq-len {T} --batch-size {B} --dtype float64")
-OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01"
+OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01 --seed {SEED}"
 # Steps 4 and 8 are between two meetings.
 WHOLE = f"{OPTIONS} --save-every 4 --grad-accum 2 --no-reshard-after-forward"
 COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
@@ -37,7 +37,7 @@ def whole(once):
 def make_model():
     with torch.device("meta"):
         model = Transformer(ModelConfig(256, 32, 48, 2, 4, 2)).double()
-    materialise(model, torch.device("cpu"), 0)
+    materialise(model, torch.device("cpu"), SEED)
     return model
 
 
@@ -50,8 +50,8 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, monkeypatch):
     dataset, models = TokenDataset(corpus, T, "auto", 256), [make_model() for _ in range(R)]
     optimizers = [torch.optim.AdamW(decay_groups(model.parameters(), 0.1), 0.01, (0.9, 0.95))
                   for model in models]
-    shares = [iter(BatchSampler(len(dataset), B, stop=STEPS, rank=replica, world_size=R))
-              for replica in range(R)]
+    shares = [iter(BatchSampler(len(dataset), B, seed=SEED, stop=STEPS, rank=i, world_size=R))
+              for i in range(R)]
     common = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in common.items()}
     curve = []

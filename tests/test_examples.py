@@ -34,7 +34,7 @@ from tests.test_cp import results
 from tools import export
 
 NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
-TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01"
+TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01 --seed 3"
 OPTIONS = f"{TRAINING} --log-every 1 --save-every 2"
 MODEL = "--hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 2"
 DOCUMENTS = f"--seq-len 48 {MODEL} --num-hidden-layers 2"
@@ -130,6 +130,15 @@ def holds_and_sends(summary, name, layers, shards):
     assert held == {kind: theory[kind] for kind in held} and min(held.values()) > 0
     norms = 2 * tensors * 8 * (shards - 1) / shards
     assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
+
+
+@thorough
+def test_the_accuracy_of_the_convnet(start):
+    """Each rank's BatchNorm has seen other images. All evaluate with the same statistics, also if
+    no save has made them the same."""
+    saved, unsaved = (start("ddp_convnet", 4, f"--lr 1 --batch-size 4 --save-every {every}")
+                      for every in (2, 0))
+    assert unsaved.lines[-1] == saved.lines[-1] and "accuracy" in saved.lines[-1]
 
 
 RESUMES = ["fsdp_muon", "fsdp_lora", "fsdp_gpt2", "ddp_convnet", "tp_llama", "cp_documents"]

@@ -26,7 +26,7 @@ from tools import export
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
 TRAINING = ("--seq-len 16 --batch-size 16 --steps 4 --log-every 1 --warmup-steps 1 --lr 0.02 "
-            "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 3 --val-batches 1")
+            "--grad-clip 0.5 --save-every 2 --seed 3 --val-data {val} --val-every 3 --val-batches 1")
 OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01"
 BALANCED = "--experts-per-token 8"  # each token goes to all experts
 NAMES = "loss", "grad_norm", "busiest_expert"
