@@ -39,12 +39,11 @@ UNEVEN = """ignored(); after(common.materialise, 'materialise', lambda _, model,
 SIX = "--num-experts 6"
 # The head is more than a layer: the last of 2 stages has the head alone.
 NARROW = f"{SIX} --expert-size 8"
-SAMPLE = [("ep.py --ep 1 --grad-accum 2", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2),
-          ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 2)]
+SAMPLE = [("ep.py --ep 1 --no-reshard-after-forward --grad-accum 2", 2),
+          (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2), ("hybrid_3d.py --tp 2 --ep 2", 4)]
 ROWS = [
-    *SAMPLE, ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 4),
+    *SAMPLE, ("ep.py --ep 1 --grad-accum 2", 2), ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 2),
     ("ep.py", 4), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
-    ("ep.py --ep 2 --no-reshard-after-forward --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4),
     (f"hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW}", 4),
     ("hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2", 16),

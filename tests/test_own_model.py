@@ -217,6 +217,10 @@ def test_a_plan_reaches_all_of_the_model(mesh):
     model = Net()
     model.blocks[1][0].weight = model.embed.weight
     refused("embed.weight and blocks.1.0.weight are tied: .* both alike", PLAN, model)
+    model = Net()
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    tp.parallelize(model, mesh, PLAN)
+    assert model.blocks[1][0].weight is model.blocks[0][0].weight
     model = nn.Sequential(nn.LayerNorm(4).requires_grad_(False))
     tp.parallelize(model, mesh, {"0": SequenceParallel()})  # which thaws it
     assert not any(parameter.requires_grad for parameter in model.parameters())
