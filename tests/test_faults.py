@@ -112,19 +112,20 @@ def test_output_never_ends_a_run(run, once, corpus, inject, said):
 
 
 @pytest.mark.parametrize("command, world, name, options", sampled(SIGNALS := [
-    ("ddp.py", 2, "SIGINT", "--async-save"), ("single.py", 0, "SIGUSR1", "--save-every 0"),
-    ("pp.py", 2, "SIGTERM", ""), ("hybrid_3d.py --tp 2", 2, "SIGTERM", ""),
+    ("ddp.py", 2, "SIGTERM", "--async-save --workers 1"),
+    ("single.py", 0, "SIGUSR1", "--save-every 0"),
+    ("pp.py", 2, "SIGINT", ""), ("hybrid_3d.py --tp 2", 2, "SIGTERM", ""),
 ], SIGNALS[:2]))
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
     """They end with status 0; the same command goes on to the same end. A launcher may deliver the
-    signal twice, to a process and to its group. One that is ignored, as by nohup, stays so."""
+    signal twice, and to data workers too. One that is ignored, as by nohup, stays so."""
     options = f"{OPTIONS} --data {corpus} {options}"
     ignored = "SIGINT" if name == "SIGTERM" else "SIGTERM"
     result = run(command, world, options, inject=(
         # A shell that starts the tests in the background lets them ignore SIGINT.
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"
         f"signal.signal(signal.{ignored}, signal.SIG_IGN); at(2, signal_self, '{ignored}')\n"
-        + 2 * f"at(4, signal_self, '{name}', on={max(world - 1, 0)})\n"))
+        + 2 * f"at(4, os.killpg, 0, signal.{name}, on={max(world - 1, 0)})\n"))
     if "--save-every 0" in options:
         assert re.fullmatch("stopped after step [45] of 8, and not saved", result.lines[-1])
         assert steps(result.out) == []
