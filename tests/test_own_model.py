@@ -130,7 +130,8 @@ def test_each_parameter_group_keeps_its_own_rate():
             yield [group["lr"] for each in optimizers for group in each.param_groups]
 
     found, low = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4))
-    assert found[2] == [0.02, 3e-4, 1e-3] and found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
+    assert found[2] == found[3] == [0.02, 3e-4, 1e-3] == pytest.approx(low[3])
+    assert found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
     for one, two, three in found + low:
         assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
     assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
