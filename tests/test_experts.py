@@ -138,9 +138,12 @@ def test_experts_sum_gradients_in_float32(trained):
     ("ep.py --dtype float64", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4),
     (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
 ], RUNS[:1]))
-def test_bytes_are_exact_if_routing_is_balanced(once, command, n):
-    options = f"{OPTIONS} {BALANCED} --steps 3 --save-every 0 --val-every 9"
-    holds_and_sends(once(command, n, options), command, n, options)
+def test_bytes_are_exact_if_routing_is_balanced(once, tmp_path, command, n):
+    options = f"{OPTIONS} {BALANCED} --steps 3 --val-every 9"
+    result = once(command, n, options)
+    holds_and_sends(result, command, n, options)
+    export.export(result.out / "step-00000003", tmp_path / "exported")  # all biases are 0
+    assert read_config(tmp_path / "exported").expert_size == 24
 
 
 @on_ranks(2)

@@ -250,7 +250,7 @@ def test_machine_1_of_two(tmp_path, variables, port):
     output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python",
                           PATH=f"{tmp_path}:{os.environ['PATH']}", **variables))
     for words in ("GLOO_SOCKET_IFNAME=wire", "--nnodes=2", f"--rdzv-endpoint=host0:{port}",
-                  "--rdzv-conf=is_host=0", "--local-addr=~00001"):
+                  "--rdzv-conf=is_host=0", "--local-addr=~00001", "--max-restarts=0"):
         assert f" {words}" in output, output
 
 

@@ -178,7 +178,8 @@ def test_strategies_and_why_not():
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
-    """In a file; a file that was not written to its end, or cannot be written, does no harm."""
+    """In a file, of these sources; a file that was not written to its end, or cannot be written,
+    does no harm."""
     calls = []
     monkeypatch.setattr(plan.dry_run, "count_apart", lambda *job: calls.append(job) or {"sent": 1})
 
@@ -193,6 +194,8 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
     path.write_text('{"se')
     assert [cached(new), cached(new), cached(path)] == [2, 2, 3]
     assert [cached(new, "ddp.py"), cached(new, "ddp.py")] == [4, 4]
+    monkeypatch.setattr(plan, "sources", lambda: "of another version")
+    assert cached(new) == 5
 
 
 def test_a_plan(monkeypatch, capsys, tmp_path):

@@ -190,6 +190,7 @@ def hash_again(folder):
 
 # Pickles that call a function when they are read
 SYSTEM = b"cposix\nsystem\n(S'touch ran'\ntR."  # os.system("touch ran")
+LOAD = b"ctorch.serialization\nload\n(S'x'\ntR."  # torch.serialization.load("x")
 GETATTR = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR."  # getattr(torch.Size, "mro")
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
@@ -201,6 +202,7 @@ DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the
         folder.with_name("step-00000001"), folder)), "was saved after step 1"),
     # What a stranger could write, with hashes that fit
     ("", lambda folder: write_index(folder, SYSTEM), "posix.system"),
+    ("", lambda folder: write_index(folder, LOAD), "torch.serialization.load"),
     ("", lambda folder: write_index(folder, GETATTR), "for getattr of"),
     ("", lambda folder: write_index(folder, pickle.dumps(BytesStorageMetadata())), "BytesStorage"),
 ]
