@@ -106,7 +106,7 @@ def apart(kind, step, name, mean=1, total=1):
     """Two ranks hold different copies of a parameter; their mean and their total are so wrong."""
     def edit(lines):
         recorded = lines[step][kind][name]
-        recorded["ranks"], recorded["sums"][0] = "[0] and [1]", 1.0
+        recorded["ranks"], recorded["sums"][0] = "[0] and [1]", 1e-5
         for first, by in (3 + K, mean), (3 + 2 * K, total):
             recorded["sums"][first : first + K] = [by * x for x in recorded["sums"][3 : 3 + K]]
     return edit
