@@ -36,7 +36,7 @@ SAMPLE = [
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
     # Some ranks use no part of the head that others use.
     (f"fsdp.py {ACCUMULATE}", HEADS, "FAILED     rank 1 calls lm_head.parts."),
-    (f"zero.py {ACCUMULATE}", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
+    (f"zero.py {ACCUMULATE} --val-data {ROOT}/README.md", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
     # It records shards, under both names.

@@ -53,7 +53,7 @@ DEFAULTS = {
     "vocab_size": 264, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "expert_size": 24,
     "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "replicas": 1, "save_every": 0,
-    "val_every": 0, "timeout": 60,
+    "timeout": 60,
 }
 
 
