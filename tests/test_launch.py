@@ -154,14 +154,15 @@ os.write(1, f"{[*map(os.environ.get, names), *sys.argv[1:]]}\\n".encode())
 
 def test_what_run_sh_starts(tmp_path):
     """Arguments arrive as they are, and the command that it shows can be typed. A script uses the
-    common/ beside it, or that of this repository. Nothing imports from the working folder."""
+    common/ beside it, or that of this repository. Nothing imports from the working folder. Without
+    GPUs and NPROC there are two processes."""
     for name in ("json", "re", "socket", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     words = ["two words", "$HOME", "--max-restarts=9"]
     for folder, path in (("code", f"{ROOT}:mine"), ("code/common", "mine")):
         (tmp_path / folder).mkdir()
         (tmp_path / "code" / "show.py").write_text(SHOW)
-        shown, *lines = finish(start([*RUN, "code/show.py", *words], tmp_path, NPROC="2",
+        shown, *lines = finish(start([*RUN, "code/show.py", *words], tmp_path, NPROC="",
                                      PYTHONPATH="mine")).splitlines()
         assert sorted(lines) == [str([rank, "2", "127.0.0.1", path, *words]) for rank in "01"]
         assert shlex.split(shown)[-4:] == ["code/show.py", *words]

@@ -69,6 +69,7 @@ single 0 --lr '' | --lr: ... ''
 single 0 --beta2 1 | --beta2: 1 ... most
 single 0 --unknown | --unknown
 single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
+single 0 --lr 0.1 --min-lr 0.1 | it starts
 single 0 --num-hidden-layers 10001 | num_hidden_layers ... 10001 ... at most 10000
 single 0 --head-dim 7 | head_dim 7 ... odd
 single 0 --num-attention-heads 7 | 7 does not divide hidden_size 128
@@ -126,7 +127,7 @@ pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 
 pp 4 --schedule loopedbfs --stages-per-rank 2 | 4 ranks x 2 stages are 8, but 4 layers
 pp 2 --schedule zerobubble --microbatches 5 --batch-size 20 | multiple of 2, such as 4 or 6
 pp 2 --microbatches 5 | --batch-size 16 ... 5 micro-batches: use a multiple of 5
-pp 2 --schedule zbv --stages-per-rank 2 --compile | --compile with --schedule zbv
+pp 2 --schedule zerobubble --compile | --compile with --schedule zerobubble
 pp 2 --schedule zerobubble --activation-checkpointing | -checkpointing with --schedule zerobubble
 hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3

@@ -60,6 +60,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
     ("fsdp.py --replicate 3 --grad-accum 2", 3),
+    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ulysses --grad-accum 2", 2),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
@@ -84,7 +85,6 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     ("fsdp.py --replicate 2 --grad-accum 2", 4),
     ("tp.py --grad-accum 2", 1),
     (f"tp.py {SELECTIVE}", 4),
-    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ring", 1),
     (f"cp.py --attention ring {SELECTIVE}", 3),
     (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
