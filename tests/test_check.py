@@ -49,6 +49,8 @@ NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model
 ROWS = SAMPLE + [
     (f"fsdp.py {ACCUMULATE}", [*HEADS, NO_CHECK_OF_CALLS],
      "FAILED     rank . ends by SIGABRT: .*mismatch"),
+    ("pp.py --num-hidden-layers 4", [("    dist.all_reduce(total, group=group)\n", "")],
+     "DIFFERENT  step 0: clipping"),
     ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
     (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),

@@ -94,17 +94,22 @@ def test_ranks_that_differ(folder, rank):
 
 @on_ranks(2)
 def test_each_file_has_one_writer(folder, rank):
-    """Also after each rank has saved the same tensors alone."""
+    """Also after each rank has saved the same tensors alone. One rank compares its hash."""
+    def of_all_ranks(names):
+        return [name for own in checkpoint.gather(names, dist.group.WORLD) for name in own]
+
     weight = nn.Parameter(torch.zeros(2))
     with mock.patch.object(dist, "is_initialized", lambda: False):
         checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
-    writers = []
+    writers, checkpoints = [], checkpoints_of(folder / "both", {"weight": weight})
+    checkpoints.resume()
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
             writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
-        checkpoints_of(folder, {"weight": weight}).save(1)
-    written = [name for names in checkpoint.gather(list(writers[0].sums), dist.group.WORLD)
-               for name in names]
-    assert len(written) == len(set(written)) == 1, written
+        checkpoints.save(1)
+    (written,) = of_all_ranks(list(writers[0].sums))
+    with mock.patch.object(checkpoint_files, "hash_of", wraps=checkpoint_files.hash_of) as hash_of:
+        checkpoints_of(folder / "both", {"weight": weight}).resume()
+    assert of_all_ranks([call.args[0].name for call in hash_of.call_args_list]).count(written) == 1
 
 
 @on_ranks(2)

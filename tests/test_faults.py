@@ -20,7 +20,7 @@ COMMANDS = [
 
 LOST = "a collective of rank 0 failed ... another process has ended ... --timeout"
 NOT_SAVED = "step 6 is not saved ... is not finite: lower --lr"
-NOT_WRITTEN = "step 6 could not be written to ... File too large ... make room"
+NOT_WRITTEN = "could not be written to ... File too large ... make room"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on={})"
 STAGES_RETURN = ("changed(common.model.Transformer, 'forward', "
                  "lambda x, *_, **__: {} if x.ndim else x)")  # all stages but the last
@@ -55,9 +55,13 @@ FAULTS = [
     # A second signal, a second later, ends the run at once
     ("single.py", 0, "", "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 1.1); "
      "at(2, signal_self, 'SIGTERM')", "", []),
+    # Ctrl-C before the first step ends it at once too
+    ("single.py", 0, "", "signal.signal(signal.SIGINT, signal.default_int_handler); "
+     "before(common.materialise, 'materialise', lambda *_: signal.raise_signal(signal.SIGINT))",
+     "", []),
     # A disk that is full, a file that cannot be written
     ("ddp.py", 2, "", FULL_DISK.format(0), NOT_WRITTEN, [3]),
-    ("ddp.py", 2, "--async-save --save-every 6", FULL_DISK.format(1), NOT_WRITTEN, []),
+    ("ddp.py", 2, "--async-save --save-every 8", FULL_DISK.format(1), NOT_WRITTEN, []),
     ("single.py", 0, "", "at(5, os.remove, 'out/metrics.jsonl')",
      "metrics.jsonl cannot be written (No such file", [3]),
     # Data workers that cannot start, or die, or find other data

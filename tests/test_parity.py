@@ -425,7 +425,7 @@ FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
 
 
 @pytest.mark.parametrize("name, text, expected", [
-    ("no-such-file", "", "No such file"), ("one", "", "are the same file"),
+    ("no-such-file", "", "No such file"), ("./one", "", "are the same file"),
     ("cut", f'{FIRST}{{"step": 0}}\n{{"st', "line 3 is cut"),
     ("notes.md", "# Notes\n", "record it again"),
     ("crashed", FIRST, "did the run crash before its first record"),
@@ -435,7 +435,7 @@ def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
     if text:
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "one"), str(tmp_path / name)])
+        main([str(tmp_path / "one"), os.path.join(tmp_path, name)])
     assert end.value.code == 2 and expected in " ".join(capsys.readouterr().err.split())
     if name == "notes.md":  # nor is it replaced
         with pytest.raises(ValueError, match="notes.md exists, and is no recording: name another"):

@@ -190,7 +190,9 @@ def peaks(row, run):
     """Parameters and gradients: how many units are whole at a time."""
     found, n, a = run(row).summary["peak"], row.world or 1, row.option("--grad-accum")
     parameters, gradients = found["parameters"], found["gradients"]
-    if row.script in WHOLE:
+    if row.script == "cp.py":
+        assert parameters == P
+    elif row.script in WHOLE:
         assert parameters == P
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
         # an earlier micro-batch is freed at once.
@@ -223,7 +225,7 @@ def claims_of(row):
         yield compiled
     if row in EXACT + LOOSE and row.world in (2, 4) and row.script != "hybrid_3d.py":
         yield collectives
-    if row in EXACT and row.script in WHOLE + SHARDED and row.world in (0, 2, 4):
+    if row in EXACT and row.script in (*WHOLE, *SHARDED, "cp.py") and row.world in (0, 2, 4):
         yield peaks
 
 
