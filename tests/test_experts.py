@@ -26,8 +26,8 @@ from tools import export
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
 TRAINING = ("--seq-len 16 --batch-size 16 --steps 4 --log-every 1 --warmup-steps 1 --lr 0.02 "
-            "--grad-clip 0.5 --save-every 2 --seed 3 --val-data {val} --val-every 3 --val-batches 1")
-OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01"
+            "--grad-clip 0.5 --save-every 2 --val-data {val} --val-every 3 --val-batches 1")
+OPTIONS = f"{MODEL} {TRAINING} --balance-rate 0.01 --seed 3"
 BALANCED = "--experts-per-token 8"  # each token goes to all experts
 NAMES = "loss", "grad_norm", "busiest_expert"
 AGAIN = "--activation-checkpointing"
@@ -41,7 +41,7 @@ SIX = "--num-experts 6"
 NARROW = f"{SIX} --expert-size 8"
 SAMPLE = [("ep.py --ep 1 --no-reshard-after-forward --grad-accum 2", 2),
           (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2),
-          ("hybrid_3d.py --replicate 2 --tp 2 --ep 2", 4)]
+          ("hybrid_3d.py --tp 2 --ep 2", 2), ("hybrid_3d.py --replicate 2", 2)]
 ROWS = [
     *SAMPLE, ("ep.py --ep 1 --grad-accum 2", 2), ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 4),
     ("ep.py", 4), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),

@@ -160,12 +160,12 @@ def test_what_run_sh_starts(tmp_path):
     for name in ("json", "re", "socket", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     words = ["two words", "$HOME", "--max-restarts=9"]
-    for folder, path in (("code", f"{ROOT}:mine"), ("code/common", "mine")):
+    for folder, path, nproc in (("code", f"{ROOT}:mine", ""), ("code/common", "mine", "2")):
         (tmp_path / folder).mkdir()
         (tmp_path / "code" / "show.py").write_text(SHOW)
-        process = start([*RUN, "code/show.py", *words], tmp_path, NPROC="", PYTHONPATH="mine")
+        process = start([*RUN, "code/show.py", *words], tmp_path, NPROC=nproc, PYTHONPATH="mine")
         shown, *lines = finish(process).splitlines()
-        assert process.returncode == (folder == "code/common")
+        assert process.returncode == (nproc == "2")
         assert sorted(lines) == [str([rank, "2", "127.0.0.1", path, *words]) for rank in "01"]
         assert shlex.split(shown)[-4:] == ["code/show.py", *words]
     output = finish(start([*RUN, "prepare", "--help"], tmp_path))
