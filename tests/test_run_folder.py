@@ -225,9 +225,13 @@ def test_damage(out, tmp_path, monkeypatch, name, change, words):
 
 
 def test_no_older_one(out):
+    """A checkpoint is older by its number, not by its name."""
     flip_a_bit(out / "step-00000001" / DATA)
+    for name in ("step-99999999", "step-100000000"):
+        (out / name).mkdir()
     with pytest.raises(SettingError, match="no older checkpoint: start a new run"):
         start(out, step=1)
+    assert checkpoint_files.older_checkpoint(out / "step-100000000").name == "step-99999999"
 
 
 def test_an_index_that_another_python_has_written(out, monkeypatch):

@@ -50,7 +50,8 @@ def step_of(checkpoint):
 
 def older_checkpoint(checkpoint):
     """The newest checkpoint before ``checkpoint`` in its run folder, or None."""
-    older = [path for path in list_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
+    older = [path for path in list_checkpoints(checkpoint.parent)
+             if step_of(path) < step_of(checkpoint)]
     return older[-1] if older else None
 
 
