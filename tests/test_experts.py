@@ -130,6 +130,8 @@ def test_experts_sum_gradients_in_float32(trained):
     """Also with --dtype bfloat16: half as many bytes are reduced as in float64."""
     found, wide = (trained(*SAMPLE[0], dtype) for dtype in ("bfloat16", "float64"))
     assert furthest(found.curve("loss"), wide.curve("loss")) < 0.05
+    apart = [trained(*SAMPLE[1], dtype).curve("loss") for dtype in ("bfloat16", "float64")]
+    assert furthest(*apart) < 0.05
     reduced, doubled = ([each["bytes"] for each in run.summary["collectives"]
                          if each["collective"] == "reduce-scatter"] for run in (found, wide))
     assert [2 * size for size in reduced] == doubled and sum(reduced) > 0
