@@ -78,7 +78,7 @@ single 0 --model nowhere | --model nowhere ... choose from tiny, small ... confi
 single 0 --model file | file cannot be read (JSONDecodeError
 single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
-single 0 --resume-from 2 --no-resume | --no-resume with --resume-from 2
+single 0 --resume-from 0 --no-resume | --no-resume with --resume-from 0
 single 0 --out '' | --out: ... empty
 single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory

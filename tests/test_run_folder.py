@@ -3,6 +3,7 @@ it has not made. Checkpoints that are damaged, or that a stranger wrote, are ref
 that names the file and what to use instead. Loading runs no code that a file has chosen."""
 
 import functools
+import json
 import os
 import pathlib
 import pickle
@@ -107,6 +108,8 @@ def test_what_else_is_in_a_folder_stays(corpus, tmp_path):
     (notes,) = out.glob("step-00000004.*.old/notes")
     assert notes.read_text() == "mine" and len(list(notes.parent.iterdir())) == 1
     single.main(f"{options} --steps 1 --no-resume".split())
+    held = json.loads((out / "summary.json").read_text())["held"]
+    assert held["optimizer states"] > held["gradients"]  # which this only step has allocated
     assert before.items() <= contents(tmp_path).items()
     assert sorted(path.name for path in (out / "previous-2").iterdir()) == [
         "metrics.jsonl", "step-00000005", "summary.json", "trace-rank0.json"]
