@@ -24,7 +24,8 @@ MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-at
          f"--num-key-value-heads 2 --seq-len {T} --batch-size {B} --dtype float64")
 OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01 --seed {SEED}"
 # Steps 4 and 8 are between two meetings.
-WHOLE = f"{OPTIONS} --save-every 4 --grad-accum 2 --no-reshard-after-forward"
+WHOLE = (f"{OPTIONS} --save-every 4 --grad-accum 2 --no-reshard-after-forward --val-data {{val}} "
+         "--val-every 4 --val-batches 1")
 COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
 
 
@@ -41,9 +42,16 @@ def make_model():
     return model
 
 
-def test_one_process_runs_the_replicas_in_turn(whole, corpus, monkeypatch):
-    """The curve, the common weights and those of each replica. In the samples some targets are
-    ignored, so that the replicas have different numbers of them."""
+def sums(model, dataset, share):
+    """The summed loss of the next batch, and its number of targets."""
+    inputs, targets = map(torch.stack, zip(*(dataset[index] for index in next(share))))
+    return model(inputs, targets), (targets != -100).sum()
+
+
+def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypatch):
+    """The curve, the common weights and those of each replica, and the loss of each on its part of
+    the held-out text. In the samples some targets are ignored, so that the replicas have different
+    numbers of them."""
     monkeypatch.setattr(TokenDataset, "__getitem__", TokenDataset.__getitem__)  # undone at the end
     inject.ignored()
     args = argparse.Namespace(lr=0.01, min_lr=0, warmup_steps=3, steps=STEPS)
@@ -59,8 +67,7 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, monkeypatch):
         found = []
         for model, optimizer, share in zip(models, optimizers, shares):
             set_learning_rate(optimizer, step, args)
-            inputs, targets = map(torch.stack, zip(*(dataset[index] for index in next(share))))
-            loss = model(inputs, targets) / (targets != -100).sum()
+            loss = torch.div(*sums(model, dataset, share))
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -76,6 +83,11 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, monkeypatch):
                 for weights in own:
                     weights.copy_(value)
     assert furthest(whole.curve(), curve) < 1e-10
+    held = TokenDataset(held_out, T, "auto", 256)
+    of_all = zip(*(sums(model, held, iter(BatchSampler(len(held), B, rank=i, world_size=R)))
+                   for i, model in enumerate(models)))
+    expected = torch.div(*map(sum, of_all)).item()
+    assert furthest(whole.curve("step", "val_loss")[-1:], [[STEPS, expected]]) < 1e-10
     saved = tensors(whole.out)
     expected = {f"model.{name}": value for name, value in common.items()} | {
         f"optimizer.{name}.momentum_buffer": value for name, value in momentum.items()
@@ -96,12 +108,13 @@ def test_a_run_resumes_between_two_meetings(whole):
     again = Result([0], "", whole.out / "again-0")
     assert_bit_equal(tensors(again.out), tensors(whole.out))
     assert again.curve() == whole.curve()[4:]
+    assert again.curve("step", "val_loss")[::2] == whole.curve("step", "val_loss")
     holds_and_sends(whole, 4, met=1)
 
 
-def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, tmp_path):
+def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp_path):
     shutil.copytree(whole.out, tmp_path / "again", ignore=lambda *_: ["step-00000008"])
-    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}", inject="ignored()", out="again")
+    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), inject="ignored()", out="again")
     assert "resuming after step 4" in found.output
     assert furthest(found.curve(), whole.curve()) < 1e-10
     assert_near(tensors(found.out), tensors(whole.out))

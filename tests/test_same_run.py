@@ -88,10 +88,12 @@ def saved(row, run):
 
 def resumed(row, run):
     """A run that resumes is bit for bit what it was, in every weight and optimizer state, although
-    other steps are evaluated."""
+    other steps are evaluated: step 2, before it goes on, and the last one."""
     out = run(row).out
     again = Result([0], "", out / "again-0")
     assert again.curve() == run(row).curve()[2:]
+    expected = run(reference(row)).curve("step", "val_loss")
+    assert furthest(again.curve("step", "val_loss"), expected[1::2]) < WITHIN[row.dtype]
     last, own = read(again.out), read(out)
     assert last.keys() == own.keys()
     for name, tensor in own.items():

@@ -196,6 +196,6 @@ def resumed(folders, train=True, step=4):
                 shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
                 shutil.copy(pathlib.Path(folder, "run-id"), again)
             save = [] if folder == str(out) else ["--save-every", "0"]
-            main([*sys.argv[1:], "--out", str(again), "--val-every", "9", "--no-count", *save])
+            main([*sys.argv[1:], "--out", str(again), "--val-every", "2", "--no-count", *save])
 
     common.launch.launch = lambda main: launch(lambda: main_and_again(main))
