@@ -133,7 +133,7 @@ def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
     backward pass goes on; what that did not reach is sent at the end."""
     group, n = mesh.get_group(), mesh.size()
     layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
-                                 for _ in range(3))
+                                 for _ in range(4))
     begin, finish = cp.all_reduce_in_backward(layers.parameters(), group)
     inputs = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
     for parameter in layers.parameters():
@@ -145,6 +145,7 @@ def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
         layers[1](layers[0](inputs)).sum().backward()
         assert reduce.call_count == 2
         finish()
+        layers[3](inputs).sum().backward()  # in the next step, and not in its last pass
         assert reduce.call_count == 3
     of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
     for parameter, passes in zip(layers.parameters(), (2, 2, 1)):

@@ -114,6 +114,7 @@ tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 cp 2 --activation-checkpointing selective --compile | selective ... --compile ... full
 cp 3 --seq-len 36 --compile | it starts
+cp 1 --seq-len 7 | it starts
 cp 4 --seq-len 36 | --seq-len 36 ... 8 equal ... multiple of 8, such as 32 or 40
 cp 4 --seq-len 6 | such as 8
 cp 2 --seq-len 7 --attention ulysses | --seq-len 7 ... 2 equal chunks, 1 for each
