@@ -451,9 +451,24 @@ def test_groups_of_a_mesh_wait_as_long_as_they_are_told(rank):
 @on_ranks(4)
 def test_deterministic_sets_what_gpus_need():
     """A run with it: test_same_run.py."""
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    launch.make_deterministic()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True)
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    for start_as in (launch.start_process, launch.start_process_group):
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        torch.use_deterministic_algorithms(False)
+        start_as(args)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_an_error_of_the_code_has_its_traceback():
+    """And advice, where it needs some: a weight of FSDP was used without its module."""
+    for words, advice in ("oops", "oops"), ("got mixed torch.Tensor and DTensor", "its module"):
+        try:
+            raise RuntimeError(words)
+        except RuntimeError as error:
+            *trace, last = launch._describe(error).splitlines()
+        assert trace[0].startswith("Traceback") and words in "".join(trace + [last])
+        assert advice in last
