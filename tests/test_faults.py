@@ -31,6 +31,8 @@ FAULTS = [
     # A gradient that overflows in the norm, in a step that is not logged
     *[(*command, "--log-every 9", "gradients_times(1e30, 5)", NOT_SAVED, [3])
       for command in COMMANDS],
+    ("single.py", 0, "", "gradients_times(1e30, 5)",  # in one that is logged
+     "at step 5 the loss is ... norm nan ... were finite at step 4: lower --lr", [3]),
     ("single.py", 0, "", "after(common.materialise, 'materialise', lambda _, model, *args: "
      "next(model.parameters()).data.fill_(torch.nan))", "not finite: look at the weights", []),
     # An update that overflows after a norm that is finite

@@ -84,7 +84,9 @@ def test_a_part_of_an_initial_weight(monkeypatch):
     )[1])
     config, shape = dataclasses.replace(CONFIG, initializer_range=0.05), (200, 256)
     everything = slice(0, 200), slice(0, 256)
-    for name, std in ("layers.0.self_attn.o_proj.weight", 0.025), ("q_proj.weight", 0.05):
+    for name, std in ("0.self_attn.o_proj.weight", 0.025), ("0.mlp.down_proj.weight", 0.025), (
+        "q_proj.weight", 0.05
+    ):
         whole = draw_weight(name, everything, shape, config, 0)
         for other, seed in ("v_proj.weight", 0), (name, 1):
             assert draw_weight(other, everything, shape, config, seed)[0, 0] != whole[0, 0]

@@ -72,6 +72,7 @@ single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
 single 0 --lr 0.1 --min-lr 0.1 | it starts
 single 0 --num-hidden-layers 10001 | num_hidden_layers ... 10001 ... at most 10000
 single 0 --head-dim 7 | head_dim 7 ... odd
+single 0 --num-attention-heads 6 --num-key-value-heads 3 --head-dim 8 | it starts
 single 0 --num-attention-heads 7 | 7 does not divide hidden_size 128
 single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
 single 0 --model nowhere | --model nowhere ... choose from tiny, small ... config.json
@@ -161,6 +162,7 @@ ep 4 --num-experts 6 --expert-size 25 --ep 3 | a multiple of 4 ... and an --ep t
 ep 4 --num-experts 6 --ep 2 --expert-size 25 | --ep 2 leaves 2 ranks ... 128 and --expert-size 25
 ep 1 --num-experts 2 --experts-per-token 3 | experts_per_token 3 ... num_experts 2
 ep 1 --num-experts 2 --experts-per-token 1 | experts_per_token 1 never trains
+ep 1 --num-experts 1 | it starts
 ep 1 --expert-size 8 | expert_size 8 ... give num_experts
 """
 
