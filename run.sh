@@ -15,8 +15,7 @@
 # at the same path, and --out on a file system that all share:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run.sh fsdp.py     on each machine, with its own
-#                                     NODE_RANK; MASTER_ADDR is the address of machine 0. A loop
-#                                     over ssh that does so: docs/launching.md
+#                                     NODE_RANK; MASTER_ADDR is the address of machine 0
 #   sbatch --nodes=2 --exclusive run.sh fsdp.py                    as a Slurm job, from this folder
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the run finish a step and save; then it ends with status 0. A

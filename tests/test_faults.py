@@ -77,6 +77,7 @@ FAULTS = [
      "copy has changed since the run began", []),
     # A loop that somebody has edited
     ("single.py", 0, "", "Report.log = lambda *_: None", "log was not called in step 1: ", []),
+    ("single.py", 0, "", "at(2, sys.exit, 'my words')", "error: my words", []),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Starting and stopping: run.sh on one machine, by hand or over ssh on several, and as a Slurm job.
+"""Starting and stopping: run.sh on one machine, by hand on several, and as a Slurm job.
 
 In the default sample Slurm's programs are pretended. With --all a real one runs, with two nodes on
 this machine. It needs root and packages (see .ci/run); without these its test is skipped, and says
@@ -10,7 +10,6 @@ import datetime
 import importlib
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import signal
@@ -194,7 +193,7 @@ def test_what_run_sh_refuses(tmp_path, command, environment, words):
 @pytest.mark.parametrize("launcher, name", sampled(SIGNALS := [
     # run.sh ends with status 0 and one line. Ctrl-C goes to its processes too.
     (RUN, "SIGINT"), (RUN, "SIGTERM"),
-    (RUN, "SIGUSR1"), (RUN, "SIGHUP"),  # as by Slurm before the time limit; by ssh
+    (RUN, "SIGUSR1"), (RUN, "SIGHUP"),  # by Slurm before the time limit; by a terminal that closes
     (RUN, "SIGKILL"), (TORCHRUN, "SIGTERM"),  # these launchers die, or fail
 ], SIGNALS[:1]))
 def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, launcher, name):
@@ -274,33 +273,6 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     assert furthest(Result([0], "", out).curve(), once("ddp.py", 2, OPTIONS).curve()) < 1e-10
     # The machines keep their order.
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
-
-
-# In a terminal of its own: when this Python dies, the kernel sends SIGHUP to what runs there.
-TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
-
-
-@thorough
-def test_ctrl_c_ends_the_loop_over_ssh(tmp_path, corpus):
-    """As docs/launching.md has it, typed into a shell. The ssh here starts the command on this
-    machine, in a terminal as -tt asks for, which goes when ssh is killed."""
-    write_program(tmp_path / "ssh",
-                  f'case $1 in -ntt) exec {shlex.join(TERMINAL)} sh -c "$3"; esac')
-    page = (ROOT / "docs" / "launching.md").read_text()
-    loop = re.search(r"\*\*Over ssh\*\*(?s:.*?)\n\n((?:    .*\n)+)", page)[1]
-    loop = loop.replace("MASTER_ADDR=host0", "MASTER_ADDR=127.0.0.1").replace(
-        "run.sh fsdp.py --steps 1000 --out /shared/run",
-        f"{ROOT}/run.sh ddp.py {ENDLESS} --data {corpus}")
-    with free_port() as port:
-        shell = start([*TERMINAL, "bash", "--norc", "--noediting", "-i"], tmp_path, subprocess.PIPE,
-                      PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_PORT=str(port))
-        print(loop, file=shell.stdin, flush=True)
-        wait_until(lambda: logged(tmp_path / "runs" / "ddp") > 3)
-        print("\x03exit", file=shell.stdin, flush=True)
-        output = finish(shell)
-        assert "Traceback" not in output, output
-        wait_until(lambda: not left_over(tmp_path))
-    assert has_saved(tmp_path)
 
 
 # As a Slurm job
