@@ -173,8 +173,8 @@ def test_strategies_and_why_not():
     assert commands(1, 8, 4, 128, 4) == ["single.py"]
     # Of experts every --ep that divides them, and each grid with the largest one of a machine
     assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
-    assert commands(8, 8, 8, 128, 4, experts=12)[:4] == [
-        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 4"]
+    assert commands(8, 2, 8, 128, 4, experts=12)[:4] == [
+        "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 2"]
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
