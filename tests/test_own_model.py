@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import common.model
 import fsdp
 import tp
-import zero
 from common.errors import SettingError
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
@@ -264,18 +263,6 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     assert type(found) is torch.Tensor and found.shape == (2, 8, 4)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
         model.embed(torch.zeros(2, 15, dtype=torch.int64))
-
-
-@on_ranks(2)
-def test_what_no_rank_has_used_gets_no_gradient(mesh, rank):
-    """By zero.py, as in one process: AdamW leaves it as it is. What one rank uses gets one."""
-    model = nn.ModuleList(nn.Linear(2, 2) for _ in "abc")
-    buckets, shards = zero.make_buckets(model, [[part] for part in model], mesh)
-    zero.reduce_in_backward(buckets, True)
-    model[rank](torch.ones(1, 2)).sum().backward()
-    zero.reduce_gradients(buckets)
-    for name, shard in shards.items():
-        assert shard.grad is None if name[0] == "2" else (shard.grad.full_tensor() == 0.5).all()
 
 
 @on_ranks(2)
