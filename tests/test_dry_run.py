@@ -111,16 +111,21 @@ def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
     raise AssertionError(f"predicted and counted peaks: {peaks}")
 
 
-@thorough
-def test_the_ranks_of_a_pipeline(dry_run):
+def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     """Without --rank it is the stage that holds most: here the last, which has the head. The first
     line says when it counts as on a GPU; a real run on the CPU would be in float32."""
-    options = "--vocab-size 32768 --batch-size 4 --microbatches 4 --dtype auto"
-    result, most = dry_run(2, ROOT / "pp.py", *options.split())
+    options = ("--vocab-size 32768 --batch-size 4 --microbatches 4 --dtype auto "
+               "--schedule interleaved1f1b")
+    tool.main(["--nproc-per-node", "1", "--json", f"{tmp_path}/dry.json", "2", f"{ROOT}/pp.py",
+               *options.split()])
+    lines, most = capsys.readouterr().out.splitlines(), json.loads(
+        (tmp_path / "dry.json").read_text())
     first = count(f"pp.py {options}", 2)
     assert most["rank"] == 1 and most["peak"]["in all"] > first["peak"]["in all"]
-    assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in result.output
-    assert most["bubble"] == 1 / 5 and "bubble: at least 20.0% of a step" in result.lines
+    assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in lines[0]
+    assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
+    assert most["between_machines"] > first["between_machines"] == 0
+    assert count("hybrid_3d.py --pp 2", 4)["stages"] == [0, 2]  # the first rank of each
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [
@@ -129,18 +134,22 @@ def test_the_ranks_of_a_pipeline(dry_run):
     ("pp.py", 4, 2, {"send": 0}),  # rank 0 sends to rank 1
 ])
 def test_what_crosses_machines(command, n, nproc_per_node, shares):
+    counted = count(command, n, 0, nproc_per_node)
     found = {part["collective"]: part["between_machines"] / part["bytes"]
-             for part in count(command, n, 0, nproc_per_node)["collectives"]}
+             for part in counted["collectives"]}
+    of_all = sum(part["between_machines"] for part in counted["collectives"])
+    assert counted["between_machines"] == round(of_all)
     assert {name: found[name] for name in shares} == pytest.approx(shares)
 
 
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
-    words = (f"--rank 0 --device-memory 4 64 {ROOT}/fsdp.py --dtype float32 --data /no/such/file "
+    words = (f"--rank 0 --nproc-per-node 64 --device-memory 4 64 {ROOT}/fsdp.py --dtype float32 --data /no/such/file "
              "--out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64")
     result, found = dry_run(*words.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()
+    assert found["between_machines"] == 0
     more = found["peak"]["in all"] / 1e9 - 4
     assert f"does not fit into 4 GB, {more:,.2f} GB too much" in result.lines[-1]
 
