@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+import pathlib
 import re
 import types
 
 import pytest
+import torch
 
 from common.errors import SettingError
 from common.model import PRESETS
@@ -171,10 +173,13 @@ def test_strategies_and_why_not():
     assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
     assert "hybrid_3d.py --pp 4" not in found
     assert commands(1, 8, 4, 128, 4) == ["single.py"]
+    # A stage has two layers at least.
+    assert "hybrid_3d.py --pp 4" not in commands(8, 8, 8, 128, 4)
     # Of experts every --ep that divides them, and each grid with the largest one of a machine
     assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
     assert commands(8, 2, 8, 128, 4, experts=12)[:4] == [
         "ep.py --ep 1", "ep.py --ep 2", "ep.py --ep 4", "hybrid_3d.py --pp 2 --ep 2"]
+    assert "hybrid_3d.py --pp 2 --ep 4" in commands(8, 8, 8, 128, 4, experts=8)
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
@@ -183,9 +188,9 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(plan.dry_run, "count_apart", lambda *job: calls.append(job) or {"sent": 1})
 
-    def cached(folder, script="fsdp.py"):
+    def cached(folder, script="fsdp.py", nproc_per_node=8):
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-        assert plan.cached(script, [], 2, 0, 8) == {"sent": 1}
+        assert plan.cached(script, [], 2, 0, nproc_per_node) == {"sent": 1}
         return len(calls)
 
     new = tmp_path / "new" / "cache"
@@ -194,14 +199,24 @@ def test_what_is_counted_is_kept(monkeypatch, tmp_path):
     path.write_text('{"se')
     assert [cached(new), cached(new), cached(path)] == [2, 2, 3]
     assert [cached(new, "ddp.py"), cached(new, "ddp.py")] == [4, 4]
-    monkeypatch.setattr(plan, "sources", lambda: "of another version")
-    assert cached(new) == 5
+    assert cached(new, nproc_per_node=1) == 5
+    monkeypatch.setattr(torch, "__version__", "another")
+    assert cached(new) == 6
+    for number, text in (7, b""), (8, b"edited"):
+        plan.sources.cache_clear()
+        monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: (
+            text if path.match("common/services/counting.py") else b""))
+        assert cached(new) == number
+    plan.sources.cache_clear()
 
 
 def test_a_plan(monkeypatch, capsys, tmp_path):
     """The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and
     a command that can be pasted. Why nothing can run."""
+    asked = {}
+
     def count(script, words, world_size, rank, nproc_per_node):
+        asked[pathlib.Path(script).name] = words
         if world_size == 3:
             raise SettingError("3 ranks")
         steps = int(words[words.index("--grad-accum") + 1]) if "--grad-accum" in words else 1
@@ -240,16 +255,21 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         rows("--device-memory 0.0111")
     with pytest.raises(SettingError, match="nothing can run on 3 devices: .*ddp.py: 3 ranks"):
         rows("--device-memory 1 --devices 3")
-    more = {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False}
+    more = {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False,
+            "head_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(vars(PRESETS["tiny"]) | more))
     mixtral = f"--model {tmp_path} --only ep.py --device-memory"
     assert [row["command"] for row in rows(f"{mixtral} 1")] == ["ep.py --ep 1", "ep.py --ep 2"]
+    given = " ".join(asked["ep.py"])
+    for words in ("--ep 2", "--head-dim 4", "--seq-len 128", "--dtype float32", "--batch-size 16"):
+        assert words in given, words
 
 
 @pytest.mark.parametrize("words, message", [
     ("--model none --devices 2 --seq-len 128", "--model none: no such preset or file"),
     (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, zero.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
+    (f"{TINY} --devices 2 --network 1", "give --link too"),
 ])
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
