@@ -125,7 +125,9 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in lines[0]
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
     assert most["between_machines"] > first["between_machines"] == 0
-    assert count("hybrid_3d.py --pp 2", 4)["stages"] == [0, 2]  # the first rank of each
+    grid = ("hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel "
+            "--dtype bfloat16")
+    assert count(grid, 16)["stages"] == [0, 8]  # the first rank of each
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [

@@ -7,11 +7,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import ep
 from common.errors import SettingError
-from common.experts import MixtureConfig, MixtureOfExperts, balance_experts
+from common.experts import (
+    MixtureConfig, MixtureOfExperts, balance_experts, busiest_share, use_experts
+)
+from common.materialise import materialise
+from common.model import Transformer
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
 from tests.support import oracles
@@ -41,7 +46,8 @@ SIX = "--num-experts 6"
 NARROW = f"{SIX} --expert-size 8"
 SAMPLE = [("ep.py --ep 1 --no-reshard-after-forward --grad-accum 2", 2),
           (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2),
-          ("hybrid_3d.py --tp 2 --ep 2", 2), ("hybrid_3d.py --replicate 2", 2)]
+          ("hybrid_3d.py --tp 2 --ep 2", 2),
+          ("hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2", 4)]
 ROWS = [
     *SAMPLE, ("ep.py --ep 1 --grad-accum 2", 2), ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 4),
     ("ep.py", 4), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
@@ -181,10 +187,36 @@ def test_no_gather_waits_for_the_counts(folder):
 # The parts
 
 
-def mixture(dtype):
+@on_ranks(2)
+def test_how_ranks_share_experts(rank):
+    """Whole ones if they can, otherwise rows of each, with the weights that these have in one
+    process. Frozen ones stay so, and have no gradient to clip. The busiest is that of all ranks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "ep"))
+    for number, size, shape in (4, 25, (2, 25, 16)), (3, 24, (3, 12, 16)):
+        config = MixtureConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                               num_experts=number, expert_size=size)
+        with torch.device("meta"):
+            whole, model = (use_experts(Transformer(config)) for _ in "ab")
+        expected, layer = (each.model.layers["0"].mlp for each in (whole, model))
+        layer.experts.down_proj.requires_grad_(False)
+        ep.shard_experts(layer.experts, mesh["ep"], mesh["shard"])
+        for each in (whole, model):
+            materialise(each, "cpu", 0)
+        for name, parameter in layer.experts.named_parameters():
+            assert torch.equal(parameter.full_tensor(), expected.experts.get_parameter(name)), name
+        own, frozen = layer.experts.gate_proj, layer.experts.down_proj
+        assert own.to_local().shape == shape and own.requires_grad and not frozen.requires_grad
+        own.grad = torch.ones_like(own)
+        assert ep.clip_over_meshes([own, frozen], 1.0) == pytest.approx((16 * number * size) ** 0.5)
+        layer.busiest = torch.tensor([0.5])
+        assert busiest_share([model] if rank else [], "cpu") == 0.5
+
+
+def mixture(dtype, size=24):
     """A layer with random weights, and with a bias that chooses."""
     torch.manual_seed(0)
-    layer = MixtureOfExperts(MixtureConfig(hidden_size=16, num_experts=4, expert_size=24)).to(dtype)
+    config = MixtureConfig(hidden_size=16, num_experts=4, expert_size=size)
+    layer = MixtureOfExperts(config).to(dtype)
     for value in (*layer.parameters(), layer.bias):
         torch.nn.init.normal_(value)
     return layer
@@ -201,12 +233,18 @@ def test_busy_experts_get_fewer_tokens():
 
 
 def test_layers_in_bfloat16_use_the_kernel(monkeypatch):
-    """Without rows for some experts: tests/gpu/test_gpus.py."""
+    """And under autocast. It refuses sizes that are no multiples of 8. Without rows for some
+    experts: tests/gpu/test_gpus.py."""
     kernel = mock.Mock(wraps=F.grouped_mm)
     monkeypatch.setattr(F, "grouped_mm", kernel)
     for dtype, calls in ((torch.float32, 0), (torch.float64, 0), (torch.bfloat16, 3)):
         mixture(dtype)(torch.randn(2, 5, 16, dtype=dtype)).sum().backward()
         assert kernel.call_count == calls, dtype
+    mixture(torch.bfloat16, 20)(torch.randn(2, 5, 16).bfloat16()).sum().backward()
+    assert kernel.call_count == 3
+    with torch.autocast("cpu", torch.bfloat16):
+        mixture(torch.float32)(torch.randn(2, 5, 16))
+    assert kernel.call_count == 6
 
 
 @torch.no_grad()

@@ -60,17 +60,18 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
     ("fsdp.py --replicate 3 --grad-accum 2", 3),
-    ("tp.py --no-sequence-parallel --grad-accum 2", 2),
+    (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
     ("cp.py --attention ulysses --grad-accum 2", 2),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --tp 2 --pp 2 --microbatches 2", 4),
-    ("hybrid_3d.py --cp 2 --replicate 2 --grad-accum 2 --microbatches 2", 4),
+    ("hybrid_3d.py --dp 2 --cp 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     ("ddp.py --grad-accum 2", 4),  # two ranks add up alike in any buckets
     (f"tp.py {AGAIN}", 2),
     ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
+    ("cp.py --attention allgather", 2),
 ]]
 EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
@@ -109,7 +110,6 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
-    ("cp.py --attention allgather", 2),
 ]]
 # float32: rounding error, which grows during training; bfloat16: a small part of the loss
 SAMPLE_LOOSE = [Row("fsdp.py", 2, "bfloat16"), Row("pp.py --schedule zbv", 2, "bfloat16")]
