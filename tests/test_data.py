@@ -3,6 +3,7 @@
 import argparse
 import collections
 import os
+import sysconfig
 import tracemalloc
 
 import numpy as np
@@ -123,13 +124,15 @@ def test_what_is_no_text_is_refused(tmp_path):
             TokenDataset(tmp_path, 4)
 
 
-def test_a_folder_is_its_files_one_after_another(tmp_path):
+def test_a_folder_is_its_files_one_after_another(tmp_path, monkeypatch):
     """A linked folder is read like any other, by the first of two links, and a loop ends. A run
     folder must be in none of them."""
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for name, text in (
         ("data/a.txt", "hello "), ("data/b/c.txt", ""), ("data/b/d.txt", "brave "),
         ("elsewhere/text", "new "), ("data/z.txt", "world"), ("data/.hidden", "not this"),
+        ("data/.git/x", "not this"), ("lib/test/x.py", "not this"), ("lib/x.txt", "not this"),
+        ("lib/site-packages/x.py", "not this"), ("lib/x.py", "code"), ("x.bin", 12 * "x"),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -144,6 +147,11 @@ def test_a_folder_is_its_files_one_after_another(tmp_path):
     for args.out in (data / "out", elsewhere / "runs" / "out"):
         with pytest.raises(SettingError, match="--out .* is inside --data"):
             open_dataset(args)
+    args.data, args.seq_len, args.token_dtype = f"{tmp_path}/x.bin", 1, "uint32"
+    args.out = tmp_path / "out"
+    assert open_dataset(args).tokens == 3
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: f"{tmp_path}/lib")
+    assert TokenDataset("stdlib", 1).tokens == len("code")
 
 
 def test_a_file_that_changes_is_not_read_on(tmp_path):

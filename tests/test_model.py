@@ -73,6 +73,8 @@ def test_arithmetic_is_llamas(model):
         x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
     expected = norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
+    shifted = torch.arange(11) + torch.tensor([[0], [5]])  # of each sample its own
+    torch.testing.assert_close(model(tokens, positions=shifted), expected, rtol=0, atol=1e-11)
 
 
 def test_a_part_of_an_initial_weight(monkeypatch):
@@ -115,13 +117,14 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: given.append(forward) or forward)
     calls, layers, tokens = [], model.model.layers.values(), torch.arange(8).view(1, 8)
     for layer in layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
     wrap_layers(layers, compiled, "full")
     model(tokens, tokens).backward()
-    assert len(calls) == 2 * len(layers)
+    assert len(calls) == 2 * len(layers) and len(given) == compiled * len(layers)
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
@@ -192,3 +195,4 @@ def test_large_presets_have_their_size():
         with torch.device("meta"):
             parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
         assert round(parameters / 1e9, 1) == billions
+        assert (PRESETS[preset].rope_theta, PRESETS[preset].rms_norm_eps) == (500_000, 1e-5)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils._pytree import tree_leaves
 
 import common.model
 import fsdp
@@ -26,7 +27,7 @@ from common.services.same_calls import compare_calls
 from common.services.settings import fingerprint
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
-from tests.test_porting import OPTIONS
+from tests.test_porting import OPTIONS, REDUCES_UNUSED
 
 
 def meta_model():
@@ -95,21 +96,32 @@ class Seeded(Exception):
 
 @on_ranks(2)
 def test_each_step_and_rank_draws_its_own_dropout(folder):
-    """Ranks have other samples, parts of the sequence or layers; or all compute the same."""
+    """Ranks have other samples, parts of the sequence or layers; or all compute the same. The options
+    of the optimizer reach it. Under FSDP ranks with other samples compare their calls."""
+    adamw = "--beta1 0.8 --beta2 0.9 --weight-decay 0.3"
     for command in (
         "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
     ):
-        script, *options = f"{command} {OPTIONS} --seed 5 --out {folder}/out".split()
+        script, *options = f"{command} {OPTIONS} {adamw} --seed 5 --out {folder}/out".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
         with (mock.patch.object(module, "load_steps", lambda *_: [(7, [])]),
               mock.patch.object(module, "seed_step", side_effect=Seeded) as seed,
+              mock.patch.object(module, "Report", wraps=module.Report) as report,
+              mock.patch.object(module, "compare_calls", create=True) as compare,
               pytest.raises(Seeded)):
             module.main([*options, "--data", __file__])
         dist.all_gather_object(numbers, seed.call_args.args)
         assert numbers[0][:2] == (5, 7)
         assert (numbers[0] == numbers[1]) == ("--no" in command), command
+        groups = tree_leaves(report.call_args.args[2])[0].param_groups
+        assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
+        assert {group["betas"] for group in groups} == {(0.8, 0.9)}, command
+        alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1, "hybrid_3d.py": 1 + ("--dp 2" in command)}
+        if script in alike:
+            (_, group), passes = compare.call_args
+            assert group.size() == alike[script] and passes == {"passes": 2}, command
     assert not torch._dynamo.config.optimize_ddp  # ddp.py: it would cut the graphs of large layers
 
 
@@ -119,11 +131,11 @@ def test_no_clipping_is_an_infinite_norm():
 
 def test_each_parameter_group_keeps_its_own_rate():
     """Times the schedule; with --lr 0 there is no schedule."""
-    def rates(lr, min_lr=0.0):
+    def rates(lr, min_lr=0.0, warmup_steps=3):
         first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
         groups = [{"params": [first], "lr": 0.02}, {"params": [second], "lr": 3e-4}]
         optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW([third], lr)]
-        args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=3, steps=9)
+        args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=warmup_steps, steps=9)
         for step in range(9):
             set_learning_rate(optimizers, step, args)
             yield [group["lr"] for each in optimizers for group in each.param_groups]
@@ -135,6 +147,7 @@ def test_each_parameter_group_keeps_its_own_rate():
         assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
     assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
     assert list(rates(0.0)) == [[0.02, 3e-4, 0.0]] * 9
+    assert list(rates(1e-3, warmup_steps=9))[8] == [0.02, 3e-4, 1e-3]
 
 
 def test_the_fingerprint_is_of_the_values():
@@ -183,6 +196,20 @@ def test_fsdp_casts_images_once(mesh):
     assert out.dtype == torch.bfloat16
     assert model.layer.types == (torch.bfloat16, torch.float32)
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@on_ranks(2)
+def test_bfloat16_reaches_the_layers(folder):
+    """Of pp.py: test_same_run.py; of single.py: test_validation.py."""
+    def check(mlp, x):
+        assert mlp.up_proj(x).dtype == torch.bfloat16
+        raise Seeded
+
+    for command in "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "hybrid_3d.py", "diloco.py":
+        module = importlib.import_module(command.removesuffix(".py"))
+        with mock.patch.object(common.model.MLP, "forward", check), pytest.raises(Seeded):
+            module.main(f"{OPTIONS} --dtype bfloat16 --no-count --out {folder}/out "
+                        f"--data {__file__}".split())
 
 
 class Net(nn.Module):
@@ -280,6 +307,17 @@ def test_a_loss_across_samples(mesh, rank):
     loss_of(first, everyone, mesh.get_local_rank() * len(z)).backward()
     dist.all_reduce(weight.grad)
     torch.testing.assert_close(weight.grad, whole.grad)
+
+
+@on_ranks(2)
+@pytest.mark.skipif(not REDUCES_UNUSED, reason="torch 2.13")
+def test_ranks_use_different_parts_of_a_unit(mesh, rank):
+    model = Net()
+    fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
+    compare_calls(model, mesh.get_group(), 1)
+    model(rank).sum().backward()
+    for block in model.blocks:
+        assert (block[1].bias.grad.full_tensor() == 0.5).all()
 
 
 @on_ranks(2)

@@ -182,6 +182,11 @@ def test_attention_is_set_wherever_it_is_read():
     }.items():
         with pytest.raises(SettingError, match=words):
             cp.set_attention(model, cp.ring_attention, None, plain_attention, without=["a"])
+    for module in (nn.ConvTranspose1d(2, 2, 3), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1),
+                   nn.AvgPool1d(2), nn.MaxPool1d(2), nn.AdaptiveAvgPool1d(1),
+                   nn.AdaptiveMaxPool1d(1), nn.LPPool1d(2, 2)):
+        with pytest.raises(SettingError, match="looks at other pos"):
+            cp.set_attention(nn.Sequential(Own(), module), cp.ring_attention, None, plain_attention)
     model = nn.Sequential(Own(inner=Own()), nn.Conv1d(2, 2, 1), nn.ModuleDict({"a": nn.GRU(2, 2)}),
                           Own(inner=Own(torch.sum)))
     cp.set_attention(model, cp.ring_attention, "group", replaces=plain_attention,

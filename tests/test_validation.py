@@ -16,9 +16,10 @@ from tests.support.sample import sampled
 
 
 def test_resume_with_other_held_out_data(run, corpus, held_out):
-    options = f"{SMALL} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2"
+    options = (f"{SMALL} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2 "
+               "--log-every 1")
     first = run("single.py", 0, f"{options} --val-data {held_out}")
-    lines = first.curve("step", "val_loss")
+    lines, in_float32 = first.curve("step", "val_loss"), first.curve("loss")[2][0]
     assert [step for step, _ in lines] == [2, 4, 6]
     again = run("single.py", 0, f"{options} --val-data {held_out} --resume-from 4")
     assert again.curve("step", "val_loss") == lines  # step 4 is not evaluated again
@@ -26,6 +27,7 @@ def test_resume_with_other_held_out_data(run, corpus, held_out):
                 "--dtype bfloat16")
     for changed in ("the hash of some samples in --val-data was ", "--dtype was float32"):
         assert changed in other.output
+    assert 0 < abs(other.curve("loss")[2][0] - in_float32) < 0.05
     found = other.curve("step", "val_loss")
     assert [step for step, _ in found] == [2, 3, 6]
     assert found[0] == lines[0] and found[-1] != lines[-1]
