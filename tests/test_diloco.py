@@ -114,7 +114,8 @@ def test_a_run_resumes_between_two_meetings(whole):
 
 def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp_path):
     shutil.copytree(whole.out, tmp_path / "again", ignore=lambda *_: ["step-00000008"])
-    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), inject="ignored()", out="again")
+    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), inject="ignored()",
+                out="again")
     assert "resuming after step 4" in found.output
     assert furthest(found.curve(), whole.curve()) < 1e-10
     assert_near(tensors(found.out), tensors(whole.out))

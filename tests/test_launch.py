@@ -179,6 +179,8 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
+    ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 ... NNODES"),
+    ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
     ("ddp.py", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
@@ -236,14 +238,24 @@ def test_an_error_is_one_line(tmp_path):
 # Several machines, by hand: here one machine plays both
 
 
-@pytest.mark.parametrize("variables, port", [
-    ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0"}, 29500),
-    ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-      "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "host[0-1]"}, 10007),
+HOST0 = {"MASTER_ADDR": "host0"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "host[0-1]"}
+
+
+@pytest.mark.parametrize("variables, words", [
+    (HOST0 | {"NNODES": "2", "NODE_RANK": "0", "MAX_RESTARTS": "3"},
+     "--rdzv-conf=is_host=1 --local-addr=host0 --max-restarts=3"),
+    (HOST0 | {"NNODES": "2", "NODE_RANK": "1"},
+     "--nnodes=2 --rdzv-endpoint=host0:29500 --rdzv-conf=is_host=0 --local-addr=~00001 "
+     "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
+    (HOST0 | {"NNODES": "1:2", "NODE_RANK": "1"}, "--nnodes=1:2"),
+    (STEP, "--rdzv-endpoint=host0:10007 --rdzv-conf=is_host=0 GLOO_SOCKET_IFNAME=wire"),
+    (STEP | {"MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "mine"}, "--rdzv-endpoint=host0:1234"),
 ])
-def test_machine_1_of_two(tmp_path, variables, port):
-    """It meets machine 0, through the interface that leads there: of this machine's own name gloo
-    would take the address 127.0.1.1 on many systems."""
+def test_one_machine_of_two(tmp_path, variables, words):
+    """They meet at machine 0, through the interface that leads there: of this machine's own name
+    gloo would take the address 127.0.1.1 on many systems."""
     write_program(tmp_path / "python", 'case "$1 $2" in "-P -") echo yes;; "-P -c") echo 10.1.2.3;;'
                   ' -c*) echo yes 3.11.9;; *) echo "$@";; esac')
     write_program(tmp_path / "ip", '[ "$*" = "route show match 10.1.2.3" ] && printf '
@@ -251,9 +263,9 @@ def test_machine_1_of_two(tmp_path, variables, port):
     write_program(tmp_path / "scontrol", 'printf "host0\\nhost1\\n"')
     output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python",
                           PATH=f"{tmp_path}:{os.environ['PATH']}", **variables))
-    for words in ("GLOO_SOCKET_IFNAME=wire", "--nnodes=2", f"--rdzv-endpoint=host0:{port}",
-                  "--rdzv-conf=is_host=0", "--local-addr=~00001", "--max-restarts=0"):
-        assert f" {words}" in output, output
+    for word in words.split():
+        assert f" {word}" in output, output
+    assert ("GLOO_SOCKET_IFNAME=wire" in output) == ("GLOO_SOCKET_IFNAME" not in variables)
 
 
 @thorough

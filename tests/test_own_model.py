@@ -96,8 +96,8 @@ class Seeded(Exception):
 
 @on_ranks(2)
 def test_each_step_and_rank_draws_its_own_dropout(folder):
-    """Ranks have other samples, parts of the sequence or layers; or all compute the same. The options
-    of the optimizer reach it. Under FSDP ranks with other samples compare their calls."""
+    """Ranks have other samples, parts of the sequence or layers; or all compute the same. The
+    options of the optimizer reach it. Under FSDP ranks with other samples compare their calls."""
     adamw = "--beta1 0.8 --beta2 0.9 --weight-decay 0.3"
     for command in (
         "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
@@ -118,7 +118,8 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         groups = tree_leaves(report.call_args.args[2])[0].param_groups
         assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
         assert {group["betas"] for group in groups} == {(0.8, 0.9)}, command
-        alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1, "hybrid_3d.py": 1 + ("--dp 2" in command)}
+        alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1,
+                 "hybrid_3d.py": 1 + ("--dp 2" in command)}
         if script in alike:
             (_, group), passes = compare.call_args
             assert group.size() == alike[script] and passes == {"passes": 2}, command

@@ -137,7 +137,8 @@ def test_what_a_killed_process_leaves(out):
     for run in (mine, other):
         half = out / f"step-00000004.{run}.tmp"
         half.mkdir()
-        for name in ("__0_0.distcp", ".metadata.tmp", f".run.json.{run}.01234567.tmp"):
+        for name in ("__0_0.distcp", ".metadata.tmp", ".metadata", "run.json",
+                     f".run.json.{run}.01234567.tmp", f".SHA256SUMS.{run}.01234567.tmp"):
             (half / name).touch()
         (out / f".metrics.jsonl.{run}.01234567.tmp").touch()
     assert start(out) == (3, 3.0)
