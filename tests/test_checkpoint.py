@@ -69,13 +69,16 @@ def test_buffers_agree(folder, rank):
 
 @on_ranks(2)
 def test_an_average_of_sharded_weights(folder, mesh):
-    """It is sharded as they are, and saved whole, beside them."""
-    weight = nn.Parameter(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
-    checkpoints = checkpoints_of(folder, {"weight": weight, "ema": weight.detach() / 2})
+    """It is sharded as they are, and saved whole, beside them. Of one number rank 1 has nothing."""
+    weight, scale = (nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+                     for x in (torch.arange(5.0), torch.ones(1)))
+    checkpoints = checkpoints_of(
+        folder, {"weight": weight, "scale": scale, "ema": weight.detach() / 2})
     checkpoints.resume()
     checkpoints.save(1)
     average = torch.zeros_like(weight).detach()
-    assert checkpoints_of(folder, {"weight": weight, "ema": average}).resume() == 1
+    tensors = {"weight": weight, "scale": scale, "ema": average}
+    assert checkpoints_of(folder, tensors).resume() == 1
     assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
 
 
@@ -90,6 +93,7 @@ def test_ranks_that_differ(folder, rank):
                            datetime.timedelta(seconds=1)), \
             pytest.raises(SettingError, match="is not one folder for all machines"):
         checkpoints_of(folder / str(rank), weight).resume()  # it waits half of a second
+    assert checkpoints_of(folder / str(rank), weight, every=0).resume() == 0  # it saves nothing
 
 
 @on_ranks(2)
@@ -214,6 +218,25 @@ def test_a_checkpoint_of_another_run(tmp_path):
     ]:
         with pytest.raises(SettingError, match=message):
             checkpoints_of(tmp_path, other, optimizer, {"sizes": (1, last)}).resume()
+
+
+def test_options_of_the_optimizer(tmp_path, capsys):
+    """Of all groups of parameters. What decides which states there are stays as it is."""
+    def resume(name, *groups, **options):
+        groups = [{"params": part.parameters(), **group}
+                  for part, group in zip(model.values(), groups)]
+        checkpoints = checkpoints_of(tmp_path / name, model,
+                                     getattr(torch.optim, name)(groups, **options))
+        if checkpoints.resume() == 0:
+            checkpoints.save(1)
+
+    model = small()
+    for decays in (0.1, 0.0), (0.1, 0.2):
+        resume("AdamW", *({"weight_decay": decay} for decay in decays))
+    assert "weight_decay was [0.1, 0.0], is [0.1, 0.2]" in capsys.readouterr().out
+    resume("RMSprop", {}, {})
+    with pytest.raises(SettingError, match="centered is False in .* and True in"):
+        resume("RMSprop", {}, {}, centered=True)
 
 
 def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):

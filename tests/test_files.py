@@ -74,16 +74,19 @@ def test_nothing_is_left_after_an_error(tmp_path, monkeypatch, error):
         assert not os.listdir(tmp_path)
 
 
-def test_a_link_is_replaced_and_a_fifo_too(tmp_path):
+def test_a_link_is_replaced_and_a_fifo_too(tmp_path, monkeypatch):
+    """A file gets its name when it is written to its end."""
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "link").symlink_to("precious")
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError):
-        append(tmp_path / "link", "more")
     for name in ("link", "fifo"):
+        with pytest.raises(OSError):
+            append(tmp_path / name, "more")
         write_file(tmp_path / name)
         assert (tmp_path / name).read_text() == "new" and not (tmp_path / name).is_symlink()
-    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "precious").read_text() == "precious" and sizes == [3, 3]
 
 
 @pytest.mark.parametrize("make", [os.mkdir, pathlib.Path.touch,

@@ -20,11 +20,12 @@ import common.model
 import fsdp
 import tp
 from common.errors import SettingError
+from common.launch import source_files
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.options import option_parser, parse_options
 from common.services.same_calls import compare_calls
-from common.services.settings import fingerprint
+from common.services.settings import config_settings, fingerprint, run_settings
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS, REDUCES_UNUSED
@@ -149,6 +150,14 @@ def test_each_parameter_group_keeps_its_own_rate():
     assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
     assert list(rates(0.0)) == [[0.02, 3e-4, 0.0]] * 9
     assert list(rates(1e-3, warmup_steps=9))[8] == [0.02, 3e-4, 1e-3]
+
+
+def test_settings_of_a_run():
+    """A checkpoint without experts is that of a run that had no such option."""
+    args = parse_options(option_parser(""), ["--lr", "0.5"])
+    _, changeable = run_settings(args, [torch.ones(2)])
+    assert changeable["--lr"] == 0.5 and source_files().items() <= changeable.items()
+    assert config_settings({"num_experts": 0}) == {"--num-experts": None}
 
 
 def test_the_fingerprint_is_of_the_values():

@@ -2,12 +2,14 @@
 it has not made. Checkpoints that are damaged, or that a stranger wrote, are refused in one line
 that names the file and what to use instead. Loading runs no code that a file has chosen."""
 
+import errno
 import functools
 import json
 import os
 import pathlib
 import pickle
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +53,18 @@ def out(tmp_path, monkeypatch):
         checkpoint_files.HashingWriter, single_file_per_rank=False))
     start(tmp_path / "out", (1, 2, 3))
     return tmp_path / "out"
+
+
+def test_locks_of_other_file_systems(out, monkeypatch, capsys):
+    """A lock that somebody holds has two errors. Where there are none a run starts, and says so."""
+    monkeypatch.setattr(run_folder.time, "sleep", lambda _: None)
+    lock = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied"))
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lock)
+    with pytest.raises(SettingError, match="out is in use"):
+        start(out)
+    lock.side_effect = OSError(errno.ENOLCK, "No locks available")
+    assert start(out) == (3, 3.0)
+    assert "out cannot be locked (No locks available)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("service", [Checkpoints, Report])

@@ -24,7 +24,8 @@ def test_resume_with_other_held_out_data(run, corpus, held_out):
     again = run("single.py", 0, f"{options} --val-data {held_out} --resume-from 4")
     assert again.curve("step", "val_loss") == lines  # step 4 is not evaluated again
     other = run("single.py", 0, f"{options} --val-data {corpus} --resume-from 2 --val-every 3 "
-                "--dtype bfloat16")
+                "--dtype bfloat16 --log-every 5")
+    assert [step for step, _ in other.curve("step", "loss")] == [1, 2, 3, 5, 6]
     for changed in ("the hash of some samples in --val-data was ", "--dtype was float32"):
         assert changed in other.output
     assert 0 < abs(other.curve("loss")[2][0] - in_float32) < 0.05
@@ -123,6 +124,9 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
                               val_data="held out", val_every=6, save_every=5)
     reported = report.Report(args, model, optimizer, [], torch.device("cpu"), units=10)
     reported.synchronize = lambda: waits.add(reported.done)
+    assert reported.lacks_validation(0)
+    now[0] += 50
+    reported.log_validation(-1, 2.5)
     for step, _ in reported.steps((step, None) for step in range(8)):
         model(torch.ones(2)).sum().backward()
         torch.ones(1 if step < 4 else 10**6)  # one of the first steps is counted
@@ -137,7 +141,7 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     assert [record["tokens_per_second"] for record in history if "loss" in record] == [10] * 3
     result = Result([0], "", tmp_path)
     assert result.history == history
-    assert result.curve("step", "val_loss") == [[step, 2.5] for step in (2, 4, 6, 8)]
+    assert result.curve("step", "val_loss") == [[step, 2.5] for step in (0, 2, 4, 6, 8)]
     summary = result.summary
     assert summary["tokens_per_second"] == 10
     assert summary["loss"] == 1.5 and summary["val_loss"] == 2.5
