@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tests.test_porting import DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS
+from tools import check as tool
 
 
 @pytest.fixture
@@ -36,6 +38,10 @@ SAMPLE = [
      "DIFFERENT  step 0: gradients: all: divided by 2, as many as the ranks"),
     # Some ranks use no part of the head that others use.
     (f"fsdp.py {ACCUMULATE}", HEADS, "FAILED     rank 1 calls lm_head.parts."),
+    # Some targets are ignored: the ranks have unlike numbers of them.
+    ("fsdp.py", [("count_targets(batch, dist.group.WORLD)  # FSDP",
+                  "n * count_targets(batch)  # FSDP")],
+     "DIFFERENT  step 0: loss: a mean of means"),
     (f"zero.py {ACCUMULATE} --val-data {ROOT}/README.md", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
@@ -73,7 +79,20 @@ def test_what_it_says(check, tmp_path, command, edits, words):
     status, said = check(
         edited(tmp_path / "copy", script, *edits) if edits else script, more)
     assert status == (words != EQUAL) and re.search(f"[24] processes  {words}", said), said
-    assert ("--replicas 1" in said) == (script == "diloco.py")
+    assert ("--replicas 1" in said) == (script == "diloco.py") and "never active" not in said
+
+
+@pytest.mark.parametrize("verdicts, status", [
+    ("EQUAL REFUSED EQUAL", None), ("EQUAL DIFFERENT EQUAL", 1), ("EQUAL EQUAL FAILED", 1),
+    ("REFUSED REFUSED REFUSED", 1)])
+def test_its_status(monkeypatch, verdicts, status):
+    found = iter(verdicts.split())
+    monkeypatch.setattr(tool, "train", lambda *_: None)
+    monkeypatch.setattr(tool, "read", lambda _: [])
+    monkeypatch.setattr(tool, "compare_with", lambda *_: (next(found), "", ""))
+    with pytest.raises(SystemExit) as end:
+        sys.exit(tool.main([f"{ROOT}/fsdp.py"]))
+    assert end.value.code == status
 
 
 def test_a_copy_uses_its_own_common(check, tmp_path):

@@ -147,7 +147,8 @@ def test_what_crosses_machines(command, n, nproc_per_node, shares):
 def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     """Not the data, not the run folder; and the file has the names of a summary.json."""
     words = (f"--rank 0 --nproc-per-node 64 --device-memory 4 64 {ROOT}/fsdp.py --dtype float32 "
-             "--data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 --batch-size 64")
+             "--data /no/such/file --out earlier --model llama3-8b --num-hidden-layers 1 "
+             "--batch-size 64")
     result, found = dry_run(*words.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry.json"]
     assert {"held", "peak", "sent", "theory", "collectives"} < found.keys()

@@ -81,9 +81,9 @@ def test_a_link_is_replaced_and_a_fifo_too(tmp_path, monkeypatch):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "link").symlink_to("precious")
     os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError):
+        append(tmp_path / "link", "more")
     for name in ("link", "fifo"):
-        with pytest.raises(OSError):
-            append(tmp_path / name, "more")
         write_file(tmp_path / name)
         assert (tmp_path / name).read_text() == "new" and not (tmp_path / name).is_symlink()
     assert (tmp_path / "precious").read_text() == "precious" and sizes == [3, 3]

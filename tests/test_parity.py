@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.support.processes import ROOT
 from tests.support.sample import thorough
@@ -238,6 +239,8 @@ FAULTS = [
         1, in_steps([2], torch.sin))),
     ("step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1", {
         "start": lambda model: model.append(torch.nn.Dropout(0.1))}),
+    ("step 0: gradients: .*; dropout is on, so .*dropout = 0.1", {
+        "start": lambda model: setattr(model, "dropout", 0.1)}, NOISE),
     # The loss alone
     ("step 0: loss: it is .* .times 2, as many as ranks that read the same samples or .*: "
      "2 ranks read the same samples, or .*averaged$", {"edit": on_ranks(1, 1, 1, 1, parts=TWICE)}),
@@ -328,6 +331,11 @@ SOUND = [
         "loss_of": lambda model, x: model(x).float().square().mean()}),
     ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
     ("EQUAL.*, float32 ", {}, FLOAT32, {"full_precision": True}),
+    ("EQUAL.*, float32 (?!with)", {}, FLOAT32, {"float32_inside": True}),
+    # Names of what wraps a layer do not count.
+    ("EQUAL.*, 4 parameters", {"start": lambda model: model.__setitem__(
+        0, checkpoint_wrapper(model[0])) or model.__setitem__(
+        2, torch.compile(model[2], backend="eager"))}),
 ]
 ROWS = [(f"DIFFERENT: {says}", *row) for says, *row in FAULTS] + SOUND
 
@@ -359,9 +367,10 @@ def test_samples_are_found_in_any_structure(names, batch_of):
 def test_samples_that_are_padded_by_a_mask():
     """With any id, to other lengths."""
     ids = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    batch = {"labels": ids, "input_ids": ids, "position_ids": ids,
+             "attention_mask": torch.ones_like(ids)}
     padded = {key: torch.nn.functional.pad(x, (0, 3), value=value)
-              for (key, x), value in zip(batch.items(), (7, 0, -100))}
+              for (key, x), value in zip(batch.items(), (-100, 7, 7, 0))}
     assert recording.read([batch])[:3] == recording.read([padded])[:3]
     assert recording.read([batch])[1:3] == ([36], [4 * 8])
 
@@ -416,6 +425,12 @@ def test_the_command(tmp_path, capsys):
     assert table.startswith("gradients of step 2 ") and "DIFFERENT: step 2: gradients: all" in says
     assert [row.split()[0] for row in rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(" 2.000000 " in row for row in rows)
+    train(two, spoil=rolled(1e-5))
+    assert main([one, two]) == 1 and main([one, two, "--float32-inside"]) == 0
+    for name in one, two:
+        train(name, dtype=torch.bfloat16)
+    assert main([one, two, "--full-precision"]) == 1
+    assert "types: weights are kept in bfloat16" in capsys.readouterr().out
     for name in one, two:  # it replaces the earlier recording
         train(name, spoil=torch.nn.Module.zero_grad)
     assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out

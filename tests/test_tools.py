@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -97,7 +98,8 @@ def test_split_is_by_document(run_prepare, bpe, tmp_path):
                                        f"--token-dtype uint16 --vocab-size {vocab_size}")
     dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
     assert f"train.bin: {dataset.tokens:,} tokens" in output
-    parts = [write_jsonl(tmp_path / f"{i}.jsonl", documents[::-1][i::7]) for i in range(7)]
+    parts = [write_jsonl(tmp_path / f"{i}.json{'l' * (i > 0)}", documents[::-1][i::7])
+             for i in range(7)]
     *sides, _ = run_prepare(*parts, "--val", 0.2, out="parts")
     assert [set(side) for side in sides] == [set(train), set(validation)]
     first = (tmp_path / "parts" / "train.bin").read_bytes()
@@ -160,6 +162,24 @@ def test_the_table_of_the_benchmark(monkeypatch, capsys):
     bench.main("--nproc 2 --rounds 3 --only tp.py --batch-size 4 --seq-len 8".split())
     *_, row = capsys.readouterr().out.splitlines()
     assert row.split(" | ")[2:6] == ["16", "2.000", "2.00 (1.00 to 3.00)", "3.00 (3.00 to 3.00) |"]
+
+
+def test_what_a_benchmark_measures(monkeypatch):
+    """The slowest process, and the CPU seconds of all; without saves."""
+    def run(words, cwd, **_):
+        (given,) = [word for word in words if "--nproc-per-node=" in str(word)]
+        ranks = int(given.partition("=")[2])
+        for rank in range(ranks):
+            pathlib.Path(cwd, f"rank-{rank}.json").write_text(str([rank + 1, rank + 2]))
+        assert " --save-every 0 " in " ".join(map(str, words))
+        assert " --batch-size 16 --seq-len 128 " in " ".join(map(str, words))
+        return types.SimpleNamespace(returncode=0)
+
+    found, measure = [], bench.measure
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bench, "measure", lambda *words: found.append(measure(*words)) or found[-1])
+    bench.main("--nproc 2 --rounds 1 --only single.py tp.py".split())
+    assert found == 2 * [(1, 2, {})] + 2 * [(2, 5, {})]
 
 
 def test_a_benchmark_of_a_command_that_fails(monkeypatch):

@@ -218,6 +218,9 @@ def test_transformers_reads_what_is_exported(
     assert_rounded(found.state_dict(), expected, dtype)
     assert_rounded(ours(folder, dtype).state_dict(), expected, dtype)
     assert read_config(folder) == read_config(llama)
+    for name in index:
+        size = json.loads((folder / name).read_text())["metadata"]["total_size"]
+        assert size == sum(tensor.nbytes for tensor in found.state_dict().values())
     config = found.config
     assert (found.dtype, config.max_position_embeddings, config.eos_token_id,
             config.bos_token_id) == (dtype, length, None, None)
@@ -229,13 +232,16 @@ def test_a_file_has_at_most_so_many_bytes():
     assert export.split(sizes, 7) == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-def test_a_mixtral_goes_in_and_out(start, tmp_path):
+def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
     """ep.py starts from one on 2 ranks, each with 3 of its 6 experts, at a learning rate of 0. What
     is exported then is the same, to the bit, and gives the same logits, as ours does."""
-    mixtral = save(tmp_path / "mixtral", kind="Mixtral", num_local_experts=6)
+    mixtral = save(tmp_path / "mixtral", kind="Mixtral", num_local_experts=6,
+                   num_experts_per_tok=3)
     result = start(tmp_path / "mixtral", "ep.py", 2, "--lr 0 --dtype float32",
                    inject=f"load_again('{tmp_path}/mixtral')")
     export.main([str(result.out), str(tmp_path / "exported")])
+    import_hf.main([str(tmp_path / "exported"), str(tmp_path / "imported")])
+    assert "run.sh ep.py" in capsys.readouterr().out
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(mixtral)
     assert_rounded(exported.state_dict(), mixtral.state_dict(), torch.float32)
@@ -255,6 +261,7 @@ CONFIGS = [  # what a config.json has instead, and what the error says beside it
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
     ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
     ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers 0"), ({"vocab_size": True}, "vocab_size True"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
     # What the files do not have:
     ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
