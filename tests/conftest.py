@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import shutil
 import sys
 
 import pytest
@@ -98,6 +99,7 @@ def once(server, corpus, held_out, shared):
             fcntl.flock(lock, fcntl.LOCK_EX)  # while another process runs it
             output = shared / f"{name}.txt"
             if not output.exists():
+                shutil.rmtree(shared / name, ignore_errors=True)  # of a run that has failed
                 result = server.run(
                     command, world, f"{options} --data {corpus}".replace("{val}", held_out),
                     folder=shared, out=name, **kwargs,

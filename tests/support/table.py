@@ -66,7 +66,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --tp 2 --pp 2 --microbatches 2", 4),
-    ("hybrid_3d.py --dp 2 --cp 2", 4),
+    ("hybrid_3d.py --grad-accum 2", 2),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     ("ddp.py --grad-accum 2", 4),  # two ranks add up alike in any buckets
     (f"tp.py {AGAIN}", 2),
@@ -99,7 +99,7 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     ("pp.py --schedule zbv --grad-accum 2 --microbatches 4", 3),
     ("pp.py --schedule dualpipev --grad-accum 2 --microbatches 6", 2),
     ("hybrid_3d.py --grad-accum 3", 1),
-    ("hybrid_3d.py --grad-accum 2", 2),
+    ("hybrid_3d.py --dp 2 --cp 2 --microbatches 2", 4),
     ("hybrid_3d.py --dp 2 --tp 2", 4),
     ("hybrid_3d.py --dp 2 --pp 2 --grad-accum 2", 4),
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
