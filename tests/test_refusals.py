@@ -148,6 +148,8 @@ hybrid_3d 2 {SELECTIVE} | selective with --num-experts ... use full
 hybrid_3d 4 --tp 2 --ep 2 | --ep 2 ... give --num-experts
 hybrid_3d 4 --tp 4 --num-key-value-heads 2 | --num-key-value-heads 2
 hybrid_3d 2 --tp 2 --vocab-size 257 | --vocab-size 257
+hybrid_3d 1 --seq-len 7 | it starts
+hybrid_3d 2 --cp 2 --seq-len 6 | --seq-len 6 ... 2 x --cp
 hybrid_3d 2 --tp 2 --num-experts 4 --no-sequence-parallel | --no-sequence-parallel with --num
 hybrid_3d 2 --tp 2 --num-experts 4 --seq-len 31 | 31 positions ... --tp 2 ... multiple of 4 (end)
 hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... use 1 or 2
