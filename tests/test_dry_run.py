@@ -120,7 +120,8 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
                *options.split()])
     lines, most = capsys.readouterr().out.splitlines(), json.loads(
         (tmp_path / "dry.json").read_text())
-    assert most["rank"] == 1 and "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in lines[0]
+    assert most["rank"] == 1
+    assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in lines[0]
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
     assert most["between_machines"] > 0
     grid = ("hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel "
