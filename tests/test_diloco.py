@@ -32,7 +32,7 @@ COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
 @pytest.fixture
 def whole(once):
     """A run of two replicas, each on two ranks. It also resumes its checkpoint of step 4."""
-    return once(COMMAND, 4, WHOLE, inject="ignored(); resumed([])")
+    return once(COMMAND, 4, WHOLE, inject="ignored(); resumed([], step=4)")
 
 
 def make_model():

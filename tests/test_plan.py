@@ -12,7 +12,6 @@ import torch
 
 from common.errors import SettingError
 from common.model import PRESETS
-from tests.support.sample import thorough
 from tools import plan
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -27,77 +26,28 @@ def options(layers=4, **values):
     return types.SimpleNamespace(config=config, **values)
 
 
-def step(*phases):
-    """What is counted: the peak of each phase of a step, and what is held at its end."""
-    found = [{"peak": {"in all": peak}, "begin": {"in all": 0}, "end": {"in all": end}}
-             for peak, end in phases]
-    return {"peak": {"in all": max(phases)[0]}, "phases": found, "collectives": []}
-
-
-@thorough
-@pytest.mark.parametrize("command, stages, layers", [
-    ("fsdp.py --replicate 2 --grad-accum 2", 1, 16),
-    ("hybrid_3d.py --pp 2 --tp 2 --microbatches 2", 2, 40),
-])
-def test_a_line_is_exact(monkeypatch, tmp_path, command, stages, layers):
-    """Through what is counted at three depths: it gives what the whole depth gives, to the byte."""
-    script, *words = command.split()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = options(layers, batch_size=16, devices=4)
-    found = plan.evaluate(plan.Strategy(script, 4, stages, stages), words, args)
-    words += ["--num-hidden-layers", str(layers), "--batch-size", "16"]
-    whole = plan.cached(str(plan.ROOT / script), words, 4, found["rank"], 8)
-    del found["phases"], whole["phases"]  # of these the highest is exact, and is in "peak"
-    assert json.loads(json.dumps(found)) == json.loads(json.dumps(whole))
-
-
 TP, PP = plan.Strategy("tp.py", 1), plan.Strategy("pp.py", 1, 2, 2)
 
 
-@pytest.mark.parametrize("strategy, layers, end, memory, counted, peak", [
-    # At three depths; at two if the line does not fit
-    (TP, 32, 0, 320, [(3, 0), (4, 0), (5, 0)], 320),
-    (TP, 32, 0, 319, [(3, 0), (4, 0)], 320),
-    # The whole of a shallow model, or where the line is not exact: see ``peaks_stay``
-    (TP, 14, 0, 999, [(14, 0)], 140),
-    (TP, 32, 11, 999, [(3, 0), (4, 0), (32, 0)], 320),
-    # DDP's buckets take several small matrices
-    (plan.Strategy("ddp.py", 8), 32, 0, 999, [(32, 0)], 320),
+@pytest.mark.parametrize("strategy, layers, memory, counted", [
+    (TP, 32, 99, [0]),
     # Of 8 ranks the first of each stage; of stages with 2, 2, 3 and 2 layers not the second
-    (PP, 40, 0, 9999, [(8, 0), (10, 0), (12, 0), (8, 4), (10, 4), (12, 4)], 2000),
-    (plan.Strategy("hybrid_3d.py --pp 4", 2, 4, 4), 9, 0, 999, [(9, 0), (9, 4), (9, 6)], 630),
+    (PP, 40, 99, [0, 4]), (plan.Strategy("hybrid_3d.py --pp 4", 2, 4, 4), 9, 99, [0, 4, 6]),
+    (plan.Strategy("hybrid_3d.py --pp 4", 2, 4, 4), 9, 13, [0, 4]),  # which is too much
 ])
-def test_what_is_counted(monkeypatch, strategy, layers, end, memory, counted, peak):
-    """A layer adds 10 to the peak, and ``end`` to what is held at the end."""
+def test_what_is_counted(monkeypatch, strategy, layers, memory, counted):
+    """The rank that holds most is the row."""
     found = []
 
     def count(script, words, world_size, rank, nproc_per_node):
-        depth = int(words[words.index("--num-hidden-layers") + 1])
-        found.append((depth, rank))
-        return step((10 * depth * (1 + rank), end * depth)) | {"rank": rank}
+        found.append(rank)
+        assert (words[-2:], world_size, nproc_per_node) == (["--batch-size", "8"], 8, 4)
+        return {"peak": {"in all": 10 + rank}, "rank": rank}
 
     monkeypatch.setattr(plan, "cached", count)
-    evaluated = plan.evaluate(strategy, [], options(layers, device_memory=memory / 1e9))
+    args = options(layers, device_memory=memory / 1e9, nproc_per_node=4)
+    assert plan.evaluate(strategy, [], args)["rank"] == counted[-1]
     assert found == counted
-    assert evaluated["peak"]["in all"] == peak and evaluated["rank"] == counted[-1][1]
-
-
-@pytest.mark.parametrize("phases, exact, peak", [  # at 2, 3 and 4 layers; the peak of 12 layers
-    ([[(16, 6)], [(19, 9)], [(22, 12)]], True, 46),
-    ([[(16, 6)], [(19, 9)], [(22 + 2**-10, 12)]], False, 46),
-    # What grows faster than the peak will overtake it, or the peak of another phase.
-    ([[(27, 6)], [(29, 9)], [(31, 12)]], False, 47),
-    ([[(100, 0), (60, 0)], [(110, 0), (60, 16)], [(120, 0), (60, 32)]], False, 200),
-    # A shallow model has its peak in one phase, a deep one in another.
-    ([[(100, 0), (60, 0)], [(101, 0), (70, 0)], [(102, 0), (80, 0)]], True, 160),
-])
-def test_where_there_is_a_line(phases, exact, peak):
-    first, second, third = (step(*each) for each in phases)
-    line = plan.extend(first, second, (2, 3, 4), 12)
-    stays = plan.peaks_stay(first, second, line, 9)
-    assert (stays and plan.is_line(first, second, third, (2, 3, 4))) == exact
-    assert line["peak"]["in all"] == peak
-    assert not plan.is_line(first, second, third | {"collectives": [{"calls": 1}]}, (2, 3, 4))
 
 
 @pytest.mark.parametrize("memory, link, rows, expected", [
@@ -222,7 +172,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         steps = int(words[words.index("--grad-accum") + 1]) if "--grad-accum" in words else 1
         activations = 128e6 / steps / world_size / (4 if AGAIN in words else 1)
         return {"peak": {"in all": 10e6 + activations, "activations": activations},
-                "held": dict(zip(plan.KEPT, (4e6, 4e6, 2e6))), "phases": [],
+                "held": dict(zip(plan.KEPT, (4e6, 4e6, 2e6))),
                 "collectives": [{"group": "dp", "bytes": 8e6}], "sent": 8e6,
                 "between_machines": 3e6, "operations": 4e9,
                 **({"bubble": 0.5} if "ddp" in str(script) else {})}

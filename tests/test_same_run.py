@@ -50,7 +50,7 @@ def assert_near(tensors, others):
 @functools.lru_cache(9)
 def read(out):
     """The tensors of the last checkpoint of a run, by name."""
-    return checkpoint_files.read(out / "step-00000004", prefix="")
+    return checkpoint_files.read(out / "step-00000003", prefix="")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.
@@ -62,16 +62,13 @@ def curve(row, run):
     names = ("step", "loss", "grad_norm") if row.dtype != "bfloat16" else ("step", "loss")
     assert furthest(found.curve(*names), expected.curve(*names)) < WITHIN[row.dtype]
     losses = [loss for (loss,) in found.curve("loss")]
-    assert len(losses) == 4 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 3 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.3
     assert "model tiny: 55,136 parameters" in found.output  # of all ranks and stages
 
 
 def validation(row, run):
     found, names = run(row), ("step", "val_loss")
     expected = run(reference(row)).curve(*names)
-    if row.script == "pp.py":
-        expected = expected[2:]
-    assert [step for step, _ in expected[-2:]] == [3, 4]
     assert furthest(found.curve(*names), expected) < WITHIN[row.dtype]
     assert found.summary["val_loss"] == found.curve("val_loss")[-1][0]
 
@@ -88,12 +85,13 @@ def saved(row, run):
 
 def resumed(row, run):
     """A run that resumes is bit for bit what it was, in every weight and optimizer state, although
-    other steps are evaluated: step 2, before it goes on, and the last one."""
+    it first evaluates."""
     out = run(row).out
     again = Result([0], "", out / "again-0")
     assert again.curve() == run(row).curve()[2:]
-    expected = run(reference(row)).curve("step", "val_loss")
-    assert furthest(again.curve("step", "val_loss"), expected[1::2]) < WITHIN[row.dtype]
+    expected = Result([0], "", run(reference(row)).out / "again-0").curve("step", "val_loss")
+    assert [step for step, _ in expected] == [2, 3]
+    assert furthest(again.curve("step", "val_loss"), expected) < WITHIN[row.dtype]
     last, own = read(again.out), read(out)
     assert last.keys() == own.keys()
     for name, tensor in own.items():
@@ -185,7 +183,7 @@ def compiled(row, run):
     """Compiled layers are called in every step, also in the third, which is counted."""
     (line,) = [line for line in run(row).lines if line.startswith("calls ")]  # of count_compiled
     first, *rest = json.loads(line.removeprefix("calls "))
-    assert len(rest) == 3 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
+    assert len(rest) == 2 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
 
 
 def peaks(row, run):

@@ -10,21 +10,13 @@ machine, so that tokens stay within it; the other scripts train no experts. dilo
 since its curve is another one. Of each the table has the fewest accumulation steps that fit.
 Activation checkpointing is tried if nothing fits without it, since it computes more; with
 --link also beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
-counts for the rank that holds most. What does not fit is counted no further: it holds at least what
-its row says.
+counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
+does not fit is counted no further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
 added to it), and no communication faster than all bytes at the full rate of the links that they
 take. A real step takes longer than either.
-
-Not everything is counted, where the rest follows exactly:
-
-- Layers are equal, so a deep model is counted at three smaller depths, and a straight line is
-  extended from them, if it goes through all three and no other moment of a step can overtake its
-  peak: see ``peaks_stay``. Otherwise the whole depth is counted; so it is where DDP's buckets of
-  25 MB do not end with a layer's largest matrix, and where three depths would take as long.
-- Of a pipeline those ranks are counted of which one holds most.
 """
 
 import argparse
@@ -65,7 +57,7 @@ SPLIT = [  # all ranks read the same samples
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
-SECONDS = 24  # of one CPU core, to count a strategy; a guess from plans of 8B models
+SECONDS = 1  # of one CPU core, for each layer of a strategy; a guess from plans of 8B models
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
 
@@ -159,9 +151,11 @@ def evaluate(strategy, options, args):
     Raises:
         SettingError: the script refuses these options.
     """
+    script, *own = strategy.command.split()
+    words = [*own, *options, "--batch-size", str(args.batch_size)]
     found = []
     for rank in ranks_to_count(strategy, args):
-        found.append(count_rank(strategy, options, rank, args))
+        found.append(cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node))
         if not fits(found[-1], args):
             break
     return dry_run.most(found)
@@ -169,32 +163,6 @@ def evaluate(strategy, options, args):
 
 def fits(counted, args):
     return counted["peak"]["in all"] <= args.device_memory * 1e9
-
-
-def count_rank(strategy, options, rank, args):
-    """What one rank counts, on a line through small depths where that is exact."""
-    script, *own = strategy.command.split()
-    layers, every = args.config.num_hidden_layers, strategy.stages
-
-    def at(depth):
-        words = [*own, *options, "--num-hidden-layers", str(depth)]
-        words += ["--batch-size", str(args.batch_size)]
-        return cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node)
-
-    # In two layers less is gathered at once; a last stage with few layers is an exception.
-    least = 3 if every == 1 else 3 * every + 1
-    depths = [depth for depth in range(least, layers) if (layers - depth) % every == 0][:3]
-    matrix = 4 * args.config.hidden_size * args.config.intermediate_size
-    uneven = script == "ddp.py" and matrix < 25 * 2**20
-    if len(depths) == 3 and sum(depths) <= 0.75 * layers and not uneven:
-        first, second = at(depths[0]), at(depths[1])
-        line = extend(first, second, depths, layers)
-        if not fits(line, args):
-            return line  # a peak never grows more slowly in a deeper model
-        times = (layers - depths[1]) / every
-        if peaks_stay(first, second, line, times) and is_line(first, second, at(depths[2]), depths):
-            return line
-    return at(layers)
 
 
 def ranks_to_count(strategy, args):
@@ -211,60 +179,6 @@ def ranks_to_count(strategy, args):
     ranks = [rank for rank in range(n)
              if rank in (0, n - 1) or layers[rank] > max(layers[:rank])]
     return [rank * args.devices // n for rank in ranks]
-
-
-def extend(first, second, places, place):
-    """What is counted at two depths (``places``), extended on a straight line to a third. The peak
-    of the step is that of one of its phases."""
-    found = on_line(first, second, places, place)
-    peaks = [phase["peak"] for phase in found["phases"]]
-    return found | {"peak": {kind: max(peak[kind] for peak in peaks) for kind in peaks[-1]}}
-
-
-def on_line(first, second, places, place):
-    """``extend``, of the numbers in two equal structures of dicts and lists."""
-    if isinstance(second, dict):
-        return {name: on_line(first[name], second[name], places, place) for name in second}
-    if isinstance(second, list):
-        return [on_line(*pair, places, place) for pair in zip(first, second, strict=True)]
-    if isinstance(second, (int, float)):
-        slope = (second - first) / (places[1] - places[0])
-        return type(second)(first + slope * (place - places[0]))
-    return second
-
-
-def peaks_stay(first, second, line, times):
-    """Whether the peaks of ``line``, the extension of two depths by ``times`` their difference, are
-    exact. In a phase of a step, what is held grows or shrinks from one layer to the next. So the
-    phase's peak grows with the depth as what is held at its begin or its end. If one of these grows
-    faster than the peak between the two depths, it must stay below the peak of the whole step."""
-    for before, after in zip(first["phases"], second["phases"]):
-        for kind, peak in after["peak"].items():
-            fastest = max(after[end].get(kind, 0) - before[end].get(kind, 0)
-                          for end in ("begin", "end"))
-            overtakes = fastest > peak - before["peak"][kind]
-            if overtakes and peak + fastest * times > line["peak"][kind]:
-                return False
-    return True
-
-
-def is_line(first, second, third, depths):
-    """Whether what a rank counts at three ``depths`` is on a straight line."""
-    try:
-        expected = extend(first, second, depths, depths[2])
-        pairs = list(zip(*(numbers(found | {"phases": []}) for found in (expected, third)),
-                         strict=True))
-    except (ValueError, KeyError):  # another number of collectives
-        return False
-    return all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs)
-
-
-def numbers(value):
-    """All numbers in nested dicts and lists."""
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return [number for each in inner for number in numbers(each)]
-    return [value] if isinstance(value, (int, float)) else []
 
 
 def cached(script, options, world_size, rank, nproc_per_node):
@@ -475,7 +389,8 @@ def main(argv=None):
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
-    minutes = math.ceil(len(tried) * SECONDS / 60 / (os.cpu_count() or 1))
+    seconds = len(tried) * args.config.num_hidden_layers * SECONDS
+    minutes = math.ceil(seconds / 60 / (os.cpu_count() or 1))
     print(f"strategies to count: {len(tried)}, in about {minutes} min; those of an earlier plan "
           "are kept", file=sys.stderr)
     rows = []

@@ -180,7 +180,7 @@ def write_counts():
     before(Report, "close", write)
 
 
-def resumed(folders, train=True, step=4):
+def resumed(folders, train=True, step=2):
     """Resume what each of the run folders ``folders`` has saved after ``step``, one after the other
     in the same processes, in again-0, again-1 and so on below --out. With ``train`` the script
     first does what its command says, and resumes its own run too, as again-0."""

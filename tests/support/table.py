@@ -1,10 +1,9 @@
 """The table of runs: each is started once, and all tests that claim something of it share it.
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
-sample some targets are ignored. A checkpoint is saved after step 2 and at the end. Held-out data is
-evaluated after each step: also before and after step 3, in which bytes are counted. (By pp.py after
-step 3 on: after an evaluation its stages exchange messages of 4 bytes first.) Then each of
-``EXACT`` resumes its own checkpoint of step 2, in the same processes.
+sample some targets are ignored. A checkpoint is saved after step 2, and at the end, after step 3, in
+which bytes are counted. Then held-out data is evaluated. Each of ``EXACT`` then resumes its own
+checkpoint of step 2, in the same processes, and there evaluates before it goes on.
 """
 
 import dataclasses
@@ -17,9 +16,9 @@ from common.torch_versions import keeps_last_function
 # the rows of a matrix, 2 and 4 ranks do.
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-attention-heads 8 "
          "--num-key-value-heads 4")
-TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 4 --log-every 1 --warmup-steps 2 "
+TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 3 --log-every 1 --warmup-steps 1 "
             "--lr 0.01 --save-every 2 --seed 3")
-OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 1 --val-batches 1"
+OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 1"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
 
@@ -46,9 +45,8 @@ class Row:
         return type(otherwise)(*value) if value else otherwise
 
     def run(self, once):
-        inject = f"{self.inject}; resumed([], step=2)" if self in EXACT else self.inject
-        options = OPTIONS + " --val-every 3" * (self.script == "pp.py")
-        return once(self.command, self.world, f"{options} --dtype {self.dtype}", inject=inject)
+        inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
+        return once(self.command, self.world, f"{OPTIONS} --dtype {self.dtype}", inject=inject)
 
 
 CHUNKS = "ignored(); loss_in_chunks()"

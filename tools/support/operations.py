@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import operator
 
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
@@ -14,10 +13,6 @@ class OperationCounter(StepCounter):
     """Also counts ``operations``, the floating-point operations of matrix products, convolutions
     and attention, and ``crossing``, the part of ``sent`` that goes to another machine.
 
-    ``phases``: a phase of the step ends when the first gradient of a backward pass arrives, and the
-    last phase when the optimizer's step begins. A phase has the bytes that were alive, by kind:
-    ``peak`` is the most at once, ``begin`` and ``end`` is when it began and when it ended.
-
     Half of a causal attention is counted: its kernels skip the rest. In the backward pass they
     compute the scores again. A collective is a ring over the ranks in their order, with
     ``nproc_per_node`` ranks on each machine. Some edges of the ring lead to another machine: their
@@ -27,30 +22,13 @@ class OperationCounter(StepCounter):
     def __init__(self, nproc_per_node, *args):
         super().__init__(*args)
         self.nproc_per_node = nproc_per_node
-        self.operations, self.crossing, self.phases = 0, collections.Counter(), []
-        self.first = None  # the parameter whose gradient arrives first
-        self.begin = self.now.copy()
+        self.operations, self.crossing = 0, collections.Counter()
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = super().__torch_dispatch__(function, kinds, args, kwargs)
         if out is not NotImplemented:
             self.operations += operations(function._overloadpacket, args, kwargs or {}, out)
         return out
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.end_phase(self.held)
-        self.peak = functools.reduce(operator.or_, (phase["peak"] for phase in self.phases))
-
-    def watch_gradient(self, parameter):
-        super().watch_gradient(parameter)
-        self.first = self.first or id(parameter)
-        if id(parameter) == self.first:
-            self.end_phase(self.now.copy())
-
-    def end_phase(self, end):
-        self.phases.append({"peak": self.peak, "begin": self.begin, "end": end})
-        self.peak, self.begin = end.copy(), end
 
     def collective(self, name, args, out):
         before = self.sent.copy()

@@ -215,7 +215,7 @@ class Report(report.Report):
             held=dict(counter.held), peak=dict(counter.peak),
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
-            operations=counter.operations, phases=counter.phases,
+            operations=counter.operations,
             collectives=[
                 each | {"between_machines": counter.crossing[each["collective"], each["group"]]}
                 for each in counter.collectives()
