@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import types
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tools import dry_run as tool
 from tools.support.operations import operations
+from tools.support.stand_ins import pipeline
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
     ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
-    ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing", 2, [1]),
+    ("ddp.py --grad-accum 2 --dtype bfloat16 --activation-checkpointing --num-hidden-layers 2", 2,
+     [1]),
     ("zero.py --stage 2 --grad-accum 2 --dtype bfloat16 --batch-size 12", 3, [2]),
     ("fsdp.py --replicate 2 --activation-checkpointing --dtype bfloat16", 4, [3]),
     ("tp.py --activation-checkpointing --vocab-size 8192 --batch-size 32", 2, [0]),  # in chunks
@@ -36,23 +39,37 @@ RUNS = [
 ]
 
 
-def count(command, world_size, rank=0, nproc_per_node=8):
-    """What a dry run counts as one rank."""
-    script, *more = command.split()
-    options = ["--dtype", "float32", *more]
-    return tool.count_apart(str(ROOT / script), options, world_size, rank, nproc_per_node)
+@pytest.fixture
+def dry_run(run, tmp_path):
+    def dry_run(*words, **kwargs):
+        """What the tool prints, and what it writes with --json."""
+        path = tmp_path / "dry.json"
+        result = run("tools/dry_run.py", 0, ["--json", path, *words], pass_out=False, **kwargs)
+        return result, json.loads(path.read_text()) if path.exists() else None
+
+    return dry_run
 
 
-def test_floating_point_operations():
+@pytest.fixture
+def count(dry_run):
+    def count(command, world_size, rank=0, nproc_per_node=8):
+        """What a dry run counts as one rank."""
+        script, *more = command.split()
+        return dry_run("--rank", rank, "--nproc-per-node", nproc_per_node, world_size,
+                       ROOT / script, "--dtype", "float32", *more)[1]
+
+    return count
+
+
+def test_floating_point_operations(count):
     """PaLM's count, and the scores of attention once more in the backward pass; so of experts too.
     Recomputing layers is one more forward pass of each, without its last product, whose result
     nobody needs; selective checkpointing repeats no product and no attention, and keeps more."""
     config, T = PRESETS["tiny"], 64
     commands = ("single.py", "single.py --activation-checkpointing selective",
                 "single.py --activation-checkpointing", "ep.py --num-experts 4 --expert-size 64")
-    with tool.threads() as pool:
-        plain, selective, full, of_experts = pool.map(
-            lambda command: count(f"{command} --batch-size 1 --seq-len {T}", 1), commands)
+    plain, selective, full, of_experts = (
+        count(f"{command} --batch-size 1 --seq-len {T}", 1) for command in commands)
     palm = T * config.flops_per_token(T)
     attention = T * config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
     assert plain["operations"] == selective["operations"] == palm + attention
@@ -73,19 +90,8 @@ def test_operations_of_a_product_of_groups():
     assert found == 2 * 10 * 16 * 24
 
 
-@pytest.fixture
-def dry_run(run, tmp_path):
-    def dry_run(*words, **kwargs):
-        """What the tool prints, and what it writes with --json."""
-        path = tmp_path / "dry.json"
-        result = run("tools/dry_run.py", 0, ["--json", path, *words], pass_out=False, **kwargs)
-        return result, json.loads(path.read_text()) if path.exists() else None
-
-    return dry_run
-
-
 @pytest.mark.parametrize("command, world, ranks", sampled(RUNS, RUNS[1:2]))
-def test_it_counts_what_a_run_counts(run, corpus, command, world, ranks):
+def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
     byte. Activations too, unless a thread of gloo still holds a tensor that it has sent: on a busy
     machine it may hold several, so there is a second and a third attempt."""
@@ -124,9 +130,9 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     assert "as rank 1 of 2, a dry run in bfloat16: --dtype auto counts" in lines[0]
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
     assert most["between_machines"] > 0
-    grid = ("hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel "
-            "--dtype bfloat16")
-    assert count(grid, 16)["stages"] == [0, 8]  # the first rank of each
+    mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp", "pp"))
+    found = pipeline(types.SimpleNamespace(microbatches=None), mesh)  # of hybrid_3d.py
+    assert found == {"stages": [0, 1], "bubble": 1 / 3}
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [
@@ -134,7 +140,7 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     ("cp.py --attention ulysses", 8, 4, {"all-to-all": 4 / 7, "all-reduce": 2 / 8}),
     ("pp.py", 4, 2, {"send": 0}),  # rank 0 sends to rank 1
 ])
-def test_what_crosses_machines(command, n, nproc_per_node, shares):
+def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)
     found = {part["collective"]: part["between_machines"] / part["bytes"]
              for part in counted["collectives"]}

@@ -17,10 +17,10 @@ import torch
 
 from common.services import checkpoint_files
 from common.services.checkpoint_files import list_checkpoints
-from tests.conftest import VISIBLE_GPUS
+from tests.conftest import ROOT, VISIBLE_GPUS
 from tests.gpu.test_gpus import EXPERTS, SMALL, UNCOUNTED_1B, curves, each_script, llama_1b
-from tests.test_dry_run import count
 from tests.test_same_run import furthest
+from tools.dry_run import count_apart
 
 status, output = subprocess.getstatusoutput(
     "nvidia-smi --query-gpu=memory.total,name,driver_version --format=csv,noheader,nounits")
@@ -128,7 +128,8 @@ def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
     tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
     n, counted = 1 if command == "single.py" else N, None
     if command not in UNCOUNTED_1B:
-        counted = count(f"{command} {llama_1b(n)}", n)["peak"]["in all"]
+        script, *options = f"{command} {llama_1b(n)}".split()
+        counted = count_apart(str(ROOT / script), options, n, 0, 8)["peak"]["in all"]
         if counted > 0.95 * MEMORY:
             pytest.skip(f"it takes {counted / 1e9:.0f} GB of a card's {MEMORY / 1e9:.0f}")
     result = on_gpus(command, n, llama_1b(n))
