@@ -162,13 +162,13 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
     assert f"does not fit into 4 GB, {more:,.2f} GB too much" in result.lines[-1]
 
 
-def test_it_reads_no_weights(tmp_path):
-    """Here they are a FIFO, which is refused where it is read. Without --rank a process counts."""
+def test_it_reads_no_weights(dry_run, tmp_path):
+    """Here they are a FIFO, which is refused where it is read."""
     pytest.importorskip("safetensors")  # fsdp_lora.py needs it
     config = vars(PRESETS["tiny"]) | {"model_type": "llama", "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     os.mkfifo(tmp_path / "model.safetensors")
-    tool.main(["2", str(ROOT / "examples" / "fsdp_lora.py"), "--model", str(tmp_path)])
+    dry_run("--rank", 0, 2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path)
 
 
 def test_bad_input_is_one_line(dry_run, tmp_path):

@@ -145,30 +145,38 @@ def test_a_restart_does_not_read_what_dead_processes_have_stored(monkeypatch):
         store.set("address", count)
 
 
+PRETENDED = """case "$1 $2" in  # a Python: it has the requirements, and shows how it is called
+  "-P -") echo yes;; "-P -c") echo 10.1.2.3;; -c*) echo yes 3.11.9;; *) echo $PYTHONPATH "$@";;
+esac"""
 SHOW = """import os, sys
 names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONPATH"
 os.write(1, f"{[*map(os.environ.get, names), *sys.argv[1:]]}\\n".encode())
-sys.exit(os.path.exists("code/common"))
+sys.exit(3)
 """
 
 
 def test_what_run_sh_starts(tmp_path):
     """Arguments arrive as they are, and the command that it shows can be typed. A script uses the
     common/ beside it, or that of this repository. Nothing imports from the working folder. Without
-    GPUs and NPROC there are two processes. The second time they fail."""
+    GPUs and NPROC there are two processes. Here they fail."""
     for name in ("json", "re", "socket", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     words = ["two words", "$HOME", "--max-restarts=9"]
-    for folder, path, nproc in (("code", f"{ROOT}:mine", ""), ("code/common", "mine", "2")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / "code" / "show.py").write_text(SHOW)
-        process = start([*RUN, "code/show.py", *words], tmp_path, NPROC=nproc, PYTHONPATH="mine")
-        shown, *lines = finish(process).splitlines()
-        assert process.returncode == (nproc == "2")
-        assert sorted(lines) == [str([rank, "2", "127.0.0.1", path, *words]) for rank in "01"]
-        assert shlex.split(shown)[-4:] == ["code/show.py", *words]
-    output = finish(start([*RUN, "prepare", "--help"], tmp_path))
-    assert output.startswith("usage: python -m tools.prepare "), output
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "show.py").write_text(SHOW)
+    command = [*RUN, "code/show.py", *words]
+    process = start(command, tmp_path, NPROC="", PYTHONPATH="mine")
+    shown, *lines = finish(process).splitlines()
+    assert process.returncode == 1
+    assert sorted(lines) == [
+        str([rank, "2", "127.0.0.1", f"{ROOT}:mine", *words]) for rank in "01"]
+    assert shlex.split(shown)[-4:] == ["code/show.py", *words]
+    (tmp_path / "code" / "common").mkdir()
+    write_program(tmp_path / "python", PRETENDED)
+    for command, path in (command, "mine"), ([*RUN, "prepare", "--help"], f"{ROOT}:mine"):
+        output = finish(start(command, tmp_path, PYTHON=f"{tmp_path}/python", PYTHONPATH="mine"))
+        assert output.splitlines()[-1].startswith(f"{path} -P "), output
+    assert output.endswith(" -P -m tools.prepare --help\n")
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -256,8 +264,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
 def test_one_machine_of_two(tmp_path, variables, words):
     """They meet at machine 0, through the interface that leads there: of this machine's own name
     gloo would take the address 127.0.1.1 on many systems."""
-    write_program(tmp_path / "python", 'case "$1 $2" in "-P -") echo yes;; "-P -c") echo 10.1.2.3;;'
-                  ' -c*) echo yes 3.11.9;; *) echo "$@";; esac')
+    write_program(tmp_path / "python", PRETENDED)
     write_program(tmp_path / "ip", '[ "$*" = "route show match 10.1.2.3" ] && printf '
                   '"default via 10.9.9.9 dev far\\n10.0.0.0/8 dev wire proto kernel\\n"')
     write_program(tmp_path / "scontrol", 'printf "host0\\nhost1\\n"')
