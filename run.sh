@@ -35,7 +35,7 @@ fail() { echo "run.sh: error: $*" >&2; exit 1; }
 # Refuse a variable that is set, and is no whole number of at least so much. NNODES=1:2: 1 or 2.
 check_number() {
   local value=${!1:-}
-  [ "$1" != NNODES ] || value=${value/#[1-9]:/}
+  [[ $1 != NNODES || ! $value =~ ^[1-9][0-9]*:(.*)$ ]] || value=${BASH_REMATCH[1]}
   [[ -z $value || $value = "$2" || $value =~ ^[1-9][0-9]{0,8}$ ]] ||
     fail "$1 is '${!1}': it must be a whole number, at least $2"
 }

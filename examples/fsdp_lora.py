@@ -168,7 +168,8 @@ def main(argv=None):
             report.log_validation(step, validation.loss(model))
             reshard(model)  # FSDP: without a backward pass some parameters stay gathered
         if checkpoints.stopping:
-            export = None  # LoRA: a signal has stopped the run before its end
+            if step + 1 < args.steps:  # LoRA: a signal has stopped the run before its end
+                export = None
             break
     checkpoints.finish()
     if export:

@@ -163,7 +163,7 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 
 # What the lines say that an example has otherwise: of functions, and of its script's ``main``
-OTHERWISE = {"check": "$^", "shard": "def |SettingError|comes at once",
+OTHERWISE = {"shard": "def |SettingError|comes at once",
              "llama_plan": "kwarg_layouts|lm_head"} | dict.fromkeys((
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
@@ -172,7 +172,7 @@ OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materiali
 OF_MAIN = {
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
-    "fsdp_gpt2": rf"{OWN_MODEL}|timeout|units|norm,|buffers|compare_calls|reshard\(",
+    "fsdp_gpt2": rf"{OWN_MODEL}|units|norm,|buffers|compare_calls|reshard\(",
     "ddp_convnet": rf"{OWN_MODEL}|optimi|decay|buckets|learning_rate|for i,",
     "trainer_fsdp": "loss|batch|norm",
 }
@@ -330,13 +330,14 @@ def test_another_base_is_refused(example, start, base, tmp_path):
 
 @thorough
 def test_peft_reads_the_adapters(start, base, tmp_path):
-    """They are exported at the end of a run, not where it stops. A checkpoint has nothing else."""
+    """They are exported at the end of a run, also if it is asked to stop there; not where it stops
+    before. A checkpoint has nothing else."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = tmp_path / "adapters"
     options = f"--export {folder} --lr 0.05"
     start("fsdp_lora", 2, options, tmp_path, inject="at(2, signal_self, 'SIGTERM')")
     assert not folder.exists()
-    result = start("fsdp_lora", 2, options, tmp_path)
+    result = start("fsdp_lora", 2, options, tmp_path, inject="at(4, signal_self, 'SIGTERM')")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (4, 6, MATRICES)
     model = transformers.LlamaForCausalLM.from_pretrained(base)
@@ -386,7 +387,8 @@ def test_attention_within_documents(mesh, rank):
 
 @thorough
 def test_the_trained_llama_is_exported(start, tmp_path):
-    result = start("tp_llama", 2, f"--dtype float32 --export {tmp_path}/trained")
+    result = start("tp_llama", 2, "--dtype float32")
+    export.main([str(result.out), f"{tmp_path}/trained"])
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")

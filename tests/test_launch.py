@@ -257,7 +257,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
     (HOST0 | {"NNODES": "2", "NODE_RANK": "1"},
      "--nnodes=2 --rdzv-endpoint=host0:29500 --rdzv-conf=is_host=0 --local-addr=~00001 "
      "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
-    (HOST0 | {"NNODES": "1:2", "NODE_RANK": "1"}, "--nnodes=1:2"),
+    (HOST0 | {"NNODES": "10:12", "NODE_RANK": "1"}, "--nnodes=10:12"),
     (STEP, "--rdzv-endpoint=host0:10007 --rdzv-conf=is_host=0 GLOO_SOCKET_IFNAME=wire"),
     (STEP | {"MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "mine"}, "--rdzv-endpoint=host0:1234"),
 ])

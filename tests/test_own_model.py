@@ -241,10 +241,10 @@ def test_a_plan_reaches_all_of_the_model(mesh):
         with pytest.raises(SettingError, match=match):
             tp.parallelize(model, mesh, plan)
 
-    stage = Net()
-    del stage.blocks[0]
-    stage.embed = nn.Identity()  # as pp.keep_stage leaves a stage
-    tp.parallelize(stage, mesh, PLAN, Net())
+    for blocks in (1, 0):
+        stage = Net()
+        stage.blocks, stage.embed = stage.blocks[:blocks], nn.Identity()  # as pp.keep_stage does
+        tp.parallelize(stage, mesh, PLAN, Net())
     refused("the plan names block.1.0, but the model has no such", PLAN | {"block.1.0": None},
             Net())
     refused(r"the plan names b\*0.1, but the model has", PLAN | {"b*0.1": None}, Net())  # no dot
