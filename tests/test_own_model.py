@@ -210,9 +210,10 @@ def test_fsdp_casts_images_once(mesh):
 
 @on_ranks(2)
 def test_bfloat16_reaches_the_layers(folder):
-    """Of pp.py: test_same_run.py; of single.py: test_validation.py."""
+    """Of pp.py: test_same_run.py; of single.py: test_validation.py. No copies of weights stay."""
     def check(mlp, x):
         assert mlp.up_proj(x).dtype == torch.bfloat16
+        assert not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
         raise Seeded
 
     for command in "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "hybrid_3d.py", "diloco.py":
