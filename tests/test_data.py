@@ -107,11 +107,11 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     for vocabulary, size in (2**16, 2), (2**16 + 1, 4):  # 16 bits hold ids up to 65,535
         found = TokenDataset(tmp_path / "tokens.bin", 16, vocab_size=vocabulary)
         assert found.dtype.itemsize == size
-    tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
-    assert torch.equal(TokenDataset(tmp_path / "wide.bin", 16, "uint32")[3][0], inputs)
+    tokens.astype(np.uint32).tofile(tmp_path / "wide.BIN")
+    assert torch.equal(TokenDataset(tmp_path / "wide.BIN", 16, "uint32")[3][0], inputs)
     with pytest.raises(SettingError, match="every second number is 0"):
-        TokenDataset(tmp_path / "wide.bin", 16)
-    TokenDataset(tmp_path / "wide.bin", 16, "uint16")  # whoever names the type has looked
+        TokenDataset(tmp_path / "wide.BIN", 16)
+    TokenDataset(tmp_path / "wide.BIN", 16, "uint16")  # whoever names the type has looked
 
 
 def test_what_is_no_text_is_refused(tmp_path):

@@ -39,10 +39,10 @@ FAULTS = [
     ("single.py", 0, "--save-every 1 --warmup-steps 0 --log-every 9 --lr 3e38", "",
      "step 1 is not saved ... is not finite: lower --lr", []),
     # A stage that returns something else than the next one expects
-    ("hybrid_3d.py --pp 2", 2, "", STAGES_RETURN.format("(x, x)"),
-     "a stage returns a tuple ... (4, 32, 32)", []),
-    ("pp.py", 2, "", STAGES_RETURN.format("x.double()"),
-     "a stage returns (2, 32, 32) torch.float64 ... (2, 32, 32)", []),
+    ("hybrid_3d.py --pp 2", 2, "", STAGES_RETURN.format("x.double()"),
+     "a stage returns (4, 32, 32) torch.float64 ... (4, 32, 32)", []),
+    ("pp.py", 2, "", STAGES_RETURN.format("(x, x)"),
+     "a stage returns a tuple ... (2, 32, 32)", []),
     # A process that dies, and one that is silent until SIGTERM ends it
     ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=1)", LOST, [3]),
     ("hybrid_3d.py --pp 2", 2, "--timeout 5",
@@ -75,6 +75,7 @@ FAULTS = [
     ("single.py", 0, "--data copy --workers 1",
      "before(common.data, 'load_batches', lambda *_: os.truncate('copy', 100))",
      "copy has changed since the run began", []),
+    ("single.py", 0, "", "at(2, torch.empty, 2**60)", "can't allocate memory", []),
     # A loop that somebody has edited
     ("single.py", 0, "", "Report.log = lambda *_: None", "log was not called in step 1: ", []),
     ("single.py", 0, "", "at(2, sys.exit, 'my words')", "error: my words", []),
@@ -100,7 +101,7 @@ def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, w
 
 def goes_on(again, step, whole):
     """A run ``again`` has resumed after ``step``, and is bit for bit the ``whole`` run."""
-    assert f"resuming after step {step} " in again.output
+    assert f"resuming after step {step} " in again.output and " 8/8 [" in again.output
     assert [record["step"] for record in again.history] == list(range(1, 9))
     assert_bit_equal(tensors(again.out), tensors(whole.out))
     assert not [*again.out.glob("*.tmp"), *again.out.glob("*.old")]

@@ -129,9 +129,12 @@ pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 
 pp 4 --schedule loopedbfs --stages-per-rank 2 | 4 ranks x 2 stages are 8, but 4 layers
 pp 2 --schedule zerobubble --microbatches 5 --batch-size 20 | multiple of 2, such as 4 or 6
 pp 2 --microbatches 5 | --batch-size 16 ... 5 micro-batches: use a multiple of 5
+pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
 pp 2 --schedule zerobubble --compile | --compile with --schedule zerobubble
 pp 2 --schedule zerobubble --activation-checkpointing | -checkpointing with --schedule zerobubble
 hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
+hybrid_3d 2 --tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
+hybrid_3d 2 --pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
@@ -154,6 +157,7 @@ hybrid_3d 2 --tp 2 --num-experts 4 --no-sequence-parallel | --no-sequence-parall
 hybrid_3d 2 --tp 2 --num-experts 4 --seq-len 31 | 31 positions ... --tp 2 ... multiple of 4 (end)
 hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... use 1 or 2
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6: use 1 or
+hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 ... the 4 ranks ... use 1 or 2 or 4
 hybrid_3d 1 --balance-rate 1e-3 | --balance-rate 0.001
 diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
 diloco 1 | --replicas 2 ... world size 1: use 1
@@ -164,6 +168,7 @@ ep 4 --num-experts 6 | --ep 4 does not divide --num-experts 6: use 1 or 2
 ep 4 --num-experts 6 --expert-size 25 | --num-experts 6: use a multiple of 4 as --num
 ep 4 --num-experts 6 --expert-size 25 --ep 3 | a multiple of 4 ... and an --ep that divides 4
 ep 4 --num-experts 6 --ep 2 --expert-size 25 | --ep 2 leaves 2 ranks ... 128 and --expert-size 25
+ep 4 --num-experts 6 --ep 2 --hidden-size 129 --head-dim 16 --expert-size 24 | --ep 2 ... 129
 ep 1 --num-experts 2 --experts-per-token 3 | experts_per_token 3 ... num_experts 2
 ep 1 --num-experts 2 --experts-per-token 1 | experts_per_token 1 never trains
 ep 1 --num-experts 1 | it starts

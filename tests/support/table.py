@@ -63,10 +63,10 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE}", 2),
-    ("fsdp.py --replicate 3 --grad-accum 2", 3),
+    ("fsdp.py --replicate 2 --grad-accum 2", 4),
     (f"tp.py --no-sequence-parallel --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ring --grad-accum 2 {AGAIN}", 2),
-    ("cp.py --attention ulysses --grad-accum 2", 2),
+    (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --tp 2 --pp 2 --microbatches 2", 4),
@@ -75,7 +75,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("ddp.py --grad-accum 2", 4),  # two ranks add up alike in any buckets
     (f"tp.py {AGAIN}", 2),
     ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
-    ("cp.py --attention allgather", 2),
+    (f"cp.py --attention allgather {SELECTIVE}", 3),
 ]]
 EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
@@ -87,12 +87,11 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     ("fsdp.py", 1),
     ("fsdp.py", 2),
     ("fsdp.py --grad-accum 2", 3),
-    ("fsdp.py --replicate 2 --grad-accum 2", 4),
+    ("fsdp.py --replicate 3 --grad-accum 2", 3),
     ("tp.py --grad-accum 2", 1),
     (f"tp.py {SELECTIVE}", 4),
     ("cp.py --attention ring", 1),
     (f"cp.py --attention ring {SELECTIVE}", 3),
-    (f"cp.py --attention ulysses --grad-accum 2 {AGAIN}", 2),
     (f"cp.py --attention ulysses {SELECTIVE}", 4),
     (f"cp.py --attention allgather --grad-accum 2 {AGAIN}", 3),
     (f"pp.py --schedule 1f1b --grad-accum 2 --microbatches 6 {SELECTIVE}", 4),
