@@ -3,6 +3,7 @@
 import datetime
 import os
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -264,9 +265,11 @@ def test_a_save_in_the_background(tmp_path, monkeypatch):
         copies.append(checkpoints.staged.get("model.weight"))
         nn.init.constant_(model.weight, 9)
         late.set()
+    late.clear()
+    checkpoints.background.submit(lambda: (time.sleep(0.1), late.set()))
     checkpoints.finish()
     checkpoints.finish()
-    assert copies[1] is copies[2] is not None  # no memory is allocated again
+    assert late.is_set() and copies[1] is copies[2] is not None  # no memory is allocated again
     assert steps(tmp_path) == [2, 3]
     for step in (2, 3):
         found = checkpoint_files.read(tmp_path / f"step-0000000{step}")["weight"]
@@ -275,10 +278,14 @@ def test_a_save_in_the_background(tmp_path, monkeypatch):
 
 @on_ranks(2)
 def test_buckets_are_arranged_without_a_trace():
-    """Buffers and the random state of DDP are afterwards as before."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
-    replica = nn.parallel.DistributedDataParallel(model)
+    """Buffers and the random state of DDP are afterwards as before. It takes a micro-batch."""
+    model, shapes = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), []
+    model.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     state, before = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
-    arrange_buckets(replica, BatchSampler(9, 8, 2, world_size=2), torch.ones(3))
-    assert torch.equal(torch.get_rng_state(), state)
+    for unused in (False, True):
+        replica = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+        arrange_buckets(replica, BatchSampler(9, 8, 2, world_size=2), torch.ones(3))
+        model.unused = nn.LayerNorm(1)
+        model.forward = lambda x: model[:3](x)
+    assert torch.equal(torch.get_rng_state(), state) and set(shapes) == {(2, 3)}, shapes
     assert all(map(torch.equal, model.buffers(), before))

@@ -139,6 +139,9 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     # A ring crosses machines at some of its edges.
     ("cp.py --attention ulysses", 8, 4, {"all-to-all": 4 / 7, "all-reduce": 2 / 8}),
     ("pp.py", 4, 2, {"send": 0}),  # rank 0 sends to rank 1
+    # With all axes it counts at all: what a stage gets must have the shape and the type it expects.
+    ("hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel "
+     "--dtype bfloat16", 16, 8, {}),
 ])
 def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)

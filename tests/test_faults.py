@@ -43,6 +43,9 @@ FAULTS = [
      "a stage returns (4, 32, 32) torch.float64 ... (4, 32, 32)", []),
     ("pp.py", 2, "", STAGES_RETURN.format("(x, x)"),
      "a stage returns a tuple ... (2, 32, 32)", []),
+    # Whatever a layer refuses
+    ("hybrid_3d.py --pp 2", 2, "", "before(common.model.MLP, 'forward', "
+     "lambda *_: common.errors.refuse([(True, 'my words')]))", "error: my words", []),
     # A process that dies, and one that is silent until SIGTERM ends it
     ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=1)", LOST, [3]),
     ("hybrid_3d.py --pp 2", 2, "--timeout 5",

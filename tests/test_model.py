@@ -2,6 +2,7 @@
 transformers computes too: test_weights.py; what checkpointing computes again: test_dry_run.py."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -117,14 +118,24 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpointed_layer_is_computed_again(model, monkeypatch, compiled):
+    """Of the same dropout. The loss is compiled too."""
     given = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: given.append(forward) or forward)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: given.append(options) or f)
     calls, layers, tokens = [], model.model.layers.values(), torch.arange(8).view(1, 8)
     for layer in layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
-    wrap_layers(layers, compiled, "full")
-    model(tokens, tokens).backward()
-    assert len(calls) == 2 * len(layers) and len(given) == compiled * len(layers)
+        layer.mlp.register_forward_hook(lambda *args: F.dropout(args[2]))
+
+    def gradients():
+        torch.manual_seed(0)
+        return torch.autograd.grad(model(tokens, tokens), model.parameters())
+
+    expected = gradients()
+    calls.clear()
+    wrap_layers(layers, compiled, "full", model.lm_head)
+    assert all(map(torch.equal, gradients(), expected))
+    assert len(calls) == 2 * len(layers)
+    assert given == compiled * [{}, *len(layers) * [{"fullgraph": False}]]
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
@@ -137,11 +148,12 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
     targets = torch.zeros(1, 1600, dtype=torch.int64)
 
     def gradient(dtype, x):
-        head.to(dtype)
+        head.to(dtype).loss = mock.Mock(wraps=next_token_loss)
         with torch.autocast("cpu", torch.bfloat16, dtype == torch.float32, cache_enabled=False):
             loss = head(x, targets=targets)
         (gradient,) = torch.autograd.grad(loss, head.weight)
-        assert gradient.dtype == dtype
+        assert gradient.dtype == dtype and head.loss.call_count == 200  # forward and backward
+        assert dtype != torch.float32 or (gradient != gradient.bfloat16()).any()
         return gradient.double()
 
     exact = gradient(torch.float64, x.double())
@@ -196,3 +208,4 @@ def test_large_presets_have_their_size():
             parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
         assert round(parameters / 1e9, 1) == billions
         assert (PRESETS[preset].rope_theta, PRESETS[preset].rms_norm_eps) == (500_000, 1e-5)
+        assert bool(PRESETS[preset].rope_scaling) == (billions > 400)

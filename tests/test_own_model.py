@@ -4,6 +4,7 @@ with models of one's own: test_porting.py."""
 import argparse
 import copy
 import importlib
+import math
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_leaves
 
 import common.model
+import diloco
+import ep
 import fsdp
 import tp
 from common.errors import SettingError
@@ -29,6 +32,8 @@ from common.services.settings import config_settings, fingerprint, run_settings
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS, REDUCES_UNUSED
+
+CPU = torch.device("cpu")
 
 
 def meta_model():
@@ -101,7 +106,8 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
     options of the optimizer reach it. Under FSDP ranks with other samples compare their calls."""
     adamw = "--beta1 0.8 --beta2 0.9 --weight-decay 0.3"
     for command in (
-        "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py", "ep.py --num-experts 4",
+        "single.py", "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py",
+        "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
     ):
@@ -111,14 +117,19 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
               mock.patch.object(module, "seed_step", side_effect=Seeded) as seed,
               mock.patch.object(module, "Report", wraps=module.Report) as report,
               mock.patch.object(module, "compare_calls", create=True) as compare,
+              mock.patch.object(module, "set_timeout", create=True) as set_timeout,
+              mock.patch.object(module, "start_process", create=True, return_value=CPU),
               pytest.raises(Seeded)):
             module.main([*options, "--data", __file__])
         dist.all_gather_object(numbers, seed.call_args.args)
         assert numbers[0][:2] == (5, 7)
-        assert (numbers[0] == numbers[1]) == ("--no" in command), command
+        assert (numbers[0] == numbers[1]) == (script == "single.py" or "--no" in command), command
         groups = tree_leaves(report.call_args.args[2])[0].param_groups
         assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
         assert {group["betas"] for group in groups} == {(0.8, 0.9)}, command
+        assert {group["fused"] for group in groups} == {True}, command
+        meshes = {"hybrid_3d.py": 2 + ("experts" in command)}  # whose groups wait for --timeout
+        assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep, diloco)))
         alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1,
                  "hybrid_3d.py": 1 + ("--dp 2" in command)}
         if script in alike:
@@ -144,6 +155,8 @@ def test_each_parameter_group_keeps_its_own_rate():
 
     found, low = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4))
     assert found[2] == found[3] == [0.02, 3e-4, 1e-3] == pytest.approx(low[3])
+    assert found[6][2] == pytest.approx(0.5e-3)  # a half of a cosine
+    assert found[8][2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 5 / 6)) / 2)
     assert found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
     for one, two, three in found + low:
         assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
@@ -155,8 +168,10 @@ def test_each_parameter_group_keeps_its_own_rate():
 def test_settings_of_a_run():
     """A checkpoint without experts is that of a run that had no such option."""
     args = parse_options(option_parser(""), ["--lr", "0.5"])
+    args.inner_steps = 3  # of diloco.py
     _, changeable = run_settings(args, [torch.ones(2)])
-    assert changeable["--lr"] == 0.5 and source_files().items() <= changeable.items()
+    assert changeable["--lr"] == 0.5 and changeable["--inner-steps"] == 3
+    assert source_files().items() <= changeable.items()
     assert config_settings({"num_experts": 0}) == {"--num-experts": None}
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import resource
 import shlex
 import socket
 
@@ -248,7 +249,8 @@ def test_a_finished_run_is_done(folder, capsys):
     assert "finished step 2, its last: raise --steps" in capsys.readouterr().out
 
 
-TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+       "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "mine"}
 CONNECTIONS = [
     *[({"RANK": value}, f"RANK is '{value:.40}' ... below 2147483648")
       for value in ("", "-1", HUGE, "2147483648")],
@@ -268,6 +270,8 @@ CONNECTIONS = [
 def test_ranks_that_cannot_connect(monkeypatch):
     args = argparse.Namespace(device="cpu", backend="auto", deterministic=False, timeout=1,
                               on_all_ranks={})
+    limit, raised = resource.getrlimit(resource.RLIMIT_NOFILE)[1], []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limits: raised.append(limits))
     for change, words in CONNECTIONS:
         with socket.create_server(("127.0.0.1", 0)) as taken, free_port() as free:
             port = str(taken.getsockname()[1])
@@ -278,6 +282,8 @@ def test_ranks_that_cannot_connect(monkeypatch):
             with pytest.raises(SettingError) as error:
                 launch.start_process_group(args)
             assert in_order(words.replace("{taken}", port), str(error.value)), error.value
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert set(raised) == {(resource.RLIMIT_NOFILE, (limit, limit))}  # gloo has many sockets
     waits = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
     assert waits == {datetime.timedelta(seconds=1)}  # of the groups of a mesh, whatever the backend
     args.backend = "nccl"

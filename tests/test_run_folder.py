@@ -68,10 +68,15 @@ def test_locks_of_other_file_systems(out, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("service", [Checkpoints, Report])
-def test_a_service_alone_has_the_folder(service):
+def test_a_service_alone_has_the_folder(service, monkeypatch):
+    """NCCL's records go there too, as a user has said."""
+    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "5"})
     parser = option_parser("")
     service.add_options(parser)
     assert parse_options(parser, ["--out", "here"]).out == pathlib.Path("here")
+    records = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    assert (records == "here/flight-record-rank") == (service is Report)
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "5"
 
 
 # Somebody's files

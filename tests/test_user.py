@@ -61,8 +61,10 @@ def test_counting_can_be_left_out_and_its_error_ends_nothing(run, corpus):
     uncounted = run("single.py", 0, f"{options} --no-count", out="uncounted")
     assert uncounted.lines[0] == "single.py: 1 process on cpu"
     fails = run("single.py", 0, options, out="fails", inject=(
-        "counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)"))
+        "counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)\n"
+        "import atexit; atexit.register(print, 'at the end')"))
     assert "bytes were not counted: ZeroDivisionError: division by zero" in fails.output
+    assert fails.lines[-1] == "at the end"  # where loggers finish
     for result in (uncounted, fails):
         assert "sent in a step" not in result.output and "held" not in result.summary
         assert result.curve("loss") == uncounted.curve("loss")

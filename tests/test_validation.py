@@ -2,6 +2,7 @@
 number everywhere: test_same_run.py."""
 
 import argparse
+import multiprocessing
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def test_what_it_evaluates():
     # Last: after a failure the workers would live as long as the traceback
     with_workers, _ = evaluation(31, workers=2)
     assert [with_workers.loss(model) for _ in range(3)] == found
+    assert len(multiprocessing.active_children()) == 2
 
 
 def test_when_it_is_due():
@@ -113,10 +115,12 @@ def test_when_it_is_due():
 
 
 def test_its_time_does_not_count(tmp_path, monkeypatch):
-    """A step takes 1 second, an evaluation 50, by the clock that the report reads. It waits for a
-    GPU's queue in what is logged, in the steps of the warm-up, and before evaluations and saves."""
-    now, waits = [0.0], set()
+    """A step takes 1 second, each of the first three 10, an evaluation 50, by the clock that the
+    report reads. It waits for a GPU's queue in what is logged, in the steps of the warm-up, and
+    before evaluations and saves; for a thread of gloo in one step."""
+    now, waits, sleeps = [0.0], set(), []
     monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(report.time, "sleep", sleeps.append)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     args = argparse.Namespace(steps=8, log_every=4, out=tmp_path, compute_dtype=torch.float32,
@@ -129,16 +133,18 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     reported.log_validation(-1, 2.5)
     for step, _ in reported.steps((step, None) for step in range(8)):
         model(torch.ones(2)).sum().backward()
+        optimizer.step()
         torch.ones(1 if step < 4 else 10**6)  # one of the first steps is counted
-        now[0] += 1
+        now[0] += 1 if step > 2 else 10
         reported.log(step, 1.5, 0.5)
         if step % 2:
             now[0] += 50
             reported.log_validation(step, 2.5)
             assert "loss 1.500, val loss 2.500, grad norm 0.500" in reported.bar.postfix
-    assert waits == {0, 1, 2, 3, 4, 5, 6, 8}
+    assert waits == {0, 1, 2, 3, 4, 5, 6, 8} and len(sleeps) == 1
     history = reported.close()
-    assert [record["tokens_per_second"] for record in history if "loss" in record] == [10] * 3
+    rates = [record["tokens_per_second"] for record in history if "loss" in record]
+    assert rates == pytest.approx([1, 30 / 21, 10])
     result = Result([0], "", tmp_path)
     assert result.history == history
     assert result.curve("step", "val_loss") == [[step, 2.5] for step in (0, 2, 4, 6, 8)]
@@ -148,7 +154,9 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     assert summary["peak"]["activations"] < 1000
     (tmp_path / "summary.json").unlink()
     reported.rank = 1
-    assert reported.close() == history and not (tmp_path / "summary.json").exists()
+    reported.loggers.append(sleeps.append)
+    reported.write(8, {})
+    assert len(sleeps) == 1 and reported.close() == history and not (tmp_path / "summary.json").exists()
 
 
 # A step that is trained is saved

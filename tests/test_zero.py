@@ -48,12 +48,16 @@ def test_shards_carry_the_names_of_their_parameters(mesh):
 
 @on_ranks(2)
 def test_a_module_of_the_unit_must_be_called(mesh):
-    """Otherwise its parameters would be used as they were."""
+    """Otherwise its parameters would be used as they were. For a container the model waits."""
     model, a, b, c = three()
     layers = nn.ModuleList([a, b])  # a container, which is never called
     buckets, _ = zero.make_buckets(model, [[layers], [c]], mesh)
+    x, model.forward = torch.ones(1, 6), lambda x: c(b(a(x)))
     zero.start_gathering(buckets)
-    x = torch.ones(1, 6)
+    zero.reduce_in_backward(buckets, True)
+    model(x).sum().backward()
+    zero.reduce_gradients(buckets)
+    zero.start_gathering(buckets)
     with pytest.raises(SettingError, match="was used without a call"):
         (b(a(x)) + x @ c.weight + c.bias).sum().backward()
 

@@ -1,10 +1,10 @@
 """The table of runs: each is started once, and all tests that claim something of it share it.
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
-sample some targets are ignored. A checkpoint is saved after step 2, and at the end, after step 3, in
-which bytes are counted. Held-out data is evaluated after each step: it must leave nothing for the
-next. Each of ``EXACT`` then resumes its own checkpoint of step 2, in the same processes, and there
-evaluates before it goes on.
+sample some targets are ignored. A checkpoint is saved after step 2, and at the end, after step 3,
+in which bytes are counted. Held-out data is evaluated after each step: it must leave nothing for
+the next. Each of ``EXACT`` then resumes its own checkpoint of step 2, in the same processes, and
+there evaluates before it goes on.
 """
 
 import dataclasses
