@@ -184,6 +184,9 @@ def test_bad_input_is_one_line(dry_run, tmp_path):
         result, _ = dry_run("--rank", 0, 4, script, expect_ok=False)
         (line,) = [line for line in result.lines if "error:" in line]
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
+    (tmp_path / "dry.json").write_text("{}")
+    result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False)
+    assert "dry.json exists, and " in result.output
 
 
 @pytest.mark.parametrize("ok, offers, words", [

@@ -114,6 +114,7 @@ def test_follows_one_process(example, name, world, model, more):
         assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]  # as in cp.py
     if name == "ddp_convnet":
         assert {"images", "images_per_second"} <= found.history[-1].keys()
+        assert found.curve("lr") == [[pytest.approx(0.01 * (1 - i / 4))] for i in range(4)]
     if name in ("fsdp_lora", "fsdp_muon") and world in (2, 4):
         holds_and_sends(found.summary, name, 4 if model else LAYERS, 2 if "-rep" in more else world)
 

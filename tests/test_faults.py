@@ -75,6 +75,9 @@ FAULTS = [
     ("single.py", 0, "--workers 2",
      "at(5, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))",
      "DataLoader worker (pid", [3]),
+    ("single.py", 0, "",  # which torch may say while another error is described
+     "calls = []; at(2, json.loads, ''); before(common.launch, '_describe', lambda _: "
+     "calls or calls.append(1) or torch.empty(2**60))", "can't allocate memory", []),
     ("single.py", 0, "--data copy --workers 1",
      "before(common.data, 'load_batches', lambda *_: os.truncate('copy', 100))",
      "copy has changed since the run began", []),

@@ -220,6 +220,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, zero.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
     (f"{TINY} --devices 2 --network 1", "give --link too"),
+    (f"{TINY} --devices 2 --json {__file__}", "test_plan.py exists, and "),
 ])
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
