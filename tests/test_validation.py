@@ -156,7 +156,8 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     reported.rank = 1
     reported.loggers.append(sleeps.append)
     reported.write(8, {})
-    assert len(sleeps) == 1 and reported.close() == history and not (tmp_path / "summary.json").exists()
+    assert len(sleeps) == 1
+    assert reported.close() == history and not (tmp_path / "summary.json").exists()
 
 
 # A step that is trained is saved
