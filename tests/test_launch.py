@@ -19,6 +19,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +178,19 @@ def test_what_run_sh_starts(tmp_path):
         output = finish(start(command, tmp_path, PYTHON=f"{tmp_path}/python", PYTHONPATH="mine"))
         assert output.splitlines()[-1].startswith(f"{path} -P "), output
     assert output.endswith(" -P -m tools.prepare --help\n")
+
+
+@pytest.mark.parametrize("requirement, enough", [
+    ("numpy>=1.26,<3", True), ("numpy>=3,<4", False), ("numpy>=0.1,<{}", False),
+    ("no-such>=1,<2", False),
+])
+def test_what_run_sh_requires(tmp_path, requirement, enough):
+    """Of a Python, before it takes it; below the second version."""
+    program = (ROOT / "run.sh").read_text().split("<<'PYTHON'\n")[1].split("\nPYTHON\n")[0]
+    (tmp_path / "needs").write_text(requirement.format(".".join(np.__version__.split(".")[:2])))
+    done = subprocess.run([sys.executable, "-P", "-", tmp_path / "needs", "test"], input=program,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert (done.stdout == "yes\n") == enough
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

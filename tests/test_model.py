@@ -208,4 +208,7 @@ def test_large_presets_have_their_size():
             parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
         assert round(parameters / 1e9, 1) == billions
         assert (PRESETS[preset].rope_theta, PRESETS[preset].rms_norm_eps) == (500_000, 1e-5)
-        assert bool(PRESETS[preset].rope_scaling) == (billions > 400)
+    assert not PRESETS["llama3-70b"].rope_scaling
+    assert PRESETS["llama3-405b"].rope_scaling == {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}

@@ -314,8 +314,12 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     tp.wait_for_output(model.embed)  # which a compiled layer could not take
     found = model.embed(torch.zeros(2, 16, dtype=torch.int64))
     assert type(found) is torch.Tensor and found.shape == (2, 8, 4)
+    odd = torch.zeros(2, 15, dtype=torch.int64)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
-        model.embed(torch.zeros(2, 15, dtype=torch.int64))
+        model.embed(odd)
+    model = Net()
+    tp.parallelize(model, mesh, PLAN | {"embed": RowwiseParallel(input_layouts=Replicate())})
+    assert model.embed(odd).shape == (2, 15, 4)  # whole, on each rank
 
 
 @on_ranks(2)

@@ -26,6 +26,15 @@ TOOLS = [f"tools.{name}" for name in
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts", "--rank"}
 TEXTS = {"--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # of rows below
+DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
+    --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
+    --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
+    --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
+    --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
+    --profile False --tensorboard False --stage 2 --replicate 1 --reshard-after-forward True
+    --cpu-offload False --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
+    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0 --replicas 2 --inner-steps 10 --outer-lr 0.7
+    --outer-momentum 0.9"""  # of the scripts; others have none, or the value of the model
 
 
 class Started(Exception):
@@ -36,8 +45,9 @@ def started(*args, **_):
     raise Started(*args)
 
 
-def test_the_type_and_the_help_of_each_option(monkeypatch):
+def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
     """No option of a script takes a value that nothing checks."""
+    defaults = set()
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", started)
     for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
@@ -45,6 +55,8 @@ def test_the_type_and_the_help_of_each_option(monkeypatch):
         assert not start.value.args[0].allow_abbrev
         for action in start.value.args[0]._actions:
             name, parse = (*action.option_strings, action.dest)[0], action.type
+            if module in SCRIPTS and action.default not in (None, argparse.SUPPRESS):
+                defaults.add(f"{name} {action.default}")
             refused = {
                 "whole number": [str(-(name in MAY_BE_0)), HUGE],
                 "number": ["nan", "inf", "-1", "0" if module in TOOLS else "-0.1"],
@@ -57,6 +69,9 @@ def test_the_type_and_the_help_of_each_option(monkeypatch):
                     parse(text)
             if HUGE in refused:
                 assert parse(str(1 - (name in MAY_BE_0))) == 1 - (name in MAY_BE_0)
+    words = DEFAULTS.split()
+    assert {text for text in defaults if not text.startswith("--out ")} == {
+        " ".join(pair) for pair in zip(words[::2], words[1::2])}
 
 
 # Each row: a script, its number of ranks (0: plain python), and options; then what a message says:
@@ -258,7 +273,7 @@ CONNECTIONS = [
     ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
     ({"RANK": None}, "RANK is None and WORLD_SIZE is 2"),
     *[({"RANK": None, "WORLD_SIZE": None, name: "2"}, f"{name} is 2 but RANK is not set ... run.sh")
-      for name in launch.TASKS],
+      for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")],
     ({"MASTER_ADDR": "no-such-machine.invalid"},
      "rank 0 cannot connect ... MASTER_ADDR no-such-machine.invalid, MASTER_PORT"),
     ({"RANK": "1"}, "rank 1 cannot connect ... --timeout"),
@@ -316,7 +331,7 @@ def test_what_ranks_compare(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("command, world, code, words", [
-    ("single.py --data '\udcff\x1b[2J'", 0, "", r"--data \udcff\x1b[2J: no such file"),
+    ("single.py --data '\udcff\x1b[2J\n'", 0, "", r"--data \udcff\x1b[2J\n: no such file"),
     # Models that a strategy cannot take
     ("zero.py", 2, "tied()", "weight is in 2 of the units"),
     ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
