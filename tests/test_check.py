@@ -45,6 +45,9 @@ SAMPLE = [
     (f"zero.py {ACCUMULATE} --val-data {ROOT}/README.md", HEADS + DATA_PARALLEL["zero.py"], EQUAL),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
+    # Rank 0 has lost rank 1.
+    ("fsdp.py", [("    report = Report(", "    1 / (1 - dist.get_rank())\n    report = Report(")],
+     r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
     # It records shards, under both names.
     ("zero.py --against tied.py --stage 1", [
         TIED, (UNITS, "        [model.model.norm],\n"),
@@ -57,8 +60,6 @@ ROWS = SAMPLE + [
      "FAILED     rank . ends by SIGABRT: .*mismatch"),
     ("pp.py --num-hidden-layers 4", [("    dist.all_reduce(total, group=group)\n", "")],
      "DIFFERENT  step 0: clipping"),
-    ("fsdp.py", [("    report = Report(", "    1 / (n - 2)\n    report = Report(")],
-     r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
     (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),
     *((f"fsdp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["fsdp.py"] + more, EQUAL)
       for more in ([], [LISTED]) if REDUCES_UNUSED),

@@ -25,7 +25,7 @@ from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset
-from examples import cp_documents as cp
+from examples import cp_documents as cp, fsdp_muon
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
@@ -286,6 +286,11 @@ def lora_by_hand(base, corpus):
 
     trained = [matrix for pair in pairs.values() for matrix in pair]
     return by_hand(args, corpus, trained, [adamw(trained, args)], mean_loss)
+
+
+def test_the_owners_of_matrices():
+    """Each has as much as the others."""
+    assert fsdp_muon.share_out([1, 2, 5, 2, 3], 2) == [[2, 3], [4, 1, 0]]
 
 
 def muon_by_hand(base, corpus):

@@ -2,16 +2,18 @@
 single.py trains; what it saves is the same; resumed, it ends in the same bits; and it holds and
 sends what the theory says, of hybrid_3d.py what tests/support/oracles.py says."""
 
+import argparse
 import collections
+import dataclasses
 import functools
 import json
 
 import pytest
 import torch
 
-from common.model import ModelConfig, Transformer
+from common.model import PRESETS, ModelConfig, Transformer
 from common.services import checkpoint_files
-from common.services.theory import bytes_of
+from common.services.theory import bytes_of, tp
 from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
@@ -235,6 +237,16 @@ def claims_of(row):
 def test_a_row(once, row):
     for claim in claims_of(row):
         claim(row, lambda row: row.run(once))
+
+
+def test_the_theory_of_many_logits():
+    """A loss in chunks sends more; how many there are decides a micro-batch."""
+    args = argparse.Namespace(
+        config=dataclasses.replace(PRESETS["tiny"], vocab_size=2**15), batch_size=8, seq_len=128,
+        param_dtype=torch.float32, compute_dtype=torch.float32, sequence_parallel=True,
+        activation_checkpointing=None)
+    for args.grad_accum, term in (1, "12t"), (2, " 6t"):
+        assert term in tp(args, 2)["sent"][0]
 
 
 @thorough
