@@ -185,7 +185,7 @@ def main(argv=None):
     # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions
     model.forward = functools.partial(model.forward, positions=positions)
     # CP: attention reads the keys and values of all ranks of a sequence
-    if cp > 1:
+    if cp > 1 and layers:  # the last stage may have none
         group = mesh.get_group("cp")
         set_attention(model, allgather_attention, group, replaces=plain_attention)
     wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)

@@ -152,7 +152,7 @@ def test_experts_sum_gradients_in_float32(trained):
 @pytest.mark.parametrize("command, n", sampled(RUNS := [
     ("ep.py --dtype float64", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4),
     (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
-    ("hybrid_3d.py --pp 2 --microbatches 2 --dtype float64", 4),
+    ("hybrid_3d.py --cp 2 --pp 2 --microbatches 2 --vocab-size 2048 --dtype float64", 4),
 ], [RUNS[0], RUNS[-1]]))
 def test_bytes_are_exact_if_routing_is_balanced(once, tmp_path, command, n):
     options = f"{OPTIONS} {BALANCED}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.errors import SettingError
+from common.experts import MixtureConfig
 from common.model import PRESETS
 from tools import plan
 
@@ -48,6 +49,15 @@ def test_what_is_counted(monkeypatch, strategy, layers, memory, counted):
     args = options(layers, device_memory=memory / 1e9, nproc_per_node=4)
     assert plan.evaluate(strategy, [], args)["rank"] == counted[-1]
     assert found == counted
+
+
+def test_the_stages_of_a_mixture():
+    """A layer of experts is larger than a dense one: the head alone is no stage."""
+    args = options()
+    args.config = MixtureConfig(
+        num_hidden_layers=9, hidden_size=64, intermediate_size=128, vocab_size=4096, num_experts=8)
+    strategy = plan.Strategy("hybrid_3d.py --pp 4", 2, 4, 4)
+    assert plan.ranks_to_count(strategy, args) == [0, 2, 6]
 
 
 @pytest.mark.parametrize("memory, link, rows, expected", [

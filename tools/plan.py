@@ -38,6 +38,7 @@ import torch
 from tqdm import tqdm
 
 from common.errors import SettingError, printable
+from common.experts import use_experts
 from common.files import read_text
 from common.model import PRESETS, Transformer
 from common.options import at_least, flag
@@ -172,7 +173,8 @@ def ranks_to_count(strategy, args):
     if strategy.pp == 1:
         return [0]
     with torch.device("meta"):
-        head = cost_of_head(Transformer(dataclasses.replace(args.config, num_hidden_layers=1)))
+        config = dataclasses.replace(args.config, num_hidden_layers=1)
+        head = cost_of_head(use_experts(Transformer(config)))
     n = strategy.pp
     stages = split_layers(args.config.num_hidden_layers, strategy.stages, head)
     layers = [sum(map(len, stages[rank::n])) for rank in range(n)]
