@@ -350,6 +350,7 @@ def test_a_command(server, folder, command, world, code, words):
     result = server.run(script, world, ["--data", "file", "--out", "out", *options], folder=folder,
                         pass_out=False, expect_ok=False, inject=code)
     assert all(status not in (0, -9) for status in result.statuses), result.output
-    (line,) = result.lines
+    # A rank that still connects when the other one ends may log that.
+    (line,) = [line for line in result.lines if "connectFullMesh" not in line]
     assert line.startswith(f"{script}: error: ") and line.isprintable() and len(line) < 600
     assert in_order(words, line), line

@@ -227,9 +227,12 @@ def claims_of(row):
         yield resumed
     if row in COMPILED:
         yield compiled
-    if row in EXACT + LOOSE and row.world > 1 and row.script != "hybrid_3d.py":
+    if row in EXACT + LOOSE and row.script != "hybrid_3d.py" and (
+        row.world in (2, 4) or (row.script, row.world) == ("cp.py", 3)
+    ):
         yield collectives
-    if row in EXACT and row.script in (*WHOLE, *SHARDED, "cp.py", "pp.py") and row.world != 3:
+    known = (*WHOLE, *SHARDED, "cp.py", "pp.py")
+    if row in EXACT and row.script in known and row.world in (0, 2, 4):
         yield peaks
 
 

@@ -109,8 +109,8 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --replicate 2 --dp 2 --cp 2 --tp 2 --pp 2", 16),
     # One replica and plain steps between its meetings: the algorithm of all other scripts
-    (f"{ONE_REPLICA} --inner-steps 2", 2),
-    (f"{ONE_REPLICA} --inner-steps 4 --no-reshard-after-forward --grad-accum 2", 4),
+    (f"{ONE_REPLICA} --inner-steps 3", 2),
+    (f"{ONE_REPLICA} --inner-steps 1 --no-reshard-after-forward --grad-accum 2", 4),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
 ]]
