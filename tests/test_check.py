@@ -80,6 +80,7 @@ def test_what_it_says(check, tmp_path, command, edits, words):
     status, said = check(
         edited(tmp_path / "copy", script, *edits) if edits else script, more)
     assert status == (words != EQUAL) and re.search(f"[24] processes  {words}", said), said
+    assert ("\nNot compared: " in said) == (words == EQUAL), said
     assert ("--replicas 1" in said) == (script == "diloco.py")
 
 

@@ -109,8 +109,10 @@ def test_each_file_has_one_writer(folder, rank):
     writers, checkpoints = [], checkpoints_of(folder / "both", {"weight": weight})
     checkpoints.resume()
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
-            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])):
-        checkpoints.save(1)
+            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])), \
+            mock.patch.object(checkpoint, "complete", side_effect=lambda path, *sums, **run: (
+                path.name.endswith(".tmp") and checkpoint_files.complete(path, *sums, **run))):
+        checkpoints.save(1)  # it gets its name at the end
     (written,) = of_all_ranks(list(writers[0].sums))
     with mock.patch.object(checkpoint_files, "hash_of", wraps=checkpoint_files.hash_of) as hash_of:
         checkpoints_of(folder / "both", {"weight": weight}).resume()

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import os
+import pathlib
 import sysconfig
 import tracemalloc
 
@@ -37,6 +38,8 @@ def test_permutation_looks_random():
     orders = [tuple(permute(np.arange(4), 4, (0, epoch)).tolist()) for epoch in range(2400)]
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(counts) == 24 and ((counts - 100) ** 2 / 100).sum() < 60  # chi-square, 23 degrees
+    # A resumed run goes on in the order of an earlier version.
+    assert permute(np.arange(5), 1000, (3, 1)).tolist() == [894, 315, 61, 310, 646]
     x = permute(np.arange(100_000), 100_000, (0, 0))
     assert abs(np.corrcoef(x, np.arange(100_000))[0, 1]) < 0.02
     assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 0.02
@@ -152,6 +155,11 @@ def test_a_folder_is_its_files_one_after_another(tmp_path, monkeypatch):
     assert open_dataset(args).tokens == 3
     monkeypatch.setattr(sysconfig, "get_path", lambda _: f"{tmp_path}/lib")
     assert TokenDataset("stdlib", 1).tokens == len("code")
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (
+        os.listdir(data / "none") if pathlib.Path(path).name == "b" else scandir(path)))
+    with pytest.raises(SettingError, match="none cannot be read .No such file"):
+        TokenDataset(data, 4)
 
 
 def test_a_file_that_changes_is_not_read_on(tmp_path):

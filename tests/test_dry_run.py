@@ -15,7 +15,7 @@ from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tools import dry_run as tool
 from tools.support.operations import operations
-from tools.support.stand_ins import pipeline
+from tools.support.stand_ins import Report, pipeline
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -135,13 +135,18 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     assert found == {"stages": [0, 1], "bubble": 1 / 3}
 
 
+def test_the_counted_step_of_replicas_ends_in_a_meeting():
+    report = types.SimpleNamespace(number=1, every=3, start_counting=lambda: None)
+    assert [step for step, _ in Report.steps(report, [(0, None)])] == [2]
+
+
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [
     # A ring crosses machines at some of its edges.
     ("cp.py --attention ulysses", 8, 4, {"all-to-all": 4 / 7, "all-reduce": 2 / 8}),
     ("pp.py", 4, 2, {"send": 0}),  # rank 0 sends to rank 1
     # With all axes it counts at all: what a stage gets must have the shape and the type it expects.
     ("hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel "
-     "--dtype bfloat16", 16, 8, {}),
+     "--dtype bfloat16", 16, 8, {"send": 1}),
 ])
 def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)

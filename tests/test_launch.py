@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common import launch, torch_versions
 from common.errors import SettingError
+from common.options import option_parser, parse_options
 from common.services.checkpoint_files import list_checkpoints
 from tests.support.edits import edited
 from tests.support.on_ranks import on_ranks
@@ -174,10 +175,16 @@ def test_what_run_sh_starts(tmp_path):
     assert shlex.split(shown)[-4:] == ["code/show.py", *words]
     (tmp_path / "code" / "common").mkdir()
     write_program(tmp_path / "python", PRETENDED)
-    for command, path in (command, "mine"), ([*RUN, "prepare", "--help"], f"{ROOT}:mine"):
-        output = finish(start(command, tmp_path, PYTHON=f"{tmp_path}/python", PYTHONPATH="mine"))
-        assert output.splitlines()[-1].startswith(f"{path} -P "), output
-    assert output.endswith(" -P -m tools.prepare --help\n")
+    tools = "bench check dry_run export import_hf parity plan prepare".split()
+    for words, path, expected in [
+        (command[2:], "mine", f"-P {ROOT}/tools/support/torchrun.py --nproc-per-node=1 "),
+        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m tools.{tool} --help") for tool in tools],
+        (["single.py", "--lr", "1"], "mine", f"{ROOT}/single.py --lr 1"),
+        (["test", "-k", "cp"], "mine", "-m pytest -k cp"),
+    ]:
+        output = finish(start([*RUN, *words], tmp_path, PYTHON=f"{tmp_path}/python",
+                              PYTHONPATH="mine"))
+        assert f"{output.splitlines()[-1]} ".startswith(f"{path} {expected}"), output
 
 
 @pytest.mark.parametrize("requirement, enough", [
@@ -199,6 +206,7 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 @pytest.mark.parametrize("command, environment, words", [
     ("README.md", {}, "README.md is no Python script ... ddp.py"),
     ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
+    ("ddp.py", {"NPROC": "0"}, "NPROC is '0' ... at least 1"),
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
     ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 ... NNODES"),
@@ -215,16 +223,17 @@ def test_what_run_sh_refuses(tmp_path, command, environment, words):
 
 
 @pytest.mark.parametrize("launcher, name", sampled(SIGNALS := [
-    # run.sh ends with status 0 and one line. Ctrl-C goes to its processes too.
-    (RUN, "SIGINT"), (RUN, "SIGTERM"),
-    (RUN, "SIGUSR1"), (RUN, "SIGHUP"),  # by Slurm before the time limit; by a terminal that closes
+    # run.sh ends with status 0 and one line. Ctrl-C goes to its processes too. Slurm sends SIGUSR1
+    # before the time limit, a terminal that closes SIGHUP. Those of a second count as one.
+    (RUN, "SIGUSR1 SIGINT SIGTERM SIGHUP"), (RUN, "SIGINT"), (RUN, "SIGTERM"), (RUN, "SIGHUP"),
     (RUN, "SIGKILL"), (TORCHRUN, "SIGTERM"),  # these launchers die, or fail
 ], SIGNALS[:1]))
 def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, launcher, name):
     process = start_endless(launcher, tmp_path, corpus, "3")
     listening = listeners([process.pid, *children(process.pid)])
-    for pid in [process.pid, *(children(process.pid) if name == "SIGINT" else [])]:
-        os.kill(pid, getattr(signal, name))
+    for each in name.split():
+        for pid in [process.pid, *(children(process.pid) if each == "SIGINT" else [])]:
+            os.kill(pid, getattr(signal, each))
     wait_until(lambda: not left_over(tmp_path))
     output = finish(process)
     assert "saved: the same command" in output and has_saved(tmp_path), output
@@ -273,7 +282,11 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
      "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
     (HOST0 | {"NNODES": "10:12", "NODE_RANK": "1"}, "--nnodes=10:12"),
     (STEP, "--rdzv-endpoint=host0:10007 --rdzv-conf=is_host=0 GLOO_SOCKET_IFNAME=wire"),
-    (STEP | {"MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "mine"}, "--rdzv-endpoint=host0:1234"),
+    (STEP | {"MASTER_PORT": "1234", "MASTER_ADDR": "host9", "GLOO_SOCKET_IFNAME": "mine"},
+     "--rdzv-endpoint=host9:1234"),
+    (STEP | HOST0 | {"NNODES": "3", "NODE_RANK": "2"}, "--nnodes=3 --local-addr=~00002"),
+    (STEP | {"OMP_NUM_THREADS": "8", "NPROC": "2"}, "OMP_NUM_THREADS=8"),
+    (STEP | {"OMP_NUM_THREADS": "", "NPROC": "999"}, "OMP_NUM_THREADS=1"),
 ])
 def test_one_machine_of_two(tmp_path, variables, words):
     """They meet at machine 0, through the interface that leads there: of this machine's own name
@@ -281,7 +294,7 @@ def test_one_machine_of_two(tmp_path, variables, words):
     write_program(tmp_path / "python", PRETENDED)
     write_program(tmp_path / "ip", '[ "$*" = "route show match 10.1.2.3" ] && printf '
                   '"default via 10.9.9.9 dev far\\n10.0.0.0/8 dev wire proto kernel\\n"')
-    write_program(tmp_path / "scontrol", 'printf "host0\\nhost1\\n"')
+    write_program(tmp_path / "scontrol", 'printf "host0\\nhost1\\nhost2\\n"')
     output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python",
                           PATH=f"{tmp_path}:{os.environ['PATH']}", **variables))
     for word in words.split():
@@ -421,8 +434,8 @@ def test_the_gpu_of_a_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingError, match="has 2 GPUs, but torch .* cannot use them"):
         launch.pick_device("auto")
-    assert launch.pick_device("cpu").type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert launch.pick_device("cpu").type == "cpu"
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for share, environment, number in (
@@ -437,6 +450,29 @@ def test_the_gpu_of_a_process(monkeypatch):
         monkeypatch.setattr(os, "environ", environment)
         with pytest.raises(SettingError, match=words):
             launch.pick_device("auto")
+
+
+def test_gpus_are_connected_by_nccl(monkeypatch):
+    """And the CPU by gloo; by gloo alone ranks may share a GPU."""
+    given, args = {}, parse_options(option_parser(""), ["--timeout", "7"])
+    monkeypatch.setattr(launch, "_meet", lambda _: dist.HashStore())
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(launch.distributed_c10d, name, None)
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, **more: given.update(more, backend=backend))
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "3"})
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None),
+                        ("is_bf16_supported", True)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    with pytest.raises(SettingError, match="has 2: start"):
+        launch.start_process_group(args)
+    args = parse_options(option_parser(""), ["--timeout", "7", "--backend", "gloo"])
+    assert launch.start_process_group(args).index == 1 and given["backend"] == "gloo"
+    args.backend = "auto"
+    os.environ["LOCAL_RANK"] = "1"
+    launch.start_process_group(args)
+    assert given["backend"] == "cpu:gloo,cuda:nccl" and given["timeout"].seconds == 7
+    assert given["device_id"] == torch.device("cuda", 1)
 
 
 @on_ranks(4)
@@ -477,3 +513,6 @@ def test_an_error_of_the_code_has_its_traceback():
             *trace, last = launch._describe(error).splitlines()
         assert trace[0].startswith("Traceback") and words in "".join(trace + [last])
         assert advice in last
+    for error in MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"):  # and a setting
+        assert f": error: {type(error).__name__}: {error}" in launch._describe(error)
+    assert torch_versions.is_lost_peer(dist.DistBackendError("NCCL error"))

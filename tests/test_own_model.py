@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils._pytree import tree_leaves
@@ -139,7 +140,8 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
 
 
 def test_no_clipping_is_an_infinite_norm():
-    assert parse_options(option_parser(""), ["--grad-clip", "0"]).max_norm == float("inf")
+    args = parse_options(option_parser(""), ["--grad-clip", "0", "--rope-theta", "1e6"])
+    assert args.max_norm == float("inf") and args.config.rope_theta == 1e6
 
 
 def test_each_parameter_group_keeps_its_own_rate():
@@ -366,3 +368,15 @@ def test_calls_are_compared_in_the_first_passes(mesh, rank):
     compare_calls(other, mesh.get_group(), 1)
     other(0)
     other(rank)
+    third = Net()
+    third.blocks[1] = nn.Linear(4, 4)
+    fsdp.shard(third, [[block] for block in third.blocks], mesh)
+    compare_calls(third, mesh.get_group(), 1)  # before they gather units of different sizes
+    with pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0"):
+        third(rank)
+
+
+def test_what_is_offloaded():
+    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
+        fsdp.shard(nn.Linear(2, 2), [], None, cpu_offload=True)
+    assert isinstance(fully_shard.call_args.kwargs["offload_policy"], CPUOffloadPolicy)

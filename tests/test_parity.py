@@ -1,6 +1,7 @@
 """tools/parity: sound runs are equal, and faults are found and named. Whole scripts are compared in
 test_check.py, and published bugs in test_bugs.py."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -180,7 +182,11 @@ FAULTS = [
      MIXED),
     ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
         "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]}, MIXED),
+    ("step 0: samples: other samples are read, or some are repeated", {
+        "batch_of": lambda x: [x[REPEATED]]}, {"batch_of": lambda x: [x]}),
     # Weights, and what is reduced
+    ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", {
+        "edit": apart("values", 0, "0.weight")}),
     ("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")}),
@@ -195,6 +201,7 @@ FAULTS = [
             "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])}),
     # Gradients
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
+    ("step 0: gradients: all: times -1; the loss is right", {"spoil": scale(-1)}),
     (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
     ("step 0: gradients: all: times 2; the loss too", {
         "loss_of": lambda model, x: 2 * model(x).square().mean()}),
@@ -355,6 +362,7 @@ def test_what_parity_says(tmp_path, row):
 @pytest.mark.parametrize("names, batch_of", [
     ("inputs.x", lambda x: [{"inputs": {"x": x}, "name": "text"}]),
     ("0 1", lambda x: [(x.numpy(), x[:, 0].numpy())]),
+    ("x y", lambda x: [dataclasses.make_dataclass("Batch", ["x", "y"])(x, x[:, 0])]),
     # One name for a list of the same kind; in a list of several kinds each has its own.
     ("items.1 items.3.x more", lambda x: [{"items": ["text", x, None, {"x": x[:, :1], "n": 3}],
                                            "more": [x[:4], x[4:]]}])])
@@ -408,7 +416,8 @@ def test_it_must_see_a_forward_pass(tmp_path):
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="before the first forward pass, or give `dtype`"):
         recording.Parity(path, model).record(0, 1.0)
-    recording.Parity(path, model, dtype=torch.float32).record(0, 1.0)
+    wrapped = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))  # by accelerate
+    recording.Parity(path, model, wrapped, dtype=torch.float32).record(0, 1.0)
     assert ", float32" in compare(read(path), read(path))
 
 

@@ -211,6 +211,9 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     assert command == (
         "the first row: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
         "--seq-len 128 --dtype float32 --batch-size 16")
+    plan.main([*f"{TINY} --devices 2 --batch-size 16 --device-memory 1 --only".split(),
+               "fsdp.py --no-reshard-after-forward"])
+    assert "run.sh fsdp.py --no-reshard-after-forward " in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--devices 32 --batch-size 32 fits fsdp.py"):
         rows("--device-memory 0.0111")
     with pytest.raises(SettingError, match="nothing can run on 3 devices: .*ddp.py: 3 ranks"):

@@ -105,6 +105,8 @@ def test_a_foreign_folder_is_refused(tmp_path, name, make):
     with pytest.raises(SettingError, match=f"{name}.* (choose another|is no regular file|cannot be "
                                            f"read)"):
         start(path.parent, (1,))
+    with pytest.raises(SettingError):
+        start_metrics(path.parent, 0)  # without Checkpoints
     assert contents(tmp_path) == before and os.listdir(path.parent) == [name]
 
 
@@ -121,7 +123,8 @@ def test_what_else_is_in_a_folder_stays(corpus, tmp_path):
     before = contents(tmp_path)
     options = f"{SMALL} --save-every 1 --keep 1 --data {corpus} --out {out}"
     single.main(f"{options} --steps 4".split())
-    (out / "trace-rank0.json").touch()
+    for name in ("trace-rank0.json", "wandb.json"):
+        (out / name).touch()
     (out / "step-00000004" / "notes").write_text("mine")
     single.main(f"{options} --steps 5".split())  # removes step 4
     (notes,) = out.glob("step-00000004.*.old/notes")
@@ -131,7 +134,7 @@ def test_what_else_is_in_a_folder_stays(corpus, tmp_path):
     assert held["optimizer states"] > held["gradients"]  # which this only step has allocated
     assert before.items() <= contents(tmp_path).items()
     assert sorted(path.name for path in (out / "previous-2").iterdir()) == [
-        "metrics.jsonl", "step-00000005", "summary.json", "trace-rank0.json"]
+        "metrics.jsonl", "step-00000005", "summary.json", "trace-rank0.json", "wandb.json"]
 
 
 def test_links_to_old_checkpoints(out, tmp_path):

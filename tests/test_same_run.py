@@ -201,6 +201,8 @@ def peaks(row, run):
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
         # an earlier micro-batch is freed at once.
         assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
+        most = run(reference(row)).summary["peak"]["activations"] / min(a, 2)
+        assert 0 < found["activations"] <= most
     elif row.script == "zero.py":
         # On top are two buckets in flight; a thread of gloo may still hold the one before.
         assert P + LAYER <= parameters <= P + 3 * LAST
@@ -250,6 +252,8 @@ def test_the_theory_of_many_logits():
         activation_checkpointing=None)
     for args.grad_accum, term in (1, "12t"), (2, " 6t"):
         assert term in tp(args, 2)["sent"][0]
+    args.compute_dtype = torch.bfloat16
+    assert tp(args, 2)["sent"][1] == 4_997_632  # (34X + 2e + 6t + 2N) / 2
 
 
 @thorough

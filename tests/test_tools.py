@@ -5,6 +5,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import numpy as np
@@ -156,9 +158,15 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
 
 def test_the_table_of_the_benchmark(monkeypatch, capsys):
     """A loop that takes twice as long as the script is at 2; the median of odd and even rounds."""
-    loop, script = iter([2.0, 2.0, 12.0]), iter([1.0, 2.0, 4.0])
-    monkeypatch.setattr(bench, "measure", lambda command, *_: (
-        (next(loop), 6.0, {}) if "tutorial" in command else (next(script), 2.0, {})))
+    loop, script, busy = iter([2.0, 2.0, 12.0]), iter([1.0, 2.0, 4.0]), threading.Lock()
+
+    def measure(command, *_):
+        assert busy.acquire(blocking=False)  # without --together one after the other
+        time.sleep(0.01)
+        busy.release()
+        return (next(loop), 6.0, {}) if "tutorial" in command else (next(script), 2.0, {})
+
+    monkeypatch.setattr(bench, "measure", measure)
     bench.main("--nproc 2 --rounds 3 --only tp.py --batch-size 4 --seq-len 8".split())
     *_, row = capsys.readouterr().out.splitlines()
     assert row.split(" | ")[2:6] == ["16", "2.000", "2.00 (1.00 to 3.00)", "3.00 (3.00 to 3.00) |"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from common.model import PRESETS
-from common.options import default_dtype
+from common.options import default_dtype, option_parser, parse_options
+from common.services import report
 from common.services.checkpoint_files import list_checkpoints, step_of
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
@@ -79,6 +80,17 @@ def test_bfloat16_is_the_default_where_hardware_has_it(monkeypatch):
         gpu = default_dtype(torch.device("cuda", 0))
         assert gpu == ("bfloat16" if has_it else "float32")
     assert default_dtype(torch.device("cpu")) == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = parse_options(option_parser(""), ["--device", "cpu"])
+    assert args.compute_dtype == torch.float32
+
+
+def test_the_peak_of_a_gpu(monkeypatch):
+    """In 10^12 operations per second, by its name."""
+    for name, peak in {"L40": 0, "L40S": 362, "L4": 121, "H100 PCIe": 756, "H100 80GB HBM3": 989,
+                       "A100-SXM4-80GB": 312}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA {name}")
+        assert report._peak_tflops(torch.device("cuda")) == peak
 
 
 def test_profile_writes_a_trace_per_rank(result):

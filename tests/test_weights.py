@@ -150,7 +150,7 @@ def test_a_config_of_older_versions(llama, tmp_path):
     inner = {"rope_type": "default", "rope_theta": 500.0}
     shutil.copy(llama / "config.json", tmp_path)
     for values, found in (  # one change after the other
-        ({"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": older}, expected),
+        ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": older}, expected),
         ({"rope_scaling": None}, plain), ({"rope_parameters": inner, "rope_theta": 7.0}, plain),
         ({"rope_parameters": None, "rope_theta": None},
          dataclasses.replace(plain, rope_theta=10000.0)),

@@ -15,6 +15,7 @@ import common.attention
 import common.experts
 import pp
 from common import torch_versions
+from common.attention import attend, attend_backward
 from tests.gpu import kernels
 from tests.support.sample import thorough
 from tests.test_refusals import Started, started
@@ -155,6 +156,7 @@ class A100:
         assert out.stride(2) == H * K, "the kernel supposes (B, T, H, K)"
         assert lse.is_contiguous() and lse.shape[2] % 32 == 0 and bias is None
         assert wanted == (True, True, True, False)  # the gradients of q, k and v, not of a bias
+        assert lse[..., T:].isposinf().all(), "rows that nobody has must count for nothing"
         lse = lse[..., :T]
         return *backward(grad_out, q, k, v, out, lse, dropout, causal, scale=scale), None
 
@@ -167,6 +169,13 @@ def test_what_kernels_of_gpus_are_given(monkeypatch, dtype):
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for head_size, causal in itertools.product((64, 12, 10), (True, False)):
         kernels.check_attention("cpu", dtype, 80, head_size, causal)
+    q, grad_out, kv = (torch.randn(size).to(dtype)
+                       for size in ((2, 4, 16, 12), (2, 4, 16, 12), (2, 2, 2, 16, 12)))
+    (out, grad), (expected, expected_grad) = (  # a scale of one's own
+        (out := attend(x, kv, True, scale), attend_backward(grad_out, x, kv, *out, True, scale)[1])
+        for x, scale in ((q, 0.3), (0.3 * 12**0.5 * q, None)))
+    torch.testing.assert_close(out[0], expected[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(grad, expected_grad, rtol=0.03, atol=0.03)
 
 
 @thorough

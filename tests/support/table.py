@@ -59,6 +59,7 @@ CHUNKS = "ignored(); loss_in_chunks()"
 # Without --all: at least one row of each script, on as few ranks as show it
 SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
+    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("zero.py --stage 1 --grad-accum 2", 3),
     (f"zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN}", 2),
     (f"fsdp.py --grad-accum 2 --workers 1 {AGAIN}", 2),
@@ -78,7 +79,6 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     (f"cp.py --attention allgather {SELECTIVE}", 3),
 ]]
 EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
-    (f"single.py --grad-accum 4 --workers 1 {SELECTIVE}", 0),
     ("ddp.py --grad-accum 2", 0),
     ("ddp.py --deterministic", 2),
     (f"ddp.py --grad-accum 3 {SELECTIVE}", 4),
