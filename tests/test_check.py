@@ -1,5 +1,8 @@
 """tools/check.py: what it finds in edited scripts, and what it says of those that are right."""
 
+import importlib
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -10,7 +13,9 @@ from tests.support.edits import edited
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tests.test_porting import DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS
+from tests.test_refusals import Started, started
 from tools import check as tool
+from tools.support import recorded
 
 
 @pytest.fixture
@@ -95,6 +100,16 @@ def test_its_status(monkeypatch, verdicts, status):
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py"]))
     assert end.value.code == status
+
+
+def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
+    """And are refused by none of the scripts."""
+    for name, world in itertools.product(("fsdp", "tp", "cp", "pp"), "34"):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "start_process_group", started)
+        monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
+        with pytest.raises(Started):
+            recorded.record(module, [], tmp_path / "run", tool.DEFAULTS)
 
 
 def test_a_copy_uses_its_own_common(check, tmp_path):

@@ -111,6 +111,7 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
+        "tp.py --compile",
     ):
         script, *options = f"{command} {OPTIONS} {adamw} --seed 5 --out {folder}/out".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
@@ -119,6 +120,8 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
               mock.patch.object(module, "Report", wraps=module.Report) as report,
               mock.patch.object(module, "compare_calls", create=True) as compare,
               mock.patch.object(module, "set_timeout", create=True) as set_timeout,
+              mock.patch.object(module, "wait_for_output", create=True) as wait,
+              mock.patch.object(torch, "compile", lambda forward, **_: forward),
               mock.patch.object(module, "start_process", create=True, return_value=CPU),
               pytest.raises(Seeded)):
             module.main([*options, "--data", __file__])
@@ -131,6 +134,7 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         assert {group["fused"] for group in groups} == {True}, command
         meshes = {"hybrid_3d.py": 2 + ("experts" in command)}  # whose groups wait for --timeout
         assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep, diloco)))
+        assert wait.called == ("--compile" in command or "hybrid_3d.py --tp" in command), command
         alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1,
                  "hybrid_3d.py": 1 + ("--dp 2" in command)}
         if script in alike:
