@@ -220,7 +220,7 @@ LOAD = b"ctorch.serialization\nload\n(S'x'\ntR."  # torch.serialization.load("x"
 GETATTR = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR."  # getattr(torch.Size, "mro")
 DAMAGE = [  # a file of a checkpoint, or all of it; what happens to it; what the line says
     (".metadata", flip_a_bit, ".metadata is damaged"), ("run.json", flip_a_bit, "is damaged"),
-    (MORE, flip_a_bit, f"{MORE} is damaged"), (SUMS, flip_a_bit, ""),
+    (MORE, flip_a_bit, f"{MORE} is damaged"),
     (SUMS, lambda path: path.write_text(""), "SHA256SUMS lacks it"),
     (DATA, pathlib.Path.unlink, f"{DATA} cannot be read"),
     (DATA, lambda path: os.truncate(path, path.stat().st_size + 1), "bytes, and at most"),
