@@ -326,6 +326,7 @@ def test_what_ranks_compare(folder, monkeypatch):
     assert found["Python"] == platform.python_version()
     assert (found["--lr"], found["--hidden-size"]) == (0.5, 64)  # as 1/config.json has it
     assert found.keys() >= {"TORCH_GLOO_LAZY_INIT", "the hash of common/model.py"}
+    assert "b is None on rank 0 and 2 on rank 1: " in launch.name_difference({}, {"b": 2}, 1)
 
 
 # In processes: one line, from one rank
