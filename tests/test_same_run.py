@@ -201,8 +201,8 @@ def peaks(row, run):
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
         # an earlier micro-batch is freed at once.
         assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
-        most = run(reference(row)).summary["peak"]["activations"] / min(a, 2)
-        assert 0 < found["activations"] <= most
+        whole = run(reference(row)).summary["peak"]["activations"]
+        assert 0 < found["activations"] <= 1.1 * whole / min(a, 2)
     elif row.script == "zero.py":
         # On top are two buckets in flight; a thread of gloo may still hold the one before.
         assert P + LAYER <= parameters <= P + 3 * LAST
