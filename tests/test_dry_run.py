@@ -1,5 +1,6 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -65,11 +66,12 @@ def test_floating_point_operations(count):
     """PaLM's count, and the scores of attention once more in the backward pass; so of experts too.
     Recomputing layers is one more forward pass of each, without its last product, whose result
     nobody needs; selective checkpointing repeats no product and no attention, and keeps more."""
-    config, T = PRESETS["tiny"], 64
+    config, T = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=2), 64
     commands = ("single.py", "single.py --activation-checkpointing selective",
                 "single.py --activation-checkpointing", "ep.py --num-experts 4 --expert-size 64")
     plain, selective, full, of_experts = (
-        count(f"{command} --batch-size 1 --seq-len {T}", 1) for command in commands)
+        count(f"{command} --num-hidden-layers 2 --batch-size 1 --seq-len {T}", 1)
+        for command in commands)
     palm = T * config.flops_per_token(T)
     attention = T * config.num_hidden_layers * config.num_attention_heads * config.head_dim * T
     assert plain["operations"] == selective["operations"] == palm + attention

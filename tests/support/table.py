@@ -2,9 +2,9 @@
 
 Every run has the same model, data and options, so that any can resume what any other saved. In each
 sample some targets are ignored. A checkpoint is saved after step 2, and at the end, after step 3,
-in which bytes are counted. Held-out data is evaluated after each step: it must leave nothing for
-the next. Each of ``EXACT`` then resumes its own checkpoint of step 2, in the same processes, and
-there evaluates before it goes on.
+in which bytes are counted. Held-out data is evaluated after step 3; by zero.py and by FSDP after
+each step, which must leave nothing gathered for the next. Each of ``EXACT`` then resumes its own
+checkpoint of step 2, in the same processes, and there evaluates before it goes on.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-at
          "--num-key-value-heads 4")
 TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 3 --log-every 1 --warmup-steps 1 "
             "--lr 0.01 --save-every 2 --seed 3")
-OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 1 --val-batches 1"
+OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 1"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 OLD = torch.__version__.startswith(("2.11.", "2.12."))
 ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
@@ -48,11 +48,13 @@ class Row:
 
     def run(self, once):
         inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
-        # After an evaluation stages exchange messages of 4 bytes; old FSDP gathers a unit more.
-        old = OLD and self.script in ("fsdp.py", "hybrid_3d.py", "diloco.py")
-        late = " --val-every 3" * (old or self.script == "pp.py")
-        return once(self.command, self.world, f"{OPTIONS} --dtype {self.dtype}{late}",
-                    inject=inject)
+        options = f"{OPTIONS} --dtype {self.dtype}"
+        gathers = ("zero.py", "fsdp.py", "hybrid_3d.py", "diloco.py")
+        if OLD:  # its FSDP gathers a unit more after an evaluation: see ``reshard``
+            gathers = ("zero.py",)
+        if self.script in gathers:
+            options += " --val-every 1"
+        return once(self.command, self.world, options, inject=inject)
 
 
 CHUNKS = "ignored(); loss_in_chunks()"
