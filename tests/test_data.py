@@ -38,7 +38,7 @@ def test_permutation_looks_random():
     orders = [tuple(permute(np.arange(4), 4, (0, epoch)).tolist()) for epoch in range(2400)]
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(counts) == 24 and ((counts - 100) ** 2 / 100).sum() < 60  # chi-square, 23 degrees
-    # A resumed run goes on in the order of an earlier version.
+    # The order stays as it is: a run that an earlier version saved goes on in it.
     assert permute(np.arange(5), 1000, (3, 1)).tolist() == [894, 315, 61, 310, 646]
     x = permute(np.arange(100_000), 100_000, (0, 0))
     assert abs(np.corrcoef(x, np.arange(100_000))[0, 1]) < 0.02
