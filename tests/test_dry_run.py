@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tools import dry_run as tool
 from tools.support.operations import operations
-from tools.support.stand_ins import Report, pipeline
+from tools.support.stand_ins import Report, equal_counts, pipeline
 
 # Script and options, its world size, and the ranks to play.
 RUNS = [
@@ -85,11 +85,14 @@ def test_floating_point_operations(count):
     assert least < some < most
 
 
-def test_operations_of_a_product_of_groups():
-    """A kernel of GPUs: each row has one expert."""
-    rows, weights = torch.empty(10, 16), torch.empty(4, 16, 24)
+def test_operations_of_other_kernels():
+    """A product of groups, each row of which has one expert. Attention that is not causal."""
+    rows, weights, q = torch.empty(10, 16), torch.empty(4, 16, 24), torch.empty(1, 2, 4, 8)
     found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
     assert found == 2 * 10 * 16 * 24
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert operations(attention, (q, q, q), {"is_causal": False}, None) == 2 * 2 * q.numel() * 4
+    assert equal_counts(torch.empty(2, 3), 10) == 2 * [[3, 3, 4]]  # of experts, by rank
 
 
 @pytest.mark.parametrize("command, world, ranks", sampled(RUNS, RUNS[1:2]))
@@ -135,6 +138,8 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp", "pp"))
     found = pipeline(types.SimpleNamespace(microbatches=None), mesh)  # of hybrid_3d.py
     assert found == {"stages": [0, 1], "bubble": 1 / 3}
+    args = types.SimpleNamespace(microbatches=2, schedule="loopedbfs", stages_per_rank=3)
+    assert pipeline(args, mesh)["bubble"] == 1 / 7
 
 
 def test_the_counted_step_of_replicas_ends_in_a_meeting():
@@ -156,6 +161,7 @@ def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
              for part in counted["collectives"]}
     of_all = sum(part["between_machines"] for part in counted["collectives"])
     assert counted["between_machines"] == round(of_all)
+    assert counted["sent"] == round(sum(part["bytes"] for part in counted["collectives"]))
     assert {name: found[name] for name in shares} == pytest.approx(shares)
 
 
@@ -178,7 +184,8 @@ def test_it_reads_no_weights(dry_run, tmp_path):
     config = vars(PRESETS["tiny"]) | {"model_type": "llama", "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     os.mkfifo(tmp_path / "model.safetensors")
-    dry_run("--rank", 0, 2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path)
+    _, found = dry_run("--rank", 0, 2, ROOT / "examples" / "fsdp_lora.py", "--model", tmp_path)
+    assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 
 def test_bad_input_is_one_line(dry_run, tmp_path):
@@ -187,10 +194,14 @@ def test_bad_input_is_one_line(dry_run, tmp_path):
     for script, words in (
         (copy, f"{copy} has a common/ of its own"), ("nothing.py", "nothing.py is no script"),
         (tool, f"{tool} has no load_steps, Checkpoints, Report"),
+        (ROOT / "single.py", "single.py is one process: its world size is 1"),
     ):
         result, _ = dry_run("--rank", 0, 4, script, expect_ok=False)
         (line,) = [line for line in result.lines if "error:" in line]
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
+    result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False,
+                        inject="changed(counting.StepCounter, 'operation', lambda *_: 1 / 0)")
+    assert result.statuses == [1] and "division by zero" in result.output
     (tmp_path / "dry.json").write_text("{}")
     result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False)
     assert "dry.json exists, and " in result.output

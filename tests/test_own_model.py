@@ -353,11 +353,14 @@ def test_ranks_use_different_parts_of_a_unit(mesh, rank):
         with pytest.raises(SettingError, match="needs torch 2.13"):
             fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
         return
+    model.forward = lambda blocks: sum(model.blocks[i](torch.ones(4)) for i in blocks)
     fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
-    compare_calls(model, mesh.get_group(), 1)
-    model(rank).sum().backward()
-    for block in model.blocks:
-        assert (block[1].bias.grad.full_tensor() == 0.5).all()
+    compare_calls(model, mesh.get_group(), 2)
+    for blocks, expected in ([rank], (0.5, 0.5)), ([0, 1][: 2 - rank], (1, 0.5)):
+        model.zero_grad()
+        model(blocks).sum().backward()
+        for block, gradient in zip(model.blocks, expected):
+            assert (block[1].bias.grad.full_tensor() == gradient).all()
 
 
 @on_ranks(2)
@@ -367,11 +370,18 @@ def test_calls_are_compared_in_the_first_passes(mesh, rank):
     with torch.no_grad():  # those of an evaluation do not count
         model(0), model(0)
     model(0)
-    with pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0"):
+    with (mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather,
+          pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0")):
         model(rank)
+    assert gather.call_args.kwargs["group"] is mesh.get_group()
     compare_calls(other, mesh.get_group(), 1)
     other(0)
     other(rank)
+    longer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    longer.forward = lambda x: longer[1](longer[0](x)) if rank else longer[0](x)
+    compare_calls(longer, mesh.get_group(), 1)
+    with pytest.raises(SettingError, match="rank 1 calls 1 where rank 0 calls no further module"):
+        longer(torch.ones(4))
     third = Net()
     third.blocks[1] = nn.Linear(4, 4)
     fsdp.shard(third, [[block] for block in third.blocks], mesh)

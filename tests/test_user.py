@@ -42,6 +42,8 @@ def test_the_terminal(result):
         ("parameters", True), ("gradients", True), ("optimizer states", True),
         ("activations", False), ("in all", False), ("sent in a step", True)]
     assert rows[0][1] == rows[0][2] == rows[0][3].removeprefix("P = ")
+    for moment, shown in ("held", rows[3][1]), ("peak", rows[3][2]):
+        assert shown == f"{result.summary[moment]['activations']:,}"
 
 
 def test_metrics_lines_and_the_share_of_the_peak(result):
