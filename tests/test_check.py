@@ -94,8 +94,8 @@ def test_what_it_says(check, tmp_path, command, edits, words):
 
 
 @pytest.mark.parametrize("verdicts, status", [
-    ("EQUAL REFUSED EQUAL", None), ("EQUAL DIFFERENT EQUAL", 1), ("EQUAL EQUAL FAILED", 1), ("EQUAL NOTHING EQUAL", 1),
-    ("REFUSED REFUSED REFUSED", 1)])
+    ("EQUAL REFUSED EQUAL", None), ("EQUAL DIFFERENT EQUAL", 1), ("EQUAL EQUAL FAILED", 1),
+    ("EQUAL NOTHING EQUAL", 1), ("REFUSED REFUSED REFUSED", 1)])
 def test_its_status(monkeypatch, verdicts, status):
     found = iter(verdicts.split())
     monkeypatch.setattr(tool, "train", lambda *_: None)

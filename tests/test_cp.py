@@ -4,15 +4,19 @@ number of collectives: test_same_run.py."""
 import functools
 import itertools
 import json
+import math
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
+from common.attention import merge
+from tests.support import inject
 from tests.support.on_ranks import on_ranks
 
 TINY = ("--hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1 --head-dim 2 "
@@ -57,6 +61,27 @@ def test_all_agree_with_plain_attention(mesh, rank):
                                            rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
+@on_ranks(4)
+def test_a_ring_beside_others():
+    """Of two ranks, and of one, with the gradients of plain attention."""
+    for n in 2, 1:
+        mesh = init_device_mesh("cpu", (4 // n, n), mesh_dim_names=("dp", "cp"))["cp"]
+        torch.manual_seed(0)
+        whole = torch.randn(4, 2, 2, 4 * n, 6, dtype=torch.float64)
+        positions = cp.shard_positions(4 * n, n)[mesh.get_local_rank()]
+        ring = functools.partial(cp.ring_attention, group=mesh.get_group(), is_causal=True)
+        plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        for x, y in zip(results(ring, *whole[..., positions, :]), results(plain, *whole)):
+            torch.testing.assert_close(x, y[:, :, positions])
+
+
+def test_large_scores_are_merged():
+    """In float32, also of blocks in bfloat16: exp(200) is no number of either."""
+    out, lse = torch.ones(1, 1, 2), torch.full((1, 1), 200.0)
+    merge(out, lse, torch.full_like(out, 2).bfloat16(), lse - math.log(2))
+    torch.testing.assert_close(out, torch.full_like(out, 4 / 3))
+
+
 @on_ranks(2)
 def test_two_ranks_share_a_head(folder):
     """Of keys and values, under Ulysses. Its two numbers: the rotation concatenates halves of one,
@@ -93,6 +118,8 @@ class Shapes(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.add_.Tensor:
             self.sums.add(out.dtype)
+        elif "reduce_scatter" in str(function):
+            self.sums.add(out[0].dtype)
         self.seen.update(tuple(leaf.shape) for leaf in tree_leaves(out)
                          if isinstance(leaf, torch.Tensor))
         return out
@@ -109,9 +136,14 @@ def test_no_whole_sequence_in_the_ring(mesh):
                    for heads in (H, KV, KV))
         mode, kept = Shapes(), []
         mode.seen, mode.sums = set(), set()
+        exchange, exchanges = mock.Mock(wraps=dist.batch_isend_irecv), []  # begun before a block
         with mode, torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-        ):
+        ), mock.patch.multiple(
+            dist, batch_isend_irecv=exchange
+        ), mock.patch.multiple(cp, attend=cp.attend, attend_backward=cp.attend_backward):
+            for name in "attend", "attend_backward":
+                inject.before(cp, name, lambda *_: exchanges.append(exchange.call_count))
             attention(q, k, v, group=mesh.get_group(), is_causal=True).sum().backward()
         assert {(tuple(tensor.shape), tensor.dtype) for tensor in kept} == {
             ((B, H, T // n, K), torch.bfloat16), ((B, KV, T // n, K), torch.bfloat16),
@@ -119,6 +151,8 @@ def test_no_whole_sequence_in_the_ring(mesh):
         }
         assert mode.sums == {torch.float32}
         if attention is cp.ring_attention:
+            # A block at a time, and one ahead; the gradients of the blocks travel, too.
+            assert exchanges == [1, 2, 3, 3, 4, 5, 7, 8]
             for shape in mode.seen:
                 assert all(size < T for size in shape), f"{shape} has a whole sequence"
                 most = 2 * B * H * T // n * K  # elements of two queries

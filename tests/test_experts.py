@@ -199,17 +199,21 @@ def test_no_gather_waits_for_the_counts(folder):
 def test_how_ranks_share_experts(rank):
     """Whole ones if they can, otherwise rows of each, with the weights that these have in one
     process. Frozen ones stay so, and have no gradient to clip. The busiest is that of all ranks."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "ep"))
-    for number, size, shape in (4, 25, (2, 25, 16)), (3, 24, (3, 12, 16)):
+    for replicas, number, size, shape in (
+        (1, 4, 25, (2, 25, 16)), (1, 3, 24, (3, 12, 16)), (2, 3, 25, (3, 25, 16))
+    ):
+        mesh = init_device_mesh("cpu", (replicas, 2 // replicas, 1),
+                                mesh_dim_names=("replicate", "shard", "ep"))
         config = MixtureConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                num_experts=number, expert_size=size)
         with torch.device("meta"):
             whole, model = (use_experts(Transformer(config)) for _ in "ab")
         expected, layer = (each.model.layers["0"].mlp for each in (whole, model))
         layer.experts.down_proj.requires_grad_(False)
-        ep.shard_experts(layer.experts, mesh["ep"], mesh["shard"])
+        ep.shard_experts(layer.experts, mesh["ep"], mesh["replicate", "shard"])
         for each in (whole, model):
             materialise(each, "cpu", 0)
+        layer.experts(torch.ones(number, 16), torch.ones(number, dtype=torch.int64))
         for name, parameter in layer.experts.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected.experts.get_parameter(name)), name
         second = draw_weight("model.layers.0.mlp.experts.1.down_proj.weight",
@@ -218,7 +222,9 @@ def test_how_ranks_share_experts(rank):
         own, frozen = layer.experts.gate_proj, layer.experts.down_proj
         assert own.to_local().shape == shape and own.requires_grad and not frozen.requires_grad
         own.grad = torch.ones_like(own)
-        assert ep.clip_over_meshes([own, frozen], 1.0) == pytest.approx((16 * number * size) ** 0.5)
+        norm = pytest.approx((replicas * 16 * number * size) ** 0.5)  # of all ranks' parts
+        assert ep.clip_over_meshes([own, frozen], 1.0) == norm
+        assert config.experts_per_token == 2
         layer.busiest = torch.tensor([0.5])
         assert busiest_share([model] if rank else [], "cpu") == 0.5
 
@@ -249,7 +255,7 @@ def test_layers_in_bfloat16_use_the_kernel(monkeypatch):
     experts: tests/gpu/test_gpus.py."""
     kernel = mock.Mock(wraps=F.grouped_mm)
     monkeypatch.setattr(F, "grouped_mm", kernel)
-    for dtype, calls in ((torch.float32, 0), (torch.float64, 0), (torch.bfloat16, 3)):
+    for dtype, calls in ((torch.float32, 0), (torch.bfloat16, 3)):
         mixture(dtype)(torch.randn(2, 5, 16, dtype=dtype)).sum().backward()
         assert kernel.call_count == calls, dtype
     for size, hidden in (20, 16), (24, 12):

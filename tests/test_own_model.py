@@ -134,6 +134,8 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         assert {group["fused"] for group in groups} == {True}, command
         meshes = {"hybrid_3d.py": 2 + ("experts" in command)}  # whose groups wait for --timeout
         assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep, diloco)))
+        waiting = [call.args[0].mesh_dim_names for call in set_timeout.call_args_list]
+        assert any("ep" in names for names in waiting) == ("experts" in command)
         assert wait.called == ("--compile" in command or "hybrid_3d.py --tp" in command), command
         alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1,
                  "hybrid_3d.py": 1 + ("--dp 2" in command)}
@@ -266,9 +268,9 @@ def test_a_plan_reaches_all_of_the_model(mesh):
     for blocks in (1, 0):
         stage = Net()
         stage.blocks, stage.embed = stage.blocks[:blocks], nn.Identity()  # as pp.keep_stage does
-        tp.parallelize(stage, mesh, PLAN, Net())
-    refused("the plan names block.1.0, but the model has no such", PLAN | {"block.1.0": None},
-            Net())
+        with mock.patch.object(dist, "scatter") as scatter:
+            tp.parallelize(stage, mesh, PLAN, Net())
+        assert not scatter.called  # each rank has the whole weights, and keeps its part
     refused(r"the plan names b\*0.1, but the model has", PLAN | {"b*0.1": None}, Net())  # no dot
     model = Net()
     model.blocks[1].gate = nn.Parameter(torch.ones(4))
@@ -323,6 +325,10 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     odd = torch.zeros(2, 15, dtype=torch.int64)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
         model.embed(odd)
+    stage, part = Net(), torch.ones(2, 15, 4)
+    stage.embed = nn.Identity()  # of a later stage, which gets positions that are split
+    tp.parallelize(stage, mesh, PLAN | {"embed": split}, Net())
+    assert stage.embed(part) is part
     model = Net()
     tp.parallelize(model, mesh, PLAN | {"embed": RowwiseParallel(input_layouts=Replicate())})
     assert model.embed(odd).shape == (2, 15, 4)  # whole, on each rank

@@ -23,6 +23,7 @@ def test_the_picture():
         "rank 2: layer 2 | layer 5", "rank 3: layer 3 | layer 4",
     ]
     assert pp.describe_stage([range(2), range(2, 4)], 1) == "layers 2-3, head"
+    assert pp.stages_of(1, 4, 2, "dualpipev") == [1, 6]
 
 
 def test_split_layers():
@@ -97,7 +98,6 @@ def test_the_bubble():
     for name, n, v, M, share in [
         ("interleaved1f1b", 4, 2, 8, "(n-1)/(vM+n-1) = 15.8%"),
         ("zerobubble", 4, 2, 3, "at least (n-1)/(3vM+n-1) = 14.3%"),
-        ("dualpipev", 4, 2, 8, "(n-1)/(3vM+n-1) = 5.9%"),
         ("zbv", 4, 2, 6, "at least (n-1)/(3vM+n-1) = 7.7%"),  # there and back: 2n - 1 fill it
     ]:
         assert pp.bubble(name, n, v, M)[1] == share

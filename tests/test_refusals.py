@@ -143,10 +143,9 @@ pp 4 --microbatches 3 | --microbatches 3 ... 1f1b on 4 ranks: use at least 4
 pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 1
 pp 4 --schedule loopedbfs --stages-per-rank 2 | 4 ranks x 2 stages are 8, but 4 layers
 pp 2 --schedule zerobubble --microbatches 5 --batch-size 20 | multiple of 2, such as 4 or 6
-pp 2 --microbatches 5 | --batch-size 16 ... 5 micro-batches: use a multiple of 5
+pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40, such as 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
-pp 2 --schedule zerobubble --compile | --compile with --schedule zerobubble
-pp 2 --schedule zerobubble --activation-checkpointing | -checkpointing with --schedule zerobubble
+pp 2 --schedule zbv --activation-checkpointing | -checkpointing with --schedule zbv
 hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 2 --tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 2 --pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
@@ -154,7 +153,7 @@ hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
 hybrid_3d 2 --pp 2 --microbatches 1 | --microbatches 1 ... at least --pp 2
-hybrid_3d 2 --pp 2 --microbatches 3 | --batch-size 16 ... 3 equal parts
+hybrid_3d 2 --pp 2 --microbatches 2 --grad-accum 3 | --batch-size 16 ... 6 equal parts
 hybrid_3d 2 --pp 2 --num-hidden-layers 1 | --pp 2 ... 1 layers
 hybrid_3d 2 --pp 2 --num-hidden-layers 2 --compile | it starts
 hybrid_3d 4 --cp 2 --tp 2 --compile --activation-checkpointing selective | selective with --compile
@@ -180,7 +179,6 @@ ep 2 | give --num-experts, or use fsdp.py
 ep 2 {SELECTIVE} | selective with --num-exper
 ep 4 --num-experts 4 --ep 3 --expert-size 25 | --ep 3 ... 4 ranks ... use 1 or 2 or 4
 ep 4 --num-experts 6 | --ep 4 does not divide --num-experts 6: use 1 or 2
-ep 4 --num-experts 6 --expert-size 25 | --num-experts 6: use a multiple of 4 as --num
 ep 4 --num-experts 6 --expert-size 25 --ep 3 | a multiple of 4 ... and an --ep that divides 4
 ep 4 --num-experts 6 --ep 2 --expert-size 25 | --ep 2 leaves 2 ranks ... 128 and --expert-size 25
 ep 4 --num-experts 6 --ep 2 --hidden-size 129 --head-dim 16 --expert-size 24 | --ep 2 ... 129

@@ -65,6 +65,7 @@ def curve(row, run):
     assert furthest(found.curve(*names), expected.curve(*names)) < WITHIN[row.dtype]
     losses = [loss for (loss,) in found.curve("loss")]
     assert len(losses) == 3 and losses[0] > 5.4 and losses[-1] < losses[0] - 0.3
+    assert any(torch.tensor(loss).bfloat16().item() != loss for loss in losses)
     assert "model tiny: 55,136 parameters" in found.output  # of all ranks and stages
 
 
@@ -196,6 +197,7 @@ def peaks(row, run):
         assert parameters == P
     elif row.script == "pp.py":  # the hidden states that it sends are none
         assert gradients == run(row).summary["held"]["gradients"]
+        assert any(line.startswith("rank 1: layer") for line in run(row).lines)
     elif row.script in WHOLE:
         assert parameters == P
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from common.errors import SettingError
@@ -14,8 +15,8 @@ from common.services.report import Report
 from tests.support.on_ranks import on_ranks
 
 
-def three():
-    model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
+def three(names="abc"):
+    model = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
     return model, *model.values()
 
 
@@ -32,7 +33,6 @@ def test_shards_carry_the_names_of_their_parameters(mesh):
     for name, parameter in model.named_parameters():
         assert shards[name].full_tensor().equal(parameter.detach()), name
     refused("c.weight is in 0 of the units", model, [[a, b]], mesh)
-    refused("b.weight is in 2 of the units", model, [[a, b], [b, c]], mesh)
     a.weight = b.weight
     refused("a.weight is in 2 of the units", model, [[a], [b], [c]], mesh)
     _, shards = zero.make_buckets(model, [[a, b], [c]], mesh)
@@ -42,8 +42,9 @@ def test_shards_carry_the_names_of_their_parameters(mesh):
     units = [[a], [b], [nn.Dropout(), c.weight], [c.bias]]  # frozen ones, and none, and parameters
     _, shards = zero.make_buckets(model, units, mesh)
     assert list(shards) == ["a.weight", "a.bias", "c.weight", "c.bias"]
-    model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    refused("scale has no rows to split, its shape is ", model, [*units, [model.scale]], mesh)
+    for shape in (), (0, 4):
+        model.scale = nn.Parameter(torch.ones(shape))
+        refused("scale has no rows to split, its shape is ", model, [*units, [model.scale]], mesh)
 
 
 @on_ranks(2)
@@ -66,11 +67,11 @@ def test_a_module_of_the_unit_must_be_called(mesh):
 def test_what_no_rank_uses_in_a_step_gets_no_gradient(mesh, rank):
     """As in one process: AdamW leaves it as it is. What one rank uses gets one. A gradient that
     comes after its bucket is refused."""
-    model, *modules = three()
+    model, *modules = three("abcde")
     buckets, shards = zero.make_buckets(model, [[module] for module in modules], mesh)
     x = torch.ones(1, 6)
     for micro_batches, expected in (
-        (["abc"], {"a": 1, "b": 1, "c": 1}), (["ac"[rank]], {"a": 0.5, "c": 0.5}),
+        (["abcde"], dict.fromkeys("abcde", 1)), (["ae"[rank]], {"a": 0.5, "e": 0.5}),
         (["ab" + "c"[rank:], "abc"], {"a": 2, "b": 2, "c": 1.5}),
     ):
         zero.start_gathering(buckets)
@@ -87,6 +88,26 @@ def test_what_no_rank_uses_in_a_step_gets_no_gradient(mesh, rank):
     model["a"](x).sum().backward()
     with pytest.raises(SettingError, match=r"\(6, 6\) arrived after its bucket was reduced"):
         zero.reduce_gradients(buckets)
+
+
+@on_ranks(2)
+def test_ranks_of_another_group_are_not_asked(rank):
+    """A mesh of one rank, which uses other modules than its neighbour. A parameter is a unit."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))["shards"]
+    model, a, b, c = three()
+    buckets, shards = zero.make_buckets(model, [[a], [b], [c.weight, c.bias]], mesh)
+    x, model.forward = torch.ones(1, 6), lambda used: sum(model[name](x).sum() for name in used)
+    with mock.patch.object(zero, "reduce_scatter_single", wraps=zero.reduce_scatter_single) as sums:
+        for used in "ab"[rank] + "c", "abc":
+            zero.start_gathering(buckets)
+            zero.reduce_in_backward(buckets, enabled=True)
+            model(used).backward()
+            zero.reduce_gradients(buckets)
+            for name, shard in shards.items():
+                gradient, shard.grad = shard.grad, None
+                assert (gradient is None) == (name[0] not in used)
+                assert gradient is None or (gradient.to_local() == 1).all()
+    assert {call.args[2] for call in sums.call_args_list} == {dist.ReduceOp.SUM}
 
 
 @on_ranks(2)

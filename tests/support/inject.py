@@ -70,6 +70,14 @@ def ignored():
     changed(TokenDataset, "__getitem__", ignore)
 
 
+def in_mode():
+    """Layers are in training mode where they train, and no others. Autocast keeps no weights."""
+    before(common.model.Layer, "forward", lambda layer, *_: common.errors.refuse([
+        (layer.training != torch.is_grad_enabled(), "evaluated as in training"),
+        (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(), "weights stay"),
+    ]))
+
+
 def tied():
     """Embedding and head."""
     after(common.model.Transformer, "__init__", lambda _, model, config: (

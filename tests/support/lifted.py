@@ -182,6 +182,10 @@ def use_pp(model, batches, mesh, name="zbv"):
         optimizer.zero_grad()
         assert len(losses) == (M if mesh.get_rank() == 0 else 0)
         yield norm
+    schedule.eval(inputs, target=targets, losses=losses, return_outputs=False)
+
+
+use_dualpipe = functools.partial(use_pp, name="dualpipev")
 
 
 def use_ep(model, batches, mesh):
@@ -211,8 +215,8 @@ def compare(mesh):
         for rows in torch.randint(64, (3, 8, 9))
     ]
     for make, strategies in (
-        (make_model, (plain, use_zero, use_tp, use_pp)), (make_mixture, (plain, use_ep)),
-        (Sequences, (plain, use_cp)),
+        (make_model, (plain, use_zero, use_tp, use_pp, use_dualpipe)),
+        (make_mixture, (plain, use_ep)), (Sequences, (plain, use_cp)),
     ):
         norms = []
         for strategy in strategies:

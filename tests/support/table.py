@@ -30,7 +30,7 @@ class Row:
     command: str
     world: int  # processes; 0: plain python
     dtype: str = "float64"
-    inject: str = "ignored()"
+    inject: str = "ignored(); in_mode()"
 
     @property
     def script(self):
@@ -57,7 +57,7 @@ class Row:
         return once(self.command, self.world, options, inject=inject)
 
 
-CHUNKS = "ignored(); loss_in_chunks()"
+CHUNKS = "ignored(); in_mode(); loss_in_chunks()"
 # Without --all: at least one row of each script, on as few ranks as show it
 SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
