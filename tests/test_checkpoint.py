@@ -50,6 +50,17 @@ def checkpoints_of(folder, tensors, optimizer=None, must=None, may=None, **optio
 
 
 @on_ranks(4)
+def test_all_ranks_hear_of_a_late_signal(folder, rank):
+    """In the next step: who is early waits for the vote of all."""
+    checkpoints = checkpoints_of(folder, {"weight": nn.Parameter(torch.zeros(2))}, every=0)
+    with mock.patch.object(checkpoint, "stop_requested", return_value=rank == 3):
+        for step in range(2):
+            time.sleep(0.3 * (rank == 3))
+            checkpoints.after_step(step, 1.0)
+    assert checkpoints.stopping
+
+
+@on_ranks(4)
 def test_buffers_agree(folder, rank):
     """Buffers that differ are saved as the first rank that holds them has them, whatever their
     type. Ranks 0 and 1 hold other buffers than ranks 2 and 3, as stages of a pipeline do."""
