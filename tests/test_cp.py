@@ -92,19 +92,6 @@ def test_two_ranks_share_a_head(folder):
     assert summary["sent"] == summary["theory"]["sent"]["bytes"] > 0
 
 
-@on_ranks(2)
-def test_gradients_and_the_ring_have_a_communicator_each(folder):
-    """Otherwise, with NCCL, blocks would wait behind gradients."""
-    reduce, exchange = mock.Mock(wraps=dist.all_reduce), mock.Mock(wraps=dist.batch_isend_irecv)
-    with mock.patch.multiple(dist, all_reduce=reduce, batch_isend_irecv=exchange):
-        cp.main(f"{TINY} --steps 1 --no-count --out {folder}/out".split())
-    gradients = {call.kwargs["group"].group_name for call in reduce.call_args_list
-                 if call.args[0].ndim == 2}
-    ring = {operation.group.group_name for call in exchange.call_args_list
-            for operation in call.args[0]}
-    assert len(gradients) == len(ring) == 1 and gradients != ring
-
-
 def results(attention, q, k, v, weight):
     """The output, and the gradients of q, k and v, of a weighted sum of it."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
 
 import ep
 import hybrid_3d
@@ -220,6 +221,7 @@ def test_how_ranks_share_experts(rank):
                              (slice(0, 16), slice(0, size)), (16, size), config, 0)
         assert torch.equal(expected.experts.down_proj[1], second)
         own, frozen = layer.experts.gate_proj, layer.experts.down_proj
+        assert own.placements[1] == Shard(0 if size == 25 else 1)
         assert own.to_local().shape == shape and own.requires_grad and not frozen.requires_grad
         own.grad = torch.ones_like(own)
         norm = pytest.approx((replicas * 16 * number * size) ** 0.5)  # of all ranks' parts
