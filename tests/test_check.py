@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.edits import edited
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
 from tests.test_porting import DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS
 from tests.test_refusals import Started, started

@@ -11,8 +11,7 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from tests.support.edits import edited
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
 from tools import dry_run as tool
 from tools.support.operations import operations

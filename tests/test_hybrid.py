@@ -8,8 +8,7 @@ import torch
 
 import hybrid_3d
 from common.errors import SettingError
-from tests.support.edits import edited
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, edited
 from tests.support.sample import thorough
 from tests.support.table import Row
 from tests.test_same_run import curve, saved, validation

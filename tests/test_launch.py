@@ -29,9 +29,8 @@ from common import launch, torch_versions
 from common.errors import SettingError
 from common.options import option_parser, parse_options
 from common.services.checkpoint_files import list_checkpoints
-from tests.support.edits import edited
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import PATIENCE, ROOT, SMALL, Result, free_port
+from tests.support.processes import PATIENCE, ROOT, SMALL, Result, edited, free_port
 from tests.support.sample import sampled, thorough
 from tests.test_refusals import in_order
 from tests.test_same_run import furthest

@@ -9,8 +9,7 @@ import cp
 from common.errors import SettingError
 from common.model import plain_attention
 from common.services import checkpoint_files
-from tests.support.edits import edited
-from tests.support.processes import Result
+from tests.support.processes import Result, edited
 from tests.support.sample import sampled
 from tests.test_same_run import assert_near, furthest
 
