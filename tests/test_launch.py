@@ -320,6 +320,16 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     assert "final loss" in outputs[0] and "final loss" not in outputs[1]
 
 
+@thorough
+def test_a_signal_ends_what_waits_for_another_machine(tmp_path):
+    with free_port() as port:
+        process = start([*RUN, "ddp.py"], tmp_path, **NODES, MASTER_PORT=str(port))
+        wait_until(lambda: listeners([process.pid]))
+        process.terminate()
+        finish(process)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 # As a Slurm job
 
 

@@ -260,7 +260,7 @@ PLAN = {"embed": tp.Replicated(), "blocks.*.0": ColwiseParallel(), "blocks.*.1":
 
 
 @on_ranks(2)
-def test_a_plan_reaches_all_of_the_model(mesh):
+def test_a_plan_reaches_all_of_the_model(mesh, rank):
     def refused(match, plan, model):
         with pytest.raises(SettingError, match=match):
             tp.parallelize(model, mesh, plan)
@@ -268,9 +268,7 @@ def test_a_plan_reaches_all_of_the_model(mesh):
     for blocks in (1, 0):
         stage = Net()
         stage.blocks, stage.embed = stage.blocks[:blocks], nn.Identity()  # as pp.keep_stage does
-        with mock.patch.object(dist, "scatter") as scatter:
-            tp.parallelize(stage, mesh, PLAN, Net())
-        assert not scatter.called  # each rank has the whole weights, and keeps its part
+        tp.parallelize(stage, mesh, PLAN, Net())
     refused(r"the plan names b\*0.1, but the model has", PLAN | {"b*0.1": None}, Net())  # no dot
     model = Net()
     model.blocks[1].gate = nn.Parameter(torch.ones(4))
@@ -280,8 +278,10 @@ def test_a_plan_reaches_all_of_the_model(mesh):
     refused("embed.weight and blocks.1.0.weight are tied: .* both alike", PLAN, model)
     model = Net()
     model.blocks[1][0].weight = model.blocks[0][0].weight
+    torch.nn.init.constant_(model.blocks[0][0].weight, rank)
     tp.parallelize(model, mesh, PLAN)
     assert model.blocks[1][0].weight is model.blocks[0][0].weight
+    assert (model.blocks[0][0].weight.to_local() == rank).all()  # its own part: nothing is sent
     model = nn.Sequential(nn.LayerNorm(4).requires_grad_(False))
     tp.parallelize(model, mesh, {"0": SequenceParallel()})  # which thaws it
     assert not any(parameter.requires_grad for parameter in model.parameters())

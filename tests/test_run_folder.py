@@ -255,6 +255,7 @@ def test_no_older_one(out):
     flip_a_bit(out / "step-00000001" / DATA)
     for name in ("step-99999999", "step-100000000"):
         (out / name).mkdir()
+    assert steps(out) == [1, 2, 3, 99999999, 100000000]
     with pytest.raises(SettingError, match="no older checkpoint: start a new run"):
         start(out, step=1)
     assert checkpoint_files.older_checkpoint(out / "step-100000000").name == "step-99999999"
