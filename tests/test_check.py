@@ -42,7 +42,8 @@ UNCLIPPED = [("    dist.all_reduce(total, group=group)\n", "")]
 NO_CLIPPING = [("torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()",
                 "torch.zeros(())")]
 SAMPLE = [
-    ("pp.py --num-hidden-layers 4 --schedule zbv", UNCLIPPED, "DIFFERENT  step 0: clipping"),
+    ("pp.py --against single.py --num-hidden-layers 4 --schedule zbv", UNCLIPPED,
+     "DIFFERENT  step 0: clipping"),
     # Some ranks use no part of the head that others use.
     (f"fsdp.py {ACCUMULATE}", HEADS, "FAILED     rank 1 calls lm_head.parts."),
     # Some targets are ignored: the ranks have unlike numbers of them.

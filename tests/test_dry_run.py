@@ -198,8 +198,8 @@ def test_bad_input_is_one_line(dry_run, tmp_path):
         result, _ = dry_run("--rank", 0, 4, script, expect_ok=False)
         (line,) = [line for line in result.lines if "error:" in line]
         assert result.statuses == [1] and words in line and "Traceback" not in result.output
-    result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False,
-                        inject="changed(counting.StepCounter, 'operation', lambda *_: 1 / 0)")
+    fails = "counting.StepCounter.watch = counting._keep_error(lambda *_: 1 / 0)"
+    result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False, inject=fails)
     assert result.statuses == [1] and "division by zero" in result.output
     (tmp_path / "dry.json").write_text("{}")
     result, _ = dry_run("--rank", 0, 1, ROOT / "single.py", expect_ok=False)
