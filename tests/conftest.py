@@ -41,10 +41,20 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(left_out)]
 
 
+SERVER = ProcessServer()
+
+
+def pytest_sessionstart():
+    SERVER.start()  # it imports torch while pytest does
+
+
+def pytest_sessionfinish():
+    SERVER.stop()
+
+
 @pytest.fixture(scope="session")
 def server():
-    with ProcessServer() as server:
-        yield server
+    return SERVER
 
 
 @pytest.fixture

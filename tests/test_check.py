@@ -37,11 +37,11 @@ ACCUMULATE = "--batch-size 6 --grad-accum 3"
 EQUAL = "EQUAL      up to .*e-1[0-9]"  # float64
 TIED = ("    layers = model", "    model.lm_head.weight = model.model.embed_tokens.weight\n"
         "    layers = model")
-# Of all stages of a rank
 UNCLIPPED = [("    dist.all_reduce(total, group=group)\n", "")]
 NO_CLIPPING = [("torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()",
                 "torch.zeros(())")]
 SAMPLE = [
+    # Each rank clips by the norm of its own two stages.
     ("pp.py --against single.py --num-hidden-layers 4 --schedule zbv", UNCLIPPED,
      "DIFFERENT  step 0: clipping"),
     # Some ranks use no part of the head that others use.

@@ -54,9 +54,9 @@ class Result:
 
 
 class ProcessServer:
-    """``with ProcessServer() as server: server.run("ddp.py", 2, "--steps 5", folder=path)``"""
+    """``start`` it, let it ``run("ddp.py", 2, "--steps 5", folder=path)``, and ``stop`` it."""
 
-    def __enter__(self):
+    def start(self):
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # as run.sh does
@@ -65,9 +65,8 @@ class ProcessServer:
             [sys.executable, __file__], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
-        return self
 
-    def __exit__(self, *_):
+    def stop(self):
         self.process.communicate("\n")  # a data worker of the tests may hold the pipe open
 
     def run(self, script, world_size, options="", *, folder, out="out", timeout=PATIENCE, env=None,
