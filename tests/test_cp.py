@@ -126,10 +126,10 @@ def test_no_whole_sequence_in_the_ring(mesh):
         begun = []  # how many exchanges have begun, before each block is computed
         with (mode, torch.autograd.graph.saved_tensors_hooks(
                   lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
-              mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange,
+              mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as sends,
               mock.patch.multiple(cp, attend=cp.attend, attend_backward=cp.attend_backward)):
             for name in "attend", "attend_backward":
-                inject.before(cp, name, lambda *_: begun.append(exchange.call_count))
+                inject.before(cp, name, lambda *_: begun.append(sends.call_count))
             attention(q, k, v, group=mesh.get_group(), is_causal=True).sum().backward()
         assert {(tuple(tensor.shape), tensor.dtype) for tensor in kept} == {
             ((B, H, T // n, K), torch.bfloat16), ((B, KV, T // n, K), torch.bfloat16),
