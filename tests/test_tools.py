@@ -179,14 +179,15 @@ def test_what_a_benchmark_measures(monkeypatch):
         ranks = int(given.partition("=")[2])
         for rank in range(ranks):
             pathlib.Path(cwd, f"rank-{rank}.json").write_text(str([rank + 1, rank + 2]))
-        assert " --save-every 0 " in " ".join(map(str, words))
-        assert " --batch-size 16 --seq-len 128 " in " ".join(map(str, words))
+        command = " ".join(map(str, words))
+        assert f"/timed.py 2 5 {cwd} " in command and " --steps 5 " in command  # 3 after 2
+        assert " --batch-size 16 --seq-len 128 " in command and " --save-every 0 " in command
         return types.SimpleNamespace(returncode=0)
 
     found, measure = [], bench.measure
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(bench, "measure", lambda *words: found.append(measure(*words)) or found[-1])
-    bench.main("--nproc 2 --rounds 1 --only single.py tp.py".split())
+    bench.main("--nproc 2 --rounds 1 --warm-up 2 --timed 3 --only single.py tp.py".split())
     assert found == 2 * [(1, 2, {})] + 2 * [(2, 5, {})]
 
 
