@@ -5,7 +5,6 @@ before the first of them is reported. A test may take ``mesh``, a DeviceMesh of 
 CPU; ``rank``; and ``folder``, one of its own that the ranks share.
 """
 
-import datetime
 import importlib
 import inspect
 import pathlib
@@ -41,7 +40,7 @@ def main():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))  # in place of 30
+    dist.init_process_group("gloo")
     module, *names = sys.argv[1:]
     for name in names:
         body = getattr(importlib.import_module(module), name).body
