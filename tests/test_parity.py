@@ -345,6 +345,7 @@ SOUND = [
         "lr": 4.0, "steps": 14}),
     ("EQUAL.*, float32 ", PARTS, {
         "loss_of": lambda model, x: model(x).float().square().mean()}),
+    ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
     ("EQUAL.*, float32 ", {}, FLOAT32, {"full_precision": True}),
     ("EQUAL.*, float32 (?!with)", {}, FLOAT32, {"float32_inside": True}),
     # Names of what wraps a layer do not count.

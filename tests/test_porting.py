@@ -180,7 +180,7 @@ def test_attention_is_set_wherever_it_is_read():
         with pytest.raises(SettingError, match=words):
             cp.set_attention(model, cp.ring_attention, None, plain_attention, without=["a"])
     for module in (nn.Conv1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3), nn.GRU(2, 2),
-                   nn.MultiheadAttention(2, 1),
+                   nn.LSTM(2, 2), nn.MultiheadAttention(2, 1),
                    nn.AvgPool1d(2), nn.MaxPool1d(2), nn.AdaptiveAvgPool1d(1),
                    nn.AdaptiveMaxPool1d(1), nn.LPPool1d(2, 2)):
         with pytest.raises(SettingError, match="looks at other pos"):

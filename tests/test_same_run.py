@@ -279,7 +279,7 @@ SAVERS = [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)]
 
 @pytest.mark.parametrize("command, world", sampled(SAVERS, SAVERS[2:3]))
 def test_saving_while_training_goes_on(once, command, world):
-    """Every few steps, so that one save still goes on when the next is due."""
+    """After every step: a save may still go on when the next one is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 1 --keep 9",
                   inject="ignored()")
     found = checkpoint_files.list_checkpoints(result.out)
