@@ -57,9 +57,10 @@ from common.errors import SettingError, refuse
 from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import (
     all_gather_single, not_compiled, reduce_scatter_single
 )
@@ -74,6 +75,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--attention", choices=("ring", "ulysses", "allgather"), default="ring",
                         help="how attention exchanges keys and values between ranks")
     Checkpoints.add_options(parser)

@@ -45,9 +45,10 @@ from common.errors import refuse
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reshard
 from fsdp import add_gradients_up, shard
 
@@ -62,6 +63,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--replicas", type=at_least(1), default=2, metavar="R",
                         help="replicas of the model, each sharded over world size / R ranks")
     parser.add_argument("--inner-steps", type=at_least(1), default=10, metavar="N",

@@ -55,9 +55,10 @@ from common.experts import (
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import not_compiled, reshard
 from fsdp import add_gradients_up, shard
 
@@ -70,7 +71,9 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, MixtureConfig)
+    parser = option_parser(__doc__)
+    add_model_options(parser, MixtureConfig)
+    add_text_options(parser)
     parser.add_argument("--ep", type=at_least(1), metavar="N", help="ranks over which the experts "
                         "of each layer are spread; None: all ranks")
     parser.add_argument("--balance-rate", type=at_least(0, float), default=0.0, metavar="X",

@@ -50,9 +50,10 @@ from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reduce_unused_parameters, reshard
 
 # Services, optional: delete an import and every line that uses it
@@ -66,6 +67,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
                         default=True, help="free the gathered parameters of a layer after its "
                         "forward pass, and gather them again for the backward pass")

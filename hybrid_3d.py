@@ -64,9 +64,10 @@ from common.launch import (
 )
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reshard
 from cp import allgather_attention, set_attention, shard_positions
 from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
@@ -85,7 +86,9 @@ from common.services.validation import Validation
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, MixtureConfig)  # EP
+    parser = option_parser(__doc__)
+    add_model_options(parser, MixtureConfig)  # EP
+    add_text_options(parser)
     grid = parser.add_argument_group("grid", "The product of the first four is the "
                                      "world size.")
     for name, what in (

@@ -69,9 +69,10 @@ from common.errors import SettingError, refuse
 from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import MAX_LOGITS, Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import (
     keeps_last_function, pass_on_no_gradients_in_eval, prepare_to_train, separate_directions,
     skip_first_messages,
@@ -100,6 +101,8 @@ SPLIT_BACKWARD = ("zerobubble", "zbv", "dualpipev")  # gradients of inputs first
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b",
                         help="the order in which the stages work")
     parser.add_argument("--microbatches", type=at_least(1), default=4, metavar="M",

@@ -15,9 +15,10 @@ from common.data import BatchSampler, load_steps
 from common.launch import launch, start_process
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 
 # Services, optional: delete an import and every line that uses it
 from common.services import theory
@@ -29,6 +30,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     Checkpoints.add_options(parser)
     Validation.add_options(parser)
     Report.add_options(parser)

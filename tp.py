@@ -48,9 +48,10 @@ from common.errors import SettingError, refuse
 from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 
 # Services, optional: delete an import and every line that uses it
 from common.services import theory
@@ -62,6 +63,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
                         help="split the norms and the residual stream along the sequence")
     Checkpoints.add_options(parser)

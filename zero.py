@@ -34,9 +34,10 @@ from common.errors import SettingError, refuse
 from common.launch import launch, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import all_gather_single, reduce_scatter_single
 
 # Services, optional: delete an import and every line that uses it
@@ -49,6 +50,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--stage", type=int, default=2,
                         help="1: shard the optimizer states; 2: shard the gradients too")
     Checkpoints.add_options(parser)

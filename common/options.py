@@ -1,17 +1,13 @@
-"""The command line that all scripts share. Each service adds its own options."""
+"""The command line that all scripts share. The model, the data and each service add their own."""
 
 import argparse
-import dataclasses
 import math
-import os
 import sys
 
 import torch
 
 from common.errors import refuse
 from common.launch import pick_device, rank_and_world_size
-from common.model import PRESETS, ModelConfig
-from common.tokens import STANDARD_LIBRARY
 
 
 def at_least(minimum, kind=int, above=False, most=2**31 - 1):
@@ -49,27 +45,22 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """Prints the docstring as it stands, and the default of every option."""
 
 
-def option_parser(doc, config=ModelConfig, text=True):
-    """A parser with the options of training, data, model and device. A script adds its own to it,
-    and so does each service.
+def option_parser(doc):
+    """A parser with the options of training and device. A script adds its own to it, and so do the
+    model, the data and each service.
 
-    ``config``: the dataclass of the model's dimensions, an option each; None: the script has a
-    model of its own. ``text=False`` leaves out the options of the text that it is trained on.
-
-    Functions in the list ``parser.checks`` get the parsed options, to refuse what cannot be.
+    Functions in the list ``parser.checks`` get the parsed options, to refuse what cannot be, and to
+    add what follows from them.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=doc, formatter_class=_Help, allow_abbrev=False
     )
-    parser.checks, parser.config = [], config
+    parser.checks = []
     parser.error = lambda message: refuse([(True, message)])
     if rank_and_world_size()[0] != 0:
         parser.print_help = lambda: None  # rank 0 prints it
 
     _add_training(parser)
-    _add_data(parser, text)
-    if config:
-        _add_model(parser, config)
     _add_device(parser)
     return parser
 
@@ -97,34 +88,8 @@ def _add_training(parser):
         "global norm are scaled down to this norm; 0: no clipping")
     add("--seed", type=at_least(0), default=0, metavar="N",
         help="seed of the initial weights and of the order of the data")
-
-
-def _add_data(parser, text):
-    add = parser.add_argument_group("data").add_argument
-    if text:
-        add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
-            "text file, or a folder of either; text is read as bytes; "
-            f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
-        add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
-            "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
-        add("--seq-len", type=at_least(1), default=128, metavar="T", help="tokens in a sequence")
     add("--workers", type=at_least(0, most=1024), default=0, metavar="N",
         help="processes per rank that read ahead; 0: the training process reads")
-
-
-def _add_model(parser, config):
-    add = parser.add_argument_group("model", "A preset or a Hugging Face config.json; every "
-                                    "dimension can be changed, by its name there.").add_argument
-    add("--model", default="tiny", metavar="NAME",
-        help=f"{', '.join(PRESETS)}, or the path of the config.json of a Llama, or its folder")
-    for field in dataclasses.fields(config):
-        if field.name == "rope_scaling":
-            continue  # only a preset or a config.json has it
-        kind = float if field.type is float else int
-        add(flag(field.name), type=at_least(0, kind, above=field.name != "num_experts"),
-            default=argparse.SUPPRESS, metavar="X" if kind is float else "N",
-            help=field.metadata.get("help") or "overrides the preset; tiny has "
-            f"{getattr(PRESETS['tiny'], field.name)}")
 
 
 def _add_device(parser):
@@ -149,11 +114,10 @@ def _add_device(parser):
 
 
 def parse_options(parser, argv=None):
-    """Parse the options, and add what follows from them: ``config`` (ModelConfig, with the options
-    of common/model.py), ``param_dtype`` (the torch.dtype of weights and optimizer states),
-    ``compute_dtype`` (of matrix products), ``bfloat16`` (whether that is bfloat16), ``betas``,
-    ``max_norm`` (of gradients; infinite: no clipping) and ``on_all_ranks`` (a dict: what must be
-    the same on all ranks).
+    """Parse the options, and add what follows from them: ``param_dtype`` (the torch.dtype of
+    weights and optimizer states), ``compute_dtype`` (of matrix products), ``bfloat16`` (whether
+    that is bfloat16), ``betas``, ``max_norm`` (of gradients; infinite: no clipping) and
+    ``on_all_ranks`` (a dict: what must be the same on all ranks).
 
     Raises:
         SettingError: an option is wrong.
@@ -161,12 +125,9 @@ def parse_options(parser, argv=None):
     args = parser.parse_args(argv)
     refuse([(args.min_lr > args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}: the rate "
              f"falls from --lr to --min-lr; give a smaller --min-lr")])
+    args.on_all_ranks = {flag(name): value for name, value in vars(args).items()}
     for check in parser.checks:
         check(args)
-    args.on_all_ranks = {flag(name): value for name, value in vars(args).items()}
-    if "model" in args:
-        args.config = _model_config(args, parser.config)
-        args.on_all_ranks |= {flag(name): value for name, value in vars(args.config).items()}
     dtype = args.dtype
     if dtype == "auto":
         dtype = default_dtype(pick_device(args.device, share=True))
@@ -182,26 +143,3 @@ def default_dtype(device):
     """--dtype auto: bfloat16, if the hardware of ``device`` has it."""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if has_it else "float32"
-
-
-def _model_config(args, config_class):
-    """The preset or the config.json, with the dimensions that the command line changes."""
-    if args.model in PRESETS:
-        config = PRESETS[args.model]
-    else:
-        refuse([(not os.path.exists(args.model),
-                 f"--model {args.model}: no such preset or file: choose from "
-                 f"{', '.join(PRESETS)}, or give a config.json or its folder")])
-        try:
-            from common.services.hf_config import read_config  # a service, needed only here
-        except ImportError:
-            refuse([(True, f"--model {args.model}: common/services/hf_config.py, which reads a "
-                     f"config.json, is not here")])
-        config = read_config(args.model)
-    names = {field.name for field in dataclasses.fields(config_class)}
-    refuse([(vars(config).keys() - names,
-             f"--model {args.model} is a mixture of experts: ep.py and hybrid_3d.py train these")])
-    given = {name: getattr(args, name) for name in names if name in args}
-    if {"hidden_size", "num_attention_heads"} & given.keys():
-        given.setdefault("head_dim", None)  # follows from the two
-    return config_class(**vars(config) | given)

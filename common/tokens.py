@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from common.data import counted
 from common.errors import SettingError, refuse
 from common.files import open_regular, reading
+from common.options import at_least
 
 STANDARD_LIBRARY = "stdlib"
 ADVICE = ": remove it from the data, or see to its rights"
@@ -114,6 +115,17 @@ class TokenDataset(Dataset):
                     f"run with --no-resume or another --out"
                 )
         return np.concatenate(pieces)
+
+
+def add_text_options(parser):
+    """Add the options of the data to a parser of common/options.py."""
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default=STANDARD_LIBRARY, metavar="PATH", help="a .bin file of token ids, a "
+        "text file, or a folder of either; text is read as bytes; "
+        f"'{STANDARD_LIBRARY}': the source text of Python's standard library")
+    add("--token-dtype", choices=("auto", "uint16", "uint32"), default="auto", help="type of "
+        "the ids in .bin files; auto: uint16 if the vocabulary fits, otherwise uint32")
+    add("--seq-len", type=at_least(1), default=128, metavar="T", help="tokens in a sequence")
 
 
 def open_dataset(args, option="--data"):

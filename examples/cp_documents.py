@@ -50,9 +50,10 @@ from common.errors import SettingError, refuse
 from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import not_compiled
 
 # Services, optional: delete an import and every line that uses it
@@ -65,6 +66,8 @@ from common.services.validation import Validation
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--attention", choices=("ring", "ulysses"), default="ring",
                         help="how attention exchanges keys and values between ranks")
     parser.add_argument("--separator", type=at_least(0), default=ord("\n"), metavar="TOKEN",

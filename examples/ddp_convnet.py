@@ -27,7 +27,7 @@ from common.services.settings import run_settings
 
 
 def main(argv=None):
-    parser = option_parser(__doc__, None, text=False)
+    parser = option_parser(__doc__)
     Checkpoints.add_options(parser)
     Report.add_options(parser)
     args = parse_options(parser, argv)

@@ -35,9 +35,10 @@ from common.errors import SettingError, refuse
 from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
+from common.model_options import add_model_options
 from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import open_dataset
+from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reshard
 
 # Services, optional: delete an import and every line that uses it
@@ -54,6 +55,8 @@ from tools.export import write_json
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
+    add_text_options(parser)
     parser.add_argument("--lora-rank", type=at_least(1), default=16, help="rank r of the adapters")
     parser.add_argument("--lora-alpha", type=at_least(1), default=32,
                         help="the output of an adapter is multiplied by alpha / r")

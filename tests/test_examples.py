@@ -19,12 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.data import BatchSampler
 from common.materialise import draw_weight, materialise
 from common.model import Transformer
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
 from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
-from common.tokens import TokenDataset
+from common.tokens import TokenDataset, add_text_options
 from examples import cp_documents as cp, fsdp_muon
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
@@ -169,7 +170,7 @@ OTHERWISE = {"shard": "def |SettingError|comes at once",
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
 OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
-             r"dataset = |micro_loss =|theory")
+             r"(model|text)_options|dataset = |micro_loss =|theory")
 OF_MAIN = {
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
@@ -210,7 +211,10 @@ def test_what_an_example_has_copied_is_as_in_its_script():
 
 
 def settings(options):
-    return parse_options(option_parser(""), f"{TRAINING} {options}".split())
+    parser = option_parser("")
+    add_model_options(parser)
+    add_text_options(parser)
+    return parse_options(parser, f"{TRAINING} {options}".split())
 
 
 def by_hand(args, data, trained, optimizers, mean_loss):

@@ -27,6 +27,7 @@ from common.errors import SettingError
 from common.launch import source_files
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
+from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.services.same_calls import compare_calls
 from common.services.settings import config_settings, fingerprint, run_settings
@@ -35,6 +36,12 @@ from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS, REDUCES_UNUSED
 
 CPU = torch.device("cpu")
+
+
+def model_parser():
+    parser = option_parser("")
+    add_model_options(parser)
+    return parser
 
 
 def meta_model():
@@ -146,7 +153,7 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
 
 
 def test_no_clipping_is_an_infinite_norm():
-    args = parse_options(option_parser(""), ["--grad-clip", "0", "--rope-theta", "1e6"])
+    args = parse_options(model_parser(), ["--grad-clip", "0", "--rope-theta", "1e6"])
     assert args.max_norm == float("inf") and args.config.rope_theta == 1e6
 
 
@@ -175,7 +182,7 @@ def test_each_parameter_group_keeps_its_own_rate():
 
 def test_settings_of_a_run():
     """A checkpoint without experts is that of a run that had no such option."""
-    args = parse_options(option_parser(""), ["--lr", "0.5"])
+    args = parse_options(model_parser(), ["--lr", "0.5"])
     args.inner_steps = 3  # of diloco.py
     _, changeable = run_settings(args, [torch.ones(2)])
     assert changeable["--lr"] == 0.5 and changeable["--inner-steps"] == 3
