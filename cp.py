@@ -143,8 +143,6 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        report.log_validation(sampler.start - 1, validation.loss(model, loss_of_shard))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

@@ -146,9 +146,6 @@ def main(argv=None):
         [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
         device, mesh, replicas=replicas, every=args.inner_steps,
     )
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        report.log_validation(sampler.start - 1, validation.loss(model))
-        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)

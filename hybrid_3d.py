@@ -271,10 +271,6 @@ def main(argv=None):
         [sampler, dataset, *describe_grid(mesh, stage_layers)],  # PP
         device, mesh, size=sum(p.numel() for p in whole.parameters()),
     )
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        with loss_parallel():
-            report.log_validation(sampler.start - 1, validation.loss(model, loss_of_part))
-        reshard(model)  # FSDP: see the loop
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)

@@ -74,8 +74,7 @@ from common.options import at_least, option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import add_text_options, open_dataset
 from common.torch_versions import (
-    keeps_last_function, pass_on_no_gradients_in_eval, prepare_to_train, separate_directions,
-    skip_first_messages,
+    keeps_last_function, pass_on_no_gradients_in_eval, separate_directions, skip_first_messages
 )
 
 # Services, optional: delete an import and every line that uses it
@@ -189,9 +188,6 @@ def main(argv=None):
         args, parts, optimizer, [sampler, dataset, *diagram], device, mesh,
         size=sum(p.numel() for p in whole.parameters()),
     )
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        held_out_loss = validation.loss(nn.ModuleList(parts), loss_of_stages)
-        report.log_validation(sampler.start - 1, held_out_loss)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
@@ -344,7 +340,6 @@ def make_schedule(
         )
         for stage, part in zip(own, parts)
     ]
-    prepare_to_train(stages)
     if name in V_SHAPED:
         skip_first_messages(stages)
         pass_on_no_gradients_in_eval(stages)

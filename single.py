@@ -73,8 +73,6 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device)
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        report.log_validation(sampler.start - 1, validation.loss(model))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step)  # for dropout, if your model has any
         set_learning_rate(optimizer, step, args)

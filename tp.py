@@ -116,9 +116,6 @@ def main(argv=None):
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
-    if validation.due(sampler.start - 1) and report.lacks_validation(sampler.start):
-        with loss_parallel():
-            report.log_validation(sampler.start - 1, validation.loss(model))
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, tp_rank)  # TP: dropout is equal where activations are
         set_learning_rate(optimizer, step, args)

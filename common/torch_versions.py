@@ -104,26 +104,6 @@ def skip_first_messages(stages):
         stage._get_init_p2p_neighbors_ops = list
 
 
-def prepare_to_train(stages):
-    """Let each PipelineStage of ``stages`` train although the schedule evaluates first, such as
-    when a run resumes.
-
-    Ends with 2.12: torch 2.11 prepares a stage in the first pass. If that is an evaluation, what
-    the stage receives later has no gradient: "has gradients None".
-    """
-    def as_if_training(stage, prepare):
-        def prepare_as_if_training(*args):
-            training, stage.has_backward = stage.has_backward, True
-            prepared = prepare(*args)
-            stage.has_backward = training
-            return prepared
-
-        return prepare_as_if_training
-
-    for stage in stages if torch.__version__ < "2.12" else ():
-        stage._prepare_forward_infra = as_if_training(stage, stage._prepare_forward_infra)
-
-
 def pass_on_no_gradients_in_eval(stages):
     """Let ``schedule.eval`` run PipelineStages in a V. Where a stage and the next one are on one
     rank, torch passes on gradients between them, also in an evaluation, which has none.

@@ -108,7 +108,7 @@ def test_a_run_resumes_between_two_meetings(whole):
     again = Result([0], "", whole.out / "again-0")
     assert_bit_equal(tensors(again.out), tensors(whole.out))
     assert again.curve() == whole.curve()[4:]
-    assert again.curve("step", "val_loss")[::2] == whole.curve("step", "val_loss")
+    assert again.curve("step", "val_loss")[1:] == whole.curve("step", "val_loss")[1:]  # step 8
     holds_and_sends(whole, 4, met=1)
 
 

@@ -103,8 +103,7 @@ def test_every_row_trains_the_same(trained, command, world):
     assert furthest(found.curve("val_loss"), expected.curve("val_loss")) < 1e-10
     own, *others = (Result([0], "", out) for out in sorted(found.out.glob("again-*")))
     assert own.curve(*NAMES) == found.curve(*NAMES)[2:]
-    evaluated = own.curve("step", "val_loss")
-    assert evaluated[0][0] == 2 and evaluated[1:] == found.curve("step", "val_loss")[-1:]
+    assert own.curve("step", "val_loss") == found.curve("step", "val_loss")[-1:]
     for other in others:
         assert furthest(other.curve(*NAMES), expected.curve(*NAMES)[2:]) < 1e-10
     tensors = saved(found)

@@ -151,10 +151,10 @@ def test_what_is_no_strategy_is_the_same_in_all_scripts():
 
     def common_part(line):
         line = line.strip().replace("part.", "model.")  # of pp.py
-        return re.split(r"validation\.loss|held_out_loss", line)[0]
+        return line.partition("validation.loss")[0]
 
     shared = [common_part(line) for line in mains["single"] if re.search(names, line)]
-    assert len(shared) > 21
+    assert len(shared) > 19
     for name, lines in mains.items():
         rest = iter([common_part(line) for line in lines])
         assert all(line in rest for line in shared), name

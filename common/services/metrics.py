@@ -44,19 +44,6 @@ def start_metrics(out, start):
     return log
 
 
-def last_values(out, last):
-    """{name: (step, value)}: the last record of each name in metrics.jsonl, up to step ``last``."""
-    path, found = out / "metrics.jsonl", {}
-    if path.exists():
-        with reading(path), open_regular(path, MOST) as file:
-            for line in file:
-                with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
-                    record = json.loads(line)
-                    if record["step"] <= last:
-                        found |= {name: (record["step"], value) for name, value in record.items()}
-    return found
-
-
 def stays(line, last):
     """Whether a line stays: not half a line, nor a record of a step after ``last``."""
     try:

@@ -85,7 +85,6 @@ def test_directions_of_a_pipeline(monkeypatch):
     """Only NCCL has a communicator for each; older versions of torch have no such option."""
     monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
     monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
-    monkeypatch.setattr(pp, "prepare_to_train", lambda _: None)
     stage, hidden = torch.nn.Identity(), torch.empty(1)
     for name, backends, expected in (
         ("pipeline_per_direction_p2p", "cpu:gloo,cuda:nccl", True),

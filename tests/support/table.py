@@ -4,7 +4,7 @@ Every run has the same model, data and options, so that any can resume what any 
 sample some targets are ignored. A checkpoint is saved after step 2, and at the end, after step 3,
 in which bytes are counted. Held-out data is evaluated after step 3; by zero.py and by FSDP after
 each step, which must leave nothing gathered for the next. Then each of ``EXACT`` resumes from its
-own step 2, in the same processes: it evaluates, and trains step 3 again.
+own step 2, in the same processes: it trains step 3 again, and evaluates.
 """
 
 import dataclasses
