@@ -183,10 +183,13 @@ def collectives(row, run):
 
 
 def compiled(row, run):
-    """Compiled layers are called in every step, also in the third, which is counted."""
+    """Compiled layers are called in every step, also in the third, which is counted. What they keep
+    for the backward pass is not seen, so there is no sum."""
     (line,) = [line for line in run(row).lines if line.startswith("calls ")]  # of count_compiled
     first, *rest = json.loads(line.removeprefix("calls "))
     assert len(rest) == 2 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
+    assert not any(line.startswith("in all") for line in run(row).lines)
+    assert "in all" not in run(row).summary["peak"]
 
 
 def peaks(row, run):
