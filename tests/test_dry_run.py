@@ -140,8 +140,8 @@ def test_it_counts_what_a_gpu_held(dry_run, row):
 def test_what_is_offloaded_does_not_count(count):
     """With --cpu-offload a GPU holds gathered parameters, gradients that it reduces, copies of its
     rows of a unit while it gathers them, and activations. As much is sent and computed."""
-    plain, offloaded = (
-        count(f"fsdp.py --grad-accum 2 --dtype bfloat16 {more}", 4) for more in ("", "--cpu-offload"))
+    command = "fsdp.py --grad-accum 2 --dtype bfloat16"
+    plain, offloaded = (count(f"{command} {more}", 4) for more in ("", "--cpu-offload"))
     for name in ("collectives", "operations"):
         assert offloaded[name] == plain[name]
     for kind in ("parameters", "gradients", "optimizer states"):
@@ -189,6 +189,21 @@ def test_more_ranks_than_rows(count):
         chunks, expected = (cut(whole, 8, dim=0) for cut in (chunk_with_empty, _chunk_with_empty))
         assert [chunk.shape for chunk in chunks] == [chunk.shape for chunk in expected]
         assert len({id(chunk) for chunk in chunks if not len(chunk)}) == (rows < 8)
+
+
+PASSES = [("ddp.py --grad-accum 2", 2, 8), ("pp.py --schedule zbv", 2, 16),
+          ("hybrid_3d.py --pp 2 --grad-accum 2", 4, 8)]
+
+
+@pytest.mark.parametrize("command, world, passes", sampled(PASSES, PASSES[1:2]))
+def test_a_bar_shows_the_passes_that_remain(dry_run, command, world, passes):
+    """Forward and backward, of each micro-batch and stage, if they take more than some seconds."""
+    script, *options = command.split()
+    at_once = ("from tools.support import stand_ins; stand_ins.tqdm = lambda tqdm=stand_ins.tqdm, "
+               "**given: tqdm(**given | {'delay': 0, 'mininterval': 0})")
+    result, _ = dry_run("--rank", 0, world, ROOT / script, *options, inject=at_once)
+    assert f" {passes}/{passes} [" in result.output
+    assert f" {passes + 1}/" not in result.output
 
 
 def test_the_counted_step_of_replicas_ends_in_a_meeting():

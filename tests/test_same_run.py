@@ -113,12 +113,9 @@ def held_and_sent(row, run):
     held = {kind: summary["held"][kind.replace("_", " ")]
             for kind in ("parameters", "gradients", "optimizer_states")}
     more = held["optimizer_states"] - theory["optimizer_states"]
-    if row.script == "zero.py" and row.world == 3:  # rank 0 has the larger part: 3 does not divide
-        assert held == pytest.approx({kind: theory[kind] for kind in held}, rel=0.03)
-    else:
-        assert held["parameters"] == theory["parameters"] > 0
-        assert held["gradients"] == theory["gradients"]
-        assert 0 < more <= 4 * TENSORS and more % 4 == 0
+    assert held["parameters"] == theory["parameters"] > 0
+    assert held["gradients"] == theory["gradients"]
+    assert 0 < more <= 4 * TENSORS and more % 4 == 0
 
     norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1,
              "diloco.py": TENSORS}
@@ -127,8 +124,6 @@ def held_and_sent(row, run):
     more = summary["sent"] - theory["sent"]
     if row.script == "hybrid_3d.py":  # for each dimension of a mesh
         assert 0 <= more <= 3 * (2 * TENSORS * size / 2) + 40
-    elif row.script == "zero.py" and ranks == 3:  # padded
-        assert 0 <= more - expected < 0.04 * theory["sent"]
     elif row.script == "tp.py" and AGAIN in row.command and row in COMPILED:
         # aot_eager also repeats each layer's last reduce-scatter, which nothing needs.
         last = LAYERS * size * BATCH * T * HIDDEN * (ranks - 1) / ranks

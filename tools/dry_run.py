@@ -56,8 +56,10 @@ PRELOADED = [  # what takes long to import; the first optimizer of a script impo
 NEEDED = ("main", "load_steps", "Checkpoints", "Report")
 
 
-def count(script, options, world_size, rank, nproc_per_node, device=torch.device("cpu")):
-    """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict.
+def count(script, options, world_size, rank, nproc_per_node, device=torch.device("cpu"),
+          progress=False):
+    """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict. With
+    ``progress`` it shows a progress bar if it takes long.
 
     Call it once in a process: it replaces parts of torch.
 
@@ -75,12 +77,16 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     counted = {"world_size": world_size, "rank": rank}
     # States are allocated before the first step. But in it DDP rebuilds its buckets.
     steps = 2 if hasattr(module, "DistributedDataParallel") else 1
+    if device.type == "cpu":
+        stand_ins.as_on_gpus()
     with contextlib.ExitStack() as stack:
         def start(args):
             stack.enter_context(pretend.world(world_size, rank))
             return device
 
-        replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
+        replaced = stand_ins.stand_ins(
+            counted, steps, start, world_size, nproc_per_node, progress
+        )
         own = getattr(module, "WITHOUT_VALUES", {})
         for name in own.keys() - vars(module).keys():
             refuse(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")
@@ -186,10 +192,10 @@ def main(argv=None):
                f"one: copy tools/ to {own.parent} too, and run that one")
     job = args.script, args.options, args.world_size
     if args.rank is not None:
-        counted = count(*job, args.rank, args.nproc_per_node)
+        counted = count(*job, args.rank, args.nproc_per_node, progress=True)
     else:
         as_rank = functools.partial(count_apart, *job, nproc_per_node=args.nproc_per_node)
-        first = as_rank(0)
+        first = as_rank(0, progress=True)
         others = first.get("stages", [0])[1:]
         with threads() as pool:
             found = pool.map(as_rank, others)

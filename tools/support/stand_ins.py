@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
+from tqdm import tqdm
 
 import ep
 import pp
@@ -30,16 +31,16 @@ from tools.support import pretend
 from tools.support.operations import OperationCounter
 
 
-def stand_ins(counted, steps, start, world_size, nproc_per_node):
+def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
         counted: a dict, which ``Report`` fills with what it has counted in the last of ``steps``.
         start: starts the process, as ``start_process_group(args)`` does.
+        progress: whether to show a progress bar, if it takes long.
     """
     replace_in_common(nproc_per_node)
-    as_on_gpus()
-    count = functools.partial(Report, counted, steps)
+    count = functools.partial(Report, counted, steps, progress)
     count.add_options = Report.add_options
     return {
         "start_process_group": start,
@@ -88,7 +89,7 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
-        grad_weight = None if weight is None else grad.flatten(0, -2).sum(0)
+        grad_weight = None if weight is None else grad.sum(tuple(range(grad.ndim - 1)))
         return torch.zeros_like(x), None, grad_weight, None
 
 
@@ -266,12 +267,19 @@ class Validation:
 
 
 class Report(report.Report):
-    """Puts what it counts into the dict ``found``, and shows nothing. It reads no loss."""
+    """Puts what it counts into the dict ``found``. It shows a progress bar, and reads no loss."""
 
-    def __init__(self, found, number, args, *rest, **options):
+    def __init__(self, found, number, progress, args, *rest, **options):
         self.found, self.number = found, number
         found["description"] = []
         super().__init__(args, *rest, **options)
+        # All micro-batches are run, which takes minutes for a stage of a large pipeline.
+        micro_batches = getattr(args, "microbatches", 1) or args.pp
+        passes = 2 * number * args.grad_accum * micro_batches * len(self.models)
+        self.bar = tqdm(total=passes, desc="forward and backward passes", leave=False, delay=5,
+                        disable=not progress)
+        for model in self.models:
+            model.register_forward_hook(self.on_forward)
         found["description"] = found["description"][1:5]  # without the device
         found["chosen"] = (
             " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
@@ -285,6 +293,13 @@ class Report(report.Report):
             found["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
             if "pp" in found["grid"]:
                 found.update(pipeline(args, self.mesh))
+
+    def on_forward(self, model, inputs, outputs):
+        self.bar.update()
+        for out in tree_leaves(outputs):
+            if isinstance(out, torch.Tensor) and out.requires_grad:
+                out.register_hook(lambda _: self.bar.update() and None)  # in its backward pass
+                break
 
     def say(self, line):
         self.found["description"].append(str(line))
@@ -305,6 +320,7 @@ class Report(report.Report):
         self.stop_counting()
 
     def close(self, theory=None):
+        self.bar.close()
         counter = self.counter
         if counter.failed:
             raise counter.failed
