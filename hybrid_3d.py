@@ -59,9 +59,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 from common.data import BatchSampler, load_steps
 from common.errors import refuse
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
-from common.launch import (
-    gloo_on_gpus, launch, rank_and_world_size, set_timeout, start_process_group
-)
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.model_options import add_model_options
@@ -371,7 +369,6 @@ def check(args, n, dp, M):
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
          f"change one of them, or start {product} processes"),
-        *([gloo_on_gpus(args)] if max(cp, tp, pp) > 1 else []),
         (M < pp,
          f"--microbatches {M} leaves stages without work: use at least --pp {pp}"),
         (pp > config.num_hidden_layers,

@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -222,6 +222,10 @@ def parallelize(model, mesh, plan, whole=None):
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
         trained[name] = parameter.requires_grad
+    for pattern, style in own.items():
+        if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+            for module in map(model.get_submodule, matching(names, pattern)):
+                module.register_forward_pre_hook(check_inputs)  # before the style drops some
     parallelize_module(model, mesh, own, src_data_rank=None)
     for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
@@ -235,6 +239,15 @@ def parallelize(model, mesh, plan, whole=None):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
     check_plan(model, mesh.size(), plan, whole or model)
+
+
+def check_inputs(module, inputs):
+    """A hook: PyTorch's styles take the first input of a module, and drop all others in silence."""
+    if len(inputs) > 1:
+        raise SettingError(
+            f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
+            f"PyTorch's style of its plan drops all but the first: give the others by keyword"
+        )
 
 
 def check_plan(model, n, plan, whole):
@@ -256,13 +269,6 @@ def check_plan(model, n, plan, whole):
                 f"are not to be split"
             )
 
-    def check_inputs(module, inputs):
-        if len(inputs) > 1:
-            raise SettingError(
-                f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
-                f"PyTorch's style of its plan drops all but the first: give the others by keyword"
-            )
-
     def check_positions(module, inputs):
         T = inputs[0].shape[1]  # (B, T) or (B, T, D)
         if T % n:  # gloo would abort
@@ -274,8 +280,6 @@ def check_plan(model, n, plan, whole):
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     for pattern, style in plan.items():
         for module in map(model.get_submodule, matching(names, pattern)):
-            if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-                module.register_forward_pre_hook(check_inputs, prepend=True)
             if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
                 module.register_forward_pre_hook(check_positions)
 
@@ -329,7 +333,7 @@ def check(args, n):
             ("--intermediate-size", config.intermediate_size),
             ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
         )
-    ] + [gloo_on_gpus(args)])
+    ])
 
 
 if __name__ == "__main__":

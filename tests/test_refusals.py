@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from common import launch
 from common.errors import SettingError
-from tests.support.processes import ROOT, SMALL, free_port
+from tests.support.processes import BARE, ROOT, SMALL, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
@@ -25,7 +25,7 @@ TOOLS = [f"tools.{name}" for name in
          ("bench", "check", "dry_run", "export", "import_hf", "parity.compare", "plan", "prepare")]
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts", "--rank"}
-TEXTS = {"--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # of rows below
+TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
@@ -115,6 +115,7 @@ single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
 single 0 {AGAIN} --data other | samples in --data ... resume with the same
 single 0 {AGAIN} --resume-from 1 | --resume-from 1 ... it has 2
 single 2 | started as 2
+ddp 2 --backend mpi | --backend: mpi is not allowed ... nccl on GPUs and gloo on CPUs ... no MPI
 zero 2 --stage 0 | --stage 0 ... fsdp.py
 zero 2 --stage 3 | --stage 3 ... fsdp.py
 fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use 1 or 3
@@ -126,10 +127,6 @@ tp 4 --intermediate-size 90 | --intermediate-size 90
 tp 4 --vocab-size 257 | --vocab-size 257
 tp 4 --seq-len 30 | --seq-len 30
 tp 4 --seq-len 30 --no-sequence-parallel | it starts
-tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-tp 2 --backend gloo --device cpu --dtype float32 | it starts
-cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-cp 2 --attention ulysses --backend gloo --dtype float32 | it starts
 cp 2 --activation-checkpointing selective --compile | selective ... --compile ... full
 cp 3 --seq-len 36 --compile | it starts
 cp 1 --seq-len 7 | it starts
@@ -137,7 +134,6 @@ cp 4 --seq-len 36 | --seq-len 36 ... 8 equal ... multiple of 8, such as 32 or 40
 cp 4 --seq-len 6 | such as 8
 cp 2 --seq-len 7 --attention ulysses | --seq-len 7 ... 2 equal chunks, 1 for each
 cp 3 --seq-len 36 --attention ulysses | --num-attention-heads 8 ... by 3 ranks
-pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 pp 2 --schedule loopedbfs --stages-per-rank 2 --num-hidden-layers 2 | it starts
 pp 4 --microbatches 3 | --microbatches 3 ... 1f1b on 4 ranks: use at least 4
 pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 1
@@ -146,9 +142,6 @@ pp 2 --schedule zerobubble --microbatches 5 --batch-size 20 | multiple of 2, suc
 pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40, such as 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
 pp 2 --schedule zbv --activation-checkpointing | -checkpointing with --schedule zbv
-hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-hybrid_3d 2 --tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-hybrid_3d 2 --pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
@@ -248,7 +241,7 @@ def test_options(folder, monkeypatch):
         monkeypatch.setattr(module, "start_process_group", started, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: "gloo" in command)
         ranks = {"RANK": "0", "WORLD_SIZE": world} if world != "0" else {}
-        monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **ranks})
+        monkeypatch.setattr(os, "environ", {**BARE, **ranks})
         with pytest.raises(Started if words == "it starts" else SettingError) as error:
             module.main(["--data", "file", "--out", "out", *options])
         assert words == "it starts" or in_order(words, f"{error.value} (end)"), (row, error.value)
@@ -301,7 +294,7 @@ def test_ranks_that_cannot_connect(monkeypatch):
     waits = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
     assert waits == {datetime.timedelta(seconds=1)}  # of the groups of a mesh, whatever the backend
     args.backend = "nccl"
-    with pytest.raises(SettingError, match="--backend nccl needs a GPU for each process: use gloo"):
+    with pytest.raises(SettingError, match="--backend nccl does not fit: .* on CPUs, use gloo"):
         launch.start_process_group(args)
 
 
@@ -317,7 +310,7 @@ def test_what_ranks_compare(folder, monkeypatch):
     found = {}
     monkeypatch.setattr(
         launch, "find_difference", lambda *call: found.update(call[-1]) or "they differ")
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    monkeypatch.setattr(os, "environ", BARE.copy())
     with pytest.raises(SettingError, match="they differ"):
         importlib.import_module("ddp").main(["--lr", "0.5", "--model", "1"])
     assert found["the type of device"] == "cpu" and found["torch"] == torch.__version__

@@ -22,7 +22,7 @@ from common.services import checkpoint, checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
 from common.services.metrics import start_metrics
 from common.services.report import Report
-from tests.support.processes import SMALL
+from tests.support.processes import BARE, SMALL
 from tests.test_checkpoint import checkpoints_of, steps
 
 
@@ -70,7 +70,7 @@ def test_locks_of_other_file_systems(out, monkeypatch, capsys):
 @pytest.mark.parametrize("service", [Checkpoints, Report])
 def test_a_service_alone_has_the_folder(service, monkeypatch):
     """NCCL's records go there too, as a user has said."""
-    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "5"})
+    monkeypatch.setattr(os, "environ", {**BARE, "TORCH_FR_BUFFER_SIZE": "5"})
     parser = option_parser("")
     service.add_options(parser)
     assert parse_options(parser, ["--out", "here"]).out == pathlib.Path("here")
