@@ -22,7 +22,6 @@ them. t: bytes of one number per token. N: bytes of the norms' weights.
     loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
     norms            with sequence parallelism, 1 all-reduce of all gradients    2N(n-1)/n
 
-A loss in chunks (above 2^24 logits) is computed twice, and sends 12t(n-1)/n.
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
 sends 3X(n-1)/n more, or 2X(n-1)/n more without sequence parallelism.
 

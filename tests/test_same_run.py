@@ -3,18 +3,16 @@ single.py trains; what it saves is the same, and any other script resumes it; re
 ends in the same bits; and it holds and sends what the theory says, of hybrid_3d.py what
 tests/support/oracles.py says."""
 
-import argparse
 import collections
-import dataclasses
 import functools
 import json
 
 import pytest
 import torch
 
-from common.model import PRESETS, ModelConfig, Transformer
+from common.model import ModelConfig, Transformer
 from common.services import checkpoint_files
-from common.services.theory import bytes_of, tp
+from common.services.theory import bytes_of
 from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
@@ -286,18 +284,6 @@ def test_saving_while_training_goes_on(once, command, world):
     for name in ("step-00000002", "step-00000003"):  # as it was then, not as training has made it
         assert_near(*(checkpoint_files.read(run.out / name, prefix="")
                       for run in (result, EXACT[0].run(once))))
-
-
-def test_the_theory_of_many_logits():
-    """A loss in chunks sends more; how many there are decides a micro-batch."""
-    args = argparse.Namespace(
-        config=dataclasses.replace(PRESETS["tiny"], vocab_size=2**15), batch_size=8, seq_len=128,
-        param_dtype=torch.float32, compute_dtype=torch.float32, sequence_parallel=True,
-        activation_checkpointing=None)
-    for args.grad_accum, term in (1, "12t"), (2, " 6t"):
-        assert term in tp(args, 2)["sent"][0]
-    args.compute_dtype = torch.bfloat16
-    assert tp(args, 2)["sent"][1] == 4_997_632  # (34X + 2e + 6t + 2N) / 2
 
 
 @thorough

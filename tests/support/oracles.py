@@ -11,7 +11,7 @@ import torch
 import ep
 import hybrid_3d
 from common.experts import use_experts
-from common.model import MAX_LOGITS, Transformer
+from common.model import Transformer
 from common.services.theory import bytes_of, held
 from pp import cost_of_head, keep_stage, split_layers
 
@@ -72,8 +72,7 @@ def held_and_sent(args, n):
     in_layer = 8 + (3 if args.sequence_parallel else 2) * again
     terms = len(layers) * (4 + 2 * again if E else in_layer) * x
     terms += 2 * x * (1 + last)
-    in_chunks = tokens // a // M * config.vocab_size > MAX_LOGITS
-    terms += (12 if in_chunks else 6) * t * last
+    terms += 6 * t * last
     terms += 2 * N * (a * M * half if pp == 1 else a) * args.sequence_parallel
     sent += terms * (tp - 1) / tp
 
