@@ -152,9 +152,9 @@ def expected_collectives(row):
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
-        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, and in
-        chunks once more in the backward pass, for each of 10."""
-        calls, numbers = a * (4 * LAYERS + 2), 6 * 10 if "chunks" in row.inject else 3
+        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, for each
+        of 8 chunks."""
+        calls, numbers = a * (4 * LAYERS + 2), 3 * 8 if "chunks" in row.inject else 3
         if "--no-sequence-parallel" in row.command:
             return {"all-reduce": calls + a * (LAYERS * again + numbers) + 1}
         return {"all-gather": calls + 2 * a * LAYERS * again,
