@@ -13,10 +13,12 @@ from common.experts import MixtureConfig
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
+from tests.support.table import AGAIN
 from tools import dry_run as tool
 from tools.support.operations import operations
 from tools.support.stand_ins import Report, equal_counts, pipeline
 
+GPU = json.loads((ROOT / "docs" / "data" / "gpu_memory.json").read_text())
 # Script and options, its world size, and the ranks to play.
 RUNS = [
     ("single.py --grad-accum 2 --activation-checkpointing", 0, [0]),
@@ -52,11 +54,11 @@ def dry_run(run, tmp_path):
 
 @pytest.fixture
 def count(dry_run):
-    def count(command, world_size, rank=0, nproc_per_node=8):
+    def count(command, world_size, rank=0, nproc_per_node=8, **kwargs):
         """What a dry run counts as one rank."""
         script, *more = command.split()
         return dry_run("--rank", rank, "--nproc-per-node", nproc_per_node, world_size,
-                       ROOT / script, "--dtype", "float32", *more)[1]
+                       ROOT / script, "--dtype", "float32", *more, **kwargs)[1]
 
     return count
 
@@ -98,10 +100,12 @@ def test_operations_of_other_kernels():
 def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
     byte. Activations too, unless a thread of gloo still holds a tensor that it has sent: on a busy
-    machine it may hold several, so there is a second and a third attempt."""
+    machine it may hold several, so there is a second and a third attempt. The run is on a CPU, so
+    the dry run counts what the CPU's kernels keep."""
     if "gpt2" in command:
         pytest.importorskip("transformers")
-    dry = {rank: count(command, world or 1, rank) for rank in ranks}
+    cpu = "from tools.support import stand_ins; stand_ins.as_on_gpus = lambda: None"
+    dry = {rank: count(command, world or 1, rank, inject=cpu) for rank in ranks}
     options = ["--steps", 4, "--save-every", 0]  # the third is counted, and is not logged
     options += [] if "examples" in command else ["--data", corpus]
     for attempt in range(3):
@@ -119,6 +123,16 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
         if all(predicted <= counted <= 1.03 * predicted for predicted, counted in peaks):
             return
     raise AssertionError(f"predicted and counted peaks: {peaks}")
+
+
+@pytest.mark.parametrize("row", [row for row in GPU["runs"] if AGAIN in row["command"]],
+                         ids=lambda row: row["command"].split()[2])
+def test_it_counts_what_a_gpu_held(dry_run, row):
+    """As StepCounter counted it there: each kernel keeps what the one of the GPU keeps."""
+    script, *options = row["command"].split()
+    _, found = dry_run("--rank", 0, 1, ROOT / script, *options)
+    assert found["peak"]["in all"] == pytest.approx(row["counted"], rel=0.002)
+    assert row["counted"] == pytest.approx(row["dry_run"], rel=0.002)
 
 
 def test_the_ranks_of_a_pipeline(tmp_path, capsys):

@@ -13,8 +13,9 @@ from common/, and Checkpoints and Report from common/services/. If a function of
 values or files, the script names another function that a dry run calls instead: see WITHOUT_VALUES
 in examples/cp_documents.py.
 
-What is counted is what torch on a CPU would hold and send. A GPU adds its context, workspaces of
-kernels and fragmentation. --compile, which makes activations smaller, is ignored here. The loss
+It counts what torch would hold and send. Where kernels of a GPU keep other tensors for the backward
+pass than those of a CPU, it counts the GPU's. A GPU adds its context, workspaces of kernels and
+fragmentation. In float64, for which it has no fused attention, it also keeps the scores. --compile, which makes activations smaller, is ignored here. The loss
 and all other values are unknown: code that reads a value cannot run. In a mixture of experts each
 expert is assumed to get equally many tokens: in a real run the data decides.
 """

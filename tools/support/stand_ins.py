@@ -1,6 +1,7 @@
 """What takes the place of a script's own names in a dry run: it has one rank, and no values.
 
-Each stand-in has the name that the script imports, and says why the real one cannot run.
+Each stand-in has the name that the script imports, and says why the real one cannot run. Kernels
+that keep less or more on a GPU than on a CPU have stand-ins too: see ``as_on_gpus``.
 """
 
 import functools
@@ -9,14 +10,17 @@ import sys
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import ep
 import pp
 from common import experts, materialise, model
+from common.attention import wide
 from common.errors import SettingError
 from common.services import checkpoint, report, validation
 from tools.support import pretend
@@ -31,6 +35,7 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node):
         start: starts the process, as ``start_process_group(args)`` does.
     """
     replace_in_common(nproc_per_node)
+    as_on_gpus()
     count = functools.partial(Report, counted, steps)
     count.add_options = Report.add_options
     return {
@@ -55,6 +60,49 @@ def replace_in_common(nproc_per_node):
     experts.read_counts = ep.read_counts = pretend.outside(equal_counts)
     for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
         setattr(PipelineStage, name, as_if_before(getattr(PipelineStage, name)))
+
+
+def as_on_gpus():
+    """Replace what a GPU computes with another kernel than a CPU. Nothing puts it back."""
+    F.rms_norm = FusedRMSNorm.apply
+    model.add_product = add_product
+    F.scaled_dot_product_attention = functools.partial(
+        repeat_heads, F.scaled_dot_product_attention
+    )
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What RMSNorm allocates and keeps on a GPU: for the backward pass its fused kernel keeps the
+    input, and one number a row in float32 at least. On a CPU torch composes RMSNorm of operations
+    that keep more: in bfloat16 6 bytes for each number. The values are zeros."""
+
+    @staticmethod
+    def forward(ctx, x, _shape, weight=None, _eps=None):
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=wide(x)))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        grad_weight = None if weight is None else grad.flatten(0, -2).sum(0)
+        return torch.zeros_like(x), None, grad_weight, None
+
+
+def add_product(total, a, b):
+    """``add_product`` of common/model.py. On a GPU the product of 16-bit numbers is added to a
+    ``total`` in float32 as it is computed."""
+    if a.dtype == total.dtype or isinstance(total, DTensor):
+        total += a @ b
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def repeat_heads(attention, q, k, v, *args, **options):
+    """Attention, with keys and values repeated in float32: ``plain_attention`` of common/model.py
+    does so on a GPU, where no fused kernel for float32 shares them between heads."""
+    if q.dtype == torch.float32:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return attention(q, k, v, *args, **options)
 
 
 def start_process(start, world_size, args):
