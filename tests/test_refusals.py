@@ -17,12 +17,10 @@ from torch.distributed import distributed_c10d
 
 from common import launch
 from common.errors import SettingError
-from tests.support.processes import BARE, ROOT, SMALL, free_port
+from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
-TOOLS = [f"tools.{name}" for name in
-         ("bench", "check", "dry_run", "export", "import_hf", "parity.compare", "plan", "prepare")]
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts", "--rank"}
 TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # rows below
@@ -51,7 +49,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", started)
     for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
-            importlib.import_module(module).main([])
+            importlib.import_module(TOOLS.get(module, module)).main([])
         assert not start.value.args[0].allow_abbrev
         for action in start.value.args[0]._actions:
             name, parse = (*action.option_strings, action.dest)[0], action.type

@@ -4,11 +4,10 @@
     bash run.sh check my_tp.py --against single.py --steps 3 --grad-accum 2
 
 It runs the script on this machine's CPUs: on one process, and then on 2, 3 and 4. It records every
-step, by tools/parity, and compares: samples, the loss, gradients before they are clipped, weights
-and what clipping does. Nothing else is needed, and no files are left. For each number of processes
-it prints EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the
-script's own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1
-otherwise.
+step by parity, and compares: samples, the loss, gradients before they are clipped, weights and what
+clipping does. Nothing else is needed, and no files are left. For each number of processes it prints
+EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the script's
+own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1 otherwise.
 
 Other options are those of the script, and stand after it. Unless they say otherwise
 the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
@@ -42,7 +41,7 @@ from common.errors import SettingError, printable
 from common.files import read_text
 from common.options import at_least
 from common.torch_versions import is_lost_peer
-from tools.parity.compare import compare, read
+from parity.compare import compare, read
 from tools.support.command import find, load, make_parser, refuse, run
 from tools.support.recorded import record
 
