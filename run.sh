@@ -181,7 +181,8 @@ if [ "$command" = test ]; then
 fi
 tool=
 case $command in
-  bench | check | dry_run | export | import_hf | plan | prepare) tool=tools.$command ;;
+  bench | check | dry_run | plan | prepare) tool=tools.$command ;;
+  export | import_hf) tool=tools.huggingface.$command ;;
   parity) tool=parity ;;
 esac
 if [ -n "$tool" ]; then

@@ -17,7 +17,7 @@ from tests.support import inject
 from tests.support.processes import Result
 from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_same_run import assert_near, furthest
-from tools.export import export
+from tools.huggingface.export import export
 
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "

@@ -25,8 +25,8 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text()
 DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
               for name in SCRIPTS}
 README = PAGES["README.md"]
-FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/support/", "examples/",
-           "docs/", "tests/", "tests/support/", "tests/gpu/"]
+FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/huggingface/",
+           "tools/support/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc
     master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes

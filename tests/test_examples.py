@@ -23,7 +23,6 @@ from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
-from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset, add_text_options
 from examples import cp_documents as cp, fsdp_muon
@@ -32,7 +31,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_cp import results
-from tools import export
+from tools.huggingface import export
+from tools.huggingface.weights import load_weights
 
 NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
 TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01 --seed 3"

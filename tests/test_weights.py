@@ -1,5 +1,5 @@
-"""Weights of Hugging Face's Llama and Mixtral, both ways: tools/import_hf.py, and tools/export.py.
-transformers is the reference."""
+"""Weights of Hugging Face's Llama and Mixtral, both ways: tools/huggingface. The reference is
+transformers."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ from common.materialise import materialise
 from common.model import Transformer
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
-from common.services.hf_weights import load_weights
 from tests.support.sample import sampled
 from tests.support.table import ONE_REPLICA
 from tests.test_run_folder import hash_again
 from tests.test_same_run import furthest
-from tools import export, import_hf
+from tools.huggingface import export, import_hf
+from tools.huggingface.weights import load_weights
 
 NEEDS = "pip install -r examples/requirements.txt"
 safetensors = pytest.importorskip("safetensors.torch", reason=NEEDS)
