@@ -23,14 +23,14 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts", "--rank"}
-TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # rows below
+TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
     --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
     --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
-    --profile False --tensorboard False --stage 2 --replicate 1 --reshard-after-forward True
-    --cpu-offload False --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
+    --profile False --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
+    --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
     --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0 --replicas 2 --inner-steps 10 --outer-lr 0.7
     --outer-momentum 0.9"""  # of the scripts; others have none, or the value of the model
 
@@ -94,7 +94,6 @@ single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
 single 0 --resume-from 0 --no-resume | --no-resume with --resume-from 0
 single 0 --out '' | --out: ... empty
-single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
 single 0 --data with-loop | loop cannot be read
