@@ -166,12 +166,14 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 # What the lines say that an example has otherwise: of functions, and of its script's ``main``
 OTHERWISE = {"shard": "def |SettingError|comes at once",
-             "llama_plan": "kwarg_layouts|lm_head"} | dict.fromkeys((
+             "llama_plan": "kwarg_layouts|lm_head",
+             "check": "n ranks cannot do|replicas"} | dict.fromkeys((
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
 OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
              r"(model|text)_options|dataset = |micro_loss =|theory")
 OF_MAIN = {
+    "diloco": "replica|offload|host|all ranks|WORLD|run_settings|report =|B/dp|last|detach|theory",
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
     "fsdp_gpt2": rf"{OWN_MODEL}|units|norm,|buffers|compare_calls|reshard\(",
@@ -190,8 +192,8 @@ def test_what_an_example_has_copied_is_as_in_its_script():
         return {name: ast.get_source_segment(source, node) for name, node in found.items()}
 
     copied = []
-    for path in sorted((ROOT / "examples").glob("*_*.py")):
-        script = f"{path.stem.partition('_')[0]}.py"
+    for path in [ROOT / "examples" / "diloco.py", *sorted((ROOT / "examples").glob("*_*.py"))]:
+        script = f"{path.stem.replace('diloco', 'fsdp').partition('_')[0]}.py"
         for original in filter(pathlib.Path.exists, (ROOT / script, ROOT / "examples" / script)):
             own, original = parts(path.read_text()), parts(original.read_text())
             for name in own.keys() & original.keys():

@@ -31,8 +31,7 @@ DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model t
     --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
     --profile False --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
     --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
-    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0 --replicas 2 --inner-steps 10 --outer-lr 0.7
-    --outer-momentum 0.9"""  # of the scripts; others have none, or the value of the model
+    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0"""  # others have none, or that of the model
 
 
 class Started(Exception):
@@ -163,8 +162,8 @@ hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... us
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6: use 1 or
 hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 ... the 4 ranks ... use 1 or 2 or 4
 hybrid_3d 1 --balance-rate 1e-3 | --balance-rate 0.001
-diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
-diloco 1 | --replicas 2 ... world size 1: use 1
+examples.diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
+examples.diloco 1 | --replicas 2 ... world size 1: use 1
 ep 2 | give --num-experts, or use fsdp.py
 ep 2 {SELECTIVE} | selective with --num-exper
 ep 4 --num-experts 4 --ep 3 --expert-size 25 | --ep 3 ... 4 ranks ... use 1 or 2 or 4

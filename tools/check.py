@@ -38,11 +38,10 @@ import traceback
 import torch
 
 from common.errors import SettingError, printable
-from common.files import read_text
 from common.options import at_least
 from common.torch_versions import is_lost_peer
 from parity.compare import compare, read
-from tools.support.command import find, load, make_parser, refuse, run
+from tools.support.command import load, make_parser, refuse, run
 from tools.support.recorded import record
 
 PATIENCE = 300  # seconds for the processes of one run
@@ -51,8 +50,7 @@ DEFAULTS = {
     "device": "cpu", "dtype": "float64", "steps": 3, "batch_size": 24, "seq_len": 48,
     "vocab_size": 264, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "expert_size": 24,
-    "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "replicas": 1, "save_every": 0,
-    "timeout": 60,
+    "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "save_every": 0, "timeout": 60,
 }
 
 
@@ -171,8 +169,7 @@ def main(argv=None):
         except SettingError as error:
             refuse(f"{against} on one process: {error}; --against takes another reference")
         reference = read(path)
-        one = ", with --replicas 1" if '"--replicas"' in read_text(find(args.script)) else ""
-        print(f"{args.script} beside {against} on one process{one}, {len(reference)} steps: "
+        print(f"{args.script} beside {against} on one process, {len(reference)} steps: "
               f"gradients before clipping, weights after each update", flush=True)
         verdicts, notes = [], ""
         for n in args.ranks:

@@ -72,7 +72,9 @@ def check_is_complete(checkpoint, config, reader, stored):
     describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
     """
     found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-             if name.startswith("model.") and not name.startswith("model.replica")}  # diloco.py's
+             if name.startswith("model.")}
+    # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
+    found = {name: size for name, size in found.items() if name.partition(".")[2] not in found}
     for name in [name for name in found if name.endswith(".mlp.bias")]:
         if reader.read_tensor(f"model.{name}").any():
             raise SettingError(
