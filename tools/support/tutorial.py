@@ -38,12 +38,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from common.attention import wide
 from common.data import BatchSampler, load_steps
 from common.errors import refuse
 from common.experts import MixtureConfig, use_experts
 from common.launch import launch, rank_and_world_size, start_process, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, keep_products, next_token_loss, wide
+from common.model import Transformer, keep_products, next_token_loss
 from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.step import decay_groups, set_learning_rate
