@@ -87,8 +87,9 @@ def started(command, args, options):
         with open(pathlib.Path(folder, "output"), "w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", ROOT / "tools/support/torchrun.py",
-                 f"--nproc-per-node={processes(command, args)}", ROOT / "tools/support/timed.py",
-                 str(args.warm_up), str(last), folder, ROOT / script, *words],
+                 f"--nproc-per-node={processes(command, args)}", f"--log-dir={folder}",
+                 ROOT / "tools/support/timed.py", str(args.warm_up), str(last), folder,
+                 ROOT / script, *words],
                 env=environment, stdout=output, stderr=output, start_new_session=True,
             )
         try:
