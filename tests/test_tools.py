@@ -225,6 +225,8 @@ def test_what_a_benchmark_measures(monkeypatch):
     ("--batch-size 1", "ddp.py is timed beside PyTorch's loop ddp: --batch-size 1 cannot be"),
     ("--only hybrid_3d.py --num-experts 4",
      "hybrid_3d.py --tp 2 is timed beside PyTorch's loop tp: --num-experts 4"),
+    ("--only tp.py --compile --activation-checkpointing",
+     "tp.py is timed beside PyTorch's loop tp: --compile with --activation-checkpointing full"),
     ("--only no.py", "--only no.py: no such script is timed"),
 ])
 def test_what_a_benchmark_refuses(monkeypatch, words, said):

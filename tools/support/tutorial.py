@@ -66,9 +66,14 @@ def read(argv, rank, n):
     add_model_options(parser, MixtureConfig)
     add_text_options(parser)
     args = parse_options(parser, argv)
-    refuse([(args.config.num_experts and args.strategy in ("tp", "torchtitan"),
-             f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
-             f"single, ddp and fsdp have")])
+    refuse([
+        (args.config.num_experts and args.strategy in ("tp", "torchtitan"),
+         f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
+         f"single, ddp and fsdp have"),
+        (args.compile and args.activation_checkpointing == "full" and args.strategy == "tp",
+         "--compile with --activation-checkpointing full: torch cannot compile the loop tp so; "
+         "leave one out, or use --activation-checkpointing selective"),
+    ])
     dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, rank=rank,
