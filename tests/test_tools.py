@@ -197,11 +197,10 @@ class Pretended:
         assert ("tutorial" in words) != (" --save-every 0 " in words)
         print("W torch\nddp.py: error: it is said twice\nddp.py: error:", file=stdout, flush=True)
 
-    def wait(self, seconds=None):
+    def wait(self):
         return self.ranks == 3
 
-    def terminate(self):
-        pass
+    poll = wait
 
 
 def test_what_a_benchmark_measures(monkeypatch):
@@ -225,6 +224,8 @@ def test_what_a_benchmark_measures(monkeypatch):
     ("--batch-size 1", "ddp.py is timed beside PyTorch's loop ddp: --batch-size 1 cannot be"),
     ("--only hybrid_3d.py --num-experts 4",
      "hybrid_3d.py --tp 2 is timed beside PyTorch's loop tp: --num-experts 4"),
+    ("--only tp.py --compile --activation-checkpointing",
+     "tp.py is timed beside PyTorch's loop tp: --compile with --activation-checkpointing full"),
     ("--only no.py", "--only no.py: no such script is timed"),
 ])
 def test_what_a_benchmark_refuses(monkeypatch, words, said):

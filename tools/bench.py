@@ -87,17 +87,18 @@ def started(command, args, options):
         with open(pathlib.Path(folder, "output"), "w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", ROOT / "tools/support/torchrun.py",
-                 f"--nproc-per-node={processes(command, args)}", ROOT / "tools/support/timed.py",
-                 str(args.warm_up), str(last), folder, ROOT / script, *words],
+                 f"--nproc-per-node={processes(command, args)}", f"--log-dir={folder}",
+                 ROOT / "tools/support/timed.py", str(args.warm_up), str(last), folder,
+                 ROOT / script, *words],
                 env=environment, stdout=output, stderr=output, start_new_session=True,
             )
         try:
             yield process, pathlib.Path(folder)
         finally:
             # At the first signal the script finishes its step; the second one ends all processes.
-            for _ in range(2):
+            while process.poll() is None:
+                process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.terminate()
                     process.wait(1.5)
 
 
@@ -146,8 +147,9 @@ def main(argv=None):
         pairs.append((f"{LOOPS} {loop}", script))
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"torch {torch.__version__}, {args.nproc} processes on {device}, {os.cpu_count()} cores; "
-          f"{args.rounds} rounds of {args.timed} timed steps; {' '.join(options)}\n", flush=True)
+    print(f"torch {torch.__version__}, {args.nproc} process{'es' * (args.nproc > 1)} on {device}, "
+          f"{os.cpu_count()} cores; {args.rounds} round{'s' * (args.rounds > 1)} of {args.timed} "
+          f"timed steps; {' '.join(options)}\n", flush=True)
     tokens = settings.batch_size * settings.seq_len
     with tqdm(total=2 * args.rounds * len(pairs), unit=" runs", dynamic_ncols=True) as bar:
         for pair in pairs:

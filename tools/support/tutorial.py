@@ -67,9 +67,14 @@ def read(argv, rank, n):
     add_model_options(parser, MixtureConfig)
     add_text_options(parser)
     args = parse_options(parser, argv)
-    refuse([(args.config.num_experts and args.strategy in ("tp", "torchtitan"),
-             f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
-             f"single, ddp and fsdp have")])
+    refuse([
+        (args.config.num_experts and args.strategy in ("tp", "torchtitan"),
+         f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
+         f"single, ddp and fsdp have"),
+        (args.compile and args.activation_checkpointing == "full" and args.strategy == "tp",
+         "--compile with --activation-checkpointing full: torch cannot compile the loop tp so; "
+         "leave one out, or use --activation-checkpointing selective"),
+    ])
     dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, rank=rank,
@@ -87,12 +92,13 @@ def main(argv=None):
         model = use_experts(Transformer(args.config)).to(args.param_dtype)
     size = sum(parameter.numel() for parameter in model.parameters())
     wrap(model, args)
+    mesh = init_device_mesh(device.type, (n,)) if dist.is_initialized() else None
     if strategy == "tp":
-        split(model, init_device_mesh(device.type, (n,)))
+        split(model, mesh)
     elif strategy in FSDP:
         more = [model.model.embed_tokens, model.lm_head] if strategy == "torchtitan" else []
         layers = model.model.layers.values()
-        shard(model, [*layers, *more], torch.bfloat16 if args.bfloat16 else None)
+        shard(model, [*layers, *more], mesh, torch.bfloat16 if args.bfloat16 else None)
     materialise(model, device, args.seed)
     optimizer = torch.optim.AdamW(
         decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas,
@@ -157,11 +163,11 @@ def wrap(model, args):
         model.compile()
 
 
-def shard(model, units, dtype):
+def shard(model, units, mesh, dtype):
     """FSDP2: each of ``units``, and the rest of the model. Rotary angles stay in float32."""
     policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
     for module in (*units, model):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def attention_of(args, device):
