@@ -90,11 +90,12 @@ class FusedRMSNorm(torch.autograd.Function):
 
 def add_product(total, a, b):
     """``add_product`` of common/model.py. On a GPU the product of 16-bit numbers is added to a
-    ``total`` in float32 as it is computed."""
+    ``total`` in float32 as it is computed, which no CPU does: here of tensors of that type."""
     if a.dtype == total.dtype or isinstance(total, DTensor):
         total += a @ b
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        a, b = (total.new_empty(()).expand(x.shape) for x in (a, b))  # they hold one number
+        torch.addmm(total, a, b, out=total)
 
 
 def repeat_heads(attention, q, k, v, *args, **options):
