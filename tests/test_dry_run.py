@@ -134,6 +134,24 @@ def test_it_counts_what_a_gpu_held(dry_run, row):
     assert row["counted"] == pytest.approx(row["dry_run"], rel=0.002)
 
 
+def test_what_is_offloaded_does_not_count(count):
+    """With --cpu-offload a GPU holds gathered parameters, gradients that it reduces, copies of its
+    rows of a unit while it gathers them, and activations. As much is sent and computed."""
+    plain, offloaded = (
+        count(f"fsdp.py --grad-accum 2 --dtype bfloat16 {more}", 4) for more in ("", "--cpu-offload"))
+    for name in ("collectives", "operations"):
+        assert offloaded[name] == plain[name]
+    for kind in ("parameters", "gradients", "optimizer states"):
+        assert offloaded["held"][kind] == 0 < plain["held"][kind]
+        assert offloaded["theory"][kind.replace(" ", "_")]["bytes"] == 0
+    gathered = plain["peak"]["parameters"] - plain["held"]["parameters"]
+    assert 0 < offloaded["peak"]["gradients"] < plain["peak"]["gradients"]
+    assert gathered == offloaded["peak"]["parameters"]
+    kept = sum(plain["held"][kind] for kind in ("parameters", "gradients", "optimizer states"))
+    assert offloaded["peak"]["in all"] == plain["peak"]["in all"] - kept
+    assert any("in host memory" in line for line in offloaded["description"])
+
+
 def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     """Without --rank it is the stage that holds most: here the last, which has the head. The first
     line says when it counts as on a GPU; a real run on the CPU would be in float32."""
