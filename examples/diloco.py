@@ -230,7 +230,8 @@ def formulas(args, n, counted):
     R, s = args.replicas, n // args.replicas
     P = theory.bytes_of(theory.whole_model(args))
     # In a replica s ranks do what n do in fsdp.py.
-    formula, sent = theory.fsdp(argparse.Namespace(**vars(args) | {"replicate": 1}), s)["sent"]
+    alone = argparse.Namespace(**vars(args) | {"replicate": 1, "cpu_offload": False})
+    formula, sent = theory.fsdp(alone, s)["sent"]
     formula = formula.replace("n", "s")
     if (counted + 1) % args.inner_steps == 0:
         formula, sent = f"{formula} + (2P/s)(R-1)/R", sent + 2 * P / s * (R - 1) / R
