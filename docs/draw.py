@@ -327,7 +327,7 @@ def draw():
     for number, run in enumerate(read("bugs"), 1):
         title = f"The loss with and without bug {number}, over 50 steps"
         save(f"bugs/{number:02}", 420, 120, title, bug(run), heading=False)
-    save("memory", 830, 454, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
+    save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
     save("key", 590, 272, "zero.py on 4 ranks", key())
     save("ring", 790, 296, "Ring attention on 4 ranks: who computes which scores, and when", ring())

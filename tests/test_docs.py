@@ -16,18 +16,17 @@ from unittest import mock
 import pytest
 
 from common import torch_versions
-from tests.support.processes import PATIENCE, ROOT
+from tests.support.processes import PATIENCE, ROOT, TOOLS
 from tests.support.sample import thorough
 from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
-         for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
+         for folder in (".", "docs", "parity") for path in sorted((ROOT / folder).glob("*.md"))}
 DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
               for name in SCRIPTS}
 README = PAGES["README.md"]
-TOOLS = ["bench", "check", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
-FOLDERS = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/", "docs/",
-           "tests/", "tests/support/", "tests/gpu/"]
+FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/huggingface/",
+           "tools/support/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc
     master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes
@@ -59,8 +58,7 @@ def in_order(lines, text):
 @functools.cache
 def options(name):
     """What the help of a script or a tool names."""
-    tool = f"tools.{name.replace('parity', 'parity.compare')}"
-    module = importlib.import_module(name if name in SCRIPTS else tool)
+    module = importlib.import_module(TOOLS.get(name, name))
     with (mock.patch.object(sys, "argv", [name, "--help"]), pytest.raises(SystemExit),
           contextlib.redirect_stdout(io.StringIO()) as text):
         module.main()
@@ -169,12 +167,14 @@ def test_the_code_of_the_pages():
 def test_the_functions_to_take_are_complete():
     """A function that the table names uses no other name of its script, or of common/, than those
     that the table names too, and those of torch_versions."""
-    rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/copying.md"])
+    row = r"(?m)^\| [^|]+ \| (.*?\]\(\.\./([\w/]+\.py)\).*?) \| .* \|$"
+    rows = re.findall(row, section(PAGES["docs/copying.md"], "Only the functions"))
     assert len(rows) == 7
     for cell, script in rows:
-        body = ast.parse(SOURCES[script]).body
+        source = (ROOT / script).read_text()
+        body = ast.parse(source).body
         defined = {node.name: node for node in body if hasattr(node, "name")}
-        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", SOURCES[script])}
+        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", source)}
         known |= {alias.name for node in body if isinstance(node, ast.ImportFrom)
                   and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
         taken = {"SettingError", *re.findall(r"`(\w+)`", cell)}

@@ -28,7 +28,7 @@ from tests.support.sample import sampled
 from tests.support.table import OLD
 from tests.test_checkpoint import assert_bit_equal
 from tests.test_same_run import assert_near, furthest
-from tools import export
+from tools.huggingface import export
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")

@@ -15,7 +15,7 @@ from tests.test_refusals import in_order
 OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
 COMMANDS = [
     ("single.py", 0), ("ddp.py", 2), ("zero.py --stage 2", 2), ("fsdp.py", 2), ("tp.py", 2),
-    ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2), ("diloco.py --inner-steps 2", 2),
+    ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2),
 ]
 
 LOST = "a collective of rank 0 failed ... another process has ended ... --timeout"

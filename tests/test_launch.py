@@ -31,7 +31,7 @@ from common.errors import SettingError
 from common.options import option_parser, parse_options
 from common.services.checkpoint_files import list_checkpoints
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import BARE, PATIENCE, ROOT, SMALL, Result, edited, free_port
+from tests.support.processes import BARE, PATIENCE, ROOT, SMALL, TOOLS, Result, edited, free_port
 from tests.support.sample import sampled, thorough
 from tests.test_refusals import in_order
 from tests.test_same_run import furthest
@@ -175,10 +175,9 @@ def test_what_run_sh_starts(tmp_path):
     assert shlex.split(shown)[-4:] == ["code/show.py", *words]
     (tmp_path / "code" / "common").mkdir()
     write_program(tmp_path / "python", PRETENDED)
-    tools = "bench check dry_run export import_hf parity plan prepare".split()
     for words, path, expected in [
         (command[2:], "mine", f"-P {ROOT}/tools/support/torchrun.py --nproc-per-node=1 "),
-        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m tools.{tool} --help") for tool in tools],
+        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m {TOOLS[tool]} --help") for tool in TOOLS],
         (["single.py", "--lr", "1"], "mine", f"{ROOT}/single.py --lr 1"),
         (["test", "-k", "cp"], "mine", "-m pytest -k cp"),
     ]:

@@ -15,7 +15,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 
-SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep", "diloco"]
+SCRIPTS = ["single", "ddp", "zero", "fsdp", "tp", "cp", "pp", "hybrid_3d", "ep"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 MODEL = "--hidden-size 16 --intermediate-size 24 --num-attention-heads 4 --num-key-value-heads 2"
 OPTIONS = f"{MODEL} --num-hidden-layers 3 --seq-len 16 --batch-size 8 --grad-accum 2 --steps 4"
@@ -120,7 +120,7 @@ def test_the_functions_below_main_lift_into_another_trainer(mesh):
 
 # The shape of a script
 
-MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP|DiLoCo)(?:, [A-Z]+)*: "
+MARK = r"# (?:DDP|ZeRO|FSDP|DP|TP|CP|PP|EP)(?:, [A-Z]+)*: "
 
 
 def loop_of(name):

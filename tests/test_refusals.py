@@ -17,24 +17,21 @@ from torch.distributed import distributed_c10d
 
 from common import launch
 from common.errors import SettingError
-from tests.support.processes import BARE, ROOT, SMALL, free_port
+from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
-TOOLS = [f"tools.{name}" for name in
-         ("bench", "check", "dry_run", "export", "import_hf", "parity.compare", "plan", "prepare")]
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
             "--num-experts", "--rank"}
-TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # rows below
+TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
     --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
     --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
-    --profile False --tensorboard False --stage 2 --replicate 1 --reshard-after-forward True
-    --cpu-offload False --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
-    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0 --replicas 2 --inner-steps 10 --outer-lr 0.7
-    --outer-momentum 0.9"""  # of the scripts; others have none, or the value of the model
+    --profile False --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
+    --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
+    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0"""  # others have none, or that of the model
 
 
 class Started(Exception):
@@ -51,7 +48,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", started)
     for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
-            importlib.import_module(module).main([])
+            importlib.import_module(TOOLS.get(module, module)).main([])
         assert not start.value.args[0].allow_abbrev
         for action in start.value.args[0]._actions:
             name, parse = (*action.option_strings, action.dest)[0], action.type
@@ -96,7 +93,6 @@ single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
 single 0 --resume-from 0 --no-resume | --no-resume with --resume-from 0
 single 0 --out '' | --out: ... empty
-single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
 single 0 --data with-loop | loop cannot be read
@@ -166,8 +162,8 @@ hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... us
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6: use 1 or
 hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 ... the 4 ranks ... use 1 or 2 or 4
 hybrid_3d 1 --balance-rate 1e-3 | --balance-rate 0.001
-diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
-diloco 1 | --replicas 2 ... world size 1: use 1
+examples.diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
+examples.diloco 1 | --replicas 2 ... world size 1: use 1
 ep 2 | give --num-experts, or use fsdp.py
 ep 2 {SELECTIVE} | selective with --num-exper
 ep 4 --num-experts 4 --ep 3 --expert-size 25 | --ep 3 ... 4 ranks ... use 1 or 2 or 4

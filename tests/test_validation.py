@@ -124,8 +124,8 @@ def test_its_time_does_not_count(tmp_path, monkeypatch):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     args = argparse.Namespace(steps=8, log_every=4, out=tmp_path, compute_dtype=torch.float32,
-                              count=True, profile=False, wandb=None, tensorboard=False,
-                              val_data="held out", val_every=6, save_every=5)
+                              count=True, profile=False, val_data="held out", val_every=6,
+                              save_every=5)
     reported = report.Report(args, model, optimizer, [], torch.device("cpu"), units=10)
     reported.synchronize = lambda: waits.add(reported.done)
     for step, _ in reported.steps((step, None) for step in range(8)):

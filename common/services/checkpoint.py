@@ -244,7 +244,7 @@ class Checkpoints:
                 f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
                 f"--steps is {self.stop}: raise --steps to train on, or {A_NEW_RUN}"
             )
-        for name in saved | self.fixed:  # only checkpoints of diloco.py have "--replicas"
+        for name in saved | self.fixed:  # either may have settings that the other lacks
             value = self.fixed.get(name)
             if step_of(checkpoint) == IMPORTED and name not in saved:
                 continue  # imported weights have the settings of a model only
@@ -257,8 +257,6 @@ class Checkpoints:
                 )
         for name, tensor in self.tensors.items():
             entry = stored.get(f"model.{name}")
-            if step_of(checkpoint) == IMPORTED and not entry and name.startswith("replica"):
-                continue  # of diloco.py, which copies the common weights
             there = tuple(entry.size) if entry else "none"
             if there != tuple(tensor.shape):
                 raise SettingError(

@@ -26,6 +26,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8"
 # The environment of a test that takes all other variables away: it still sees no GPU.
 BARE = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
+# What run.sh calls a tool, and its module
+TOOLS = {
+    "bench": "tools.bench", "check": "tools.check", "dry_run": "tools.dry_run",
+    "export": "tools.huggingface.export", "import_hf": "tools.huggingface.import_hf",
+    "parity": "parity", "plan": "tools.plan", "prepare": "tools.prepare",
+}
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 
