@@ -136,7 +136,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors, [optimizer, outer],
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
     if sampler.start == 0:  # DiLoCo: imported weights are the common ones
         start_from(common)
 

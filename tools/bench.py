@@ -50,7 +50,7 @@ def measure(command, args, options):
         process = subprocess.run(
             [*launcher, f"--nproc-per-node={n}", ROOT / "tools/support/timed.py",
              str(args.warm_up), str(last), folder, ROOT / script, *given, "--steps", str(last),
-             *options, "--out", folder, "--no-resume", "--save-every", "0",
+             *options, "--out", folder, "--save-every", "0",
              "--log-every", "1000000"],
             cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
