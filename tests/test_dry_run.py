@@ -13,7 +13,6 @@ from common.experts import MixtureConfig
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
-from tests.support.table import AGAIN
 from tools import dry_run as tool
 from tools.support.operations import operations
 from tools.support.stand_ins import Report, equal_counts, pipeline
@@ -125,14 +124,32 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     raise AssertionError(f"predicted and counted peaks: {peaks}")
 
 
-@pytest.mark.parametrize("row", [row for row in GPU["runs"] if AGAIN in row["command"]],
-                         ids=lambda row: row["command"].split()[2])
+@pytest.mark.parametrize("row", [row for row in GPU["runs"] if row["dry_run"]],
+                         ids=lambda row: " ".join(row["command"].split()[2:3] + row["command"].split()[9:]))
 def test_it_counts_what_a_gpu_held(dry_run, row):
     """As StepCounter counted it there: each kernel keeps what the one of the GPU keeps."""
     script, *options = row["command"].split()
     _, found = dry_run("--rank", 0, 1, ROOT / script, *options)
     assert found["peak"]["in all"] == pytest.approx(row["counted"], rel=0.002)
     assert row["counted"] == pytest.approx(row["dry_run"], rel=0.002)
+
+
+def test_what_is_offloaded_does_not_count(count):
+    """With --cpu-offload a GPU holds gathered parameters, gradients that it reduces, copies of its
+    rows of a unit while it gathers them, and activations. As much is sent and computed."""
+    plain, offloaded = (
+        count(f"fsdp.py --grad-accum 2 --dtype bfloat16 {more}", 4) for more in ("", "--cpu-offload"))
+    for name in ("collectives", "operations"):
+        assert offloaded[name] == plain[name]
+    for kind in ("parameters", "gradients", "optimizer states"):
+        assert offloaded["held"][kind] == 0 < plain["held"][kind]
+        assert offloaded["theory"][kind.replace(" ", "_")]["bytes"] == 0
+    gathered = plain["peak"]["parameters"] - plain["held"]["parameters"]
+    assert 0 < offloaded["peak"]["gradients"] < plain["peak"]["gradients"]
+    assert gathered == offloaded["peak"]["parameters"]
+    kept = sum(plain["held"][kind] for kind in ("parameters", "gradients", "optimizer states"))
+    assert offloaded["peak"]["in all"] == plain["peak"]["in all"] - kept
+    assert any("in host memory" in line for line in offloaded["description"])
 
 
 def test_the_ranks_of_a_pipeline(tmp_path, capsys):

@@ -62,11 +62,14 @@ def test_the_stages_of_a_mixture():
 
 
 @pytest.mark.parametrize("memory, link, rows, expected", [
-    (42, None, [" --grad-accum 2"], [(1, False), (2, False)]),
-    (25, 1, [" --grad-accum 8", f" --grad-accum 2 {AGAIN}"],
-     [(1, False), (8, False), (1, True), (2, True)]),
-    (13, None, [f" --grad-accum 8 {AGAIN}"], [(1, False), (1, True), (8, True)]),
-    (9, None, [""], [(1, False)]),  # parameters, gradients and states alone are too much
+    (42, None, [" --grad-accum 2"], [(1, "none"), (2, "none")]),
+    (25, 1, [" --grad-accum 8", f" --grad-accum 4 {AGAIN} selective", f" --grad-accum 2 {AGAIN}"],
+     [(1, "none"), (8, "none"), (1, "selective"), (4, "selective"), (1, "full"), (2, "full")]),
+    (14, None, [f" --grad-accum 8 {AGAIN} selective"],
+     [(1, "none"), (1, "selective"), (8, "selective")]),
+    (13, None, [f" --grad-accum 8 {AGAIN}"],
+     [(1, "none"), (1, "selective"), (1, "full"), (8, "full")]),
+    (9, None, [""], [(1, "none")]),  # parameters, gradients and states alone are too much
 ])
 def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, link, rows, expected):
     """A dry run of many accumulation steps takes long: none whose result follows from another."""
@@ -74,8 +77,9 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, li
 
     def evaluate(strategy, words, args):
         steps = int(words[1]) if "--grad-accum" in words else 1
-        tried.append((steps, AGAIN in words))
-        peak = 10 + 64 // steps // (4 if AGAIN in words else 1)
+        kind = "selective" if "selective" in words else "full" if AGAIN in words else "none"
+        tried.append((steps, kind))
+        peak = 10 + 64 // steps // {"none": 1, "selective": 2, "full": 4}[kind]
         return {"peak": {"in all": peak}, "held": dict(zip(plan.KEPT, (4, 4, 2)))}
 
     monkeypatch.setattr(plan, "evaluate", evaluate)
@@ -197,7 +201,8 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(plan, "cached", count)
     found = rows("--device-memory 0.03 --link 1 --network 1 --nproc-per-node 2")
-    assert [row["command"] for row in found] == ["ddp.py --grad-accum 4", f"ddp.py {AGAIN}"]
+    assert [row["command"] for row in found] == [
+        "ddp.py --grad-accum 4", f"ddp.py {AGAIN} selective"]
     assert found[0]["bounds"] == [None, 8e6 / 1e9]
     head, first, *_, command = capsys.readouterr().out.splitlines()
     assert command.startswith("the first row: NPROC=2 bash run.sh ddp.py ")

@@ -3,16 +3,18 @@ single.py trains; what it saves is the same, and any other script resumes it; re
 ends in the same bits; and it holds and sends what the theory says, of hybrid_3d.py what
 tests/support/oracles.py says."""
 
+import argparse
 import collections
+import dataclasses
 import functools
 import json
 
 import pytest
 import torch
 
-from common.model import ModelConfig, Transformer
+from common.model import PRESETS, ModelConfig, Transformer
 from common.services import checkpoint_files
-from common.services.theory import bytes_of
+from common.services.theory import bytes_of, tp
 from tests.support import oracles
 from tests.support.processes import Result
 from tests.support.sample import sampled, thorough
@@ -152,8 +154,8 @@ def expected_collectives(row):
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
-        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, for each
-        of 8 chunks."""
+        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, for each of
+        8 chunks."""
         calls, numbers = a * (4 * LAYERS + 2), 3 * 8 if "chunks" in row.inject else 3
         if "--no-sequence-parallel" in row.command:
             return {"all-reduce": calls + a * (LAYERS * again + numbers) + 1}
@@ -181,10 +183,13 @@ def collectives(row, run):
 
 
 def compiled(row, run):
-    """Compiled layers are called in every step, also in the third, which is counted."""
+    """Compiled layers are called in every step, also in the third, which is counted. What they keep
+    for the backward pass is not seen, so there is no sum."""
     (line,) = [line for line in run(row).lines if line.startswith("calls ")]  # of count_compiled
     first, *rest = json.loads(line.removeprefix("calls "))
     assert len(rest) == 2 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
+    assert not any(line.startswith("in all") for line in run(row).lines)
+    assert "in all" not in run(row).summary["peak"]
 
 
 def peaks(row, run):
@@ -284,6 +289,14 @@ def test_saving_while_training_goes_on(once, command, world):
     for name in ("step-00000002", "step-00000003"):  # as it was then, not as training has made it
         assert_near(*(checkpoint_files.read(run.out / name, prefix="")
                       for run in (result, EXACT[0].run(once))))
+
+
+def test_the_theory_of_tensor_parallelism_in_bfloat16():
+    """Hidden states are sent in bfloat16, but the output of the embedding in float32."""
+    args = argparse.Namespace(
+        config=PRESETS["tiny"], batch_size=8, seq_len=128, param_dtype=torch.float32,
+        compute_dtype=torch.bfloat16, sequence_parallel=True, activation_checkpointing=None)
+    assert tp(args, 2)["sent"][1] == 4_997_632  # (34X + 2e + 6t + 2N) / 2
 
 
 @thorough

@@ -11,6 +11,7 @@ from common.model import PRESETS
 from common.options import default_dtype, option_parser, parse_options
 from common.services import report
 from common.services.checkpoint_files import list_checkpoints, step_of
+from common.services.counting import HELD, bytes_table
 
 SMALL = "--hidden-size 32 --seq-len 32 --batch-size 8"
 
@@ -44,6 +45,15 @@ def test_the_terminal(result):
     assert rows[0][1] == rows[0][2] == rows[0][3].removeprefix("P = ")
     for moment, shown in ("held", rows[3][1]), ("peak", rows[3][2]):
         assert shown == f"{result.summary[moment]['activations']:,}"
+
+
+def test_the_table_of_a_compiled_run():
+    """It has no sum: what compiled layers keep is not seen. On a GPU it has what torch allocated."""
+    sizes = dict.fromkeys([*HELD, "in all"], 1000)
+    *_, activations, allocated, _ = bytes_table(0, sizes, sizes, 0, {}, 5000, compiled=True)
+    assert re.split("  +", activations) == [
+        "activations", "1,000", "1,000", "without what compiled layers keep"]
+    assert allocated.split() == ["torch", "allocated", "5,000"]
 
 
 def test_metrics_lines_and_the_share_of_the_peak(result):

@@ -15,9 +15,11 @@ in examples/cp_documents.py.
 
 It counts what torch would hold and send. Where kernels of a GPU keep other tensors for the backward
 pass than those of a CPU, it counts the GPU's. A GPU adds its context, workspaces of kernels and
-fragmentation. In float64, for which it has no fused attention, it also keeps the scores. --compile, which makes activations smaller, is ignored here. The loss
-and all other values are unknown: code that reads a value cannot run. In a mixture of experts each
-expert is assumed to get equally many tokens: in a real run the data decides.
+fragmentation. In float64, for which it has no fused attention, it also keeps the scores. With
+--cpu-offload only what is on the GPU counts, and not what is in host memory. --compile, which makes
+activations smaller, is ignored here. The loss and all other values are unknown: code that reads a
+value cannot run. In a mixture of experts each expert is assumed to get equally many tokens: in a
+real run the data decides.
 """
 
 import argparse
@@ -85,6 +87,8 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
         for name, stand_in in (replaced | own).items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
+        if hasattr(module, "check"):
+            module.check = stand_ins.as_if_on_gpu(module.check)
         run_main(module, options, counted)
     return counted
 

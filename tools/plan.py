@@ -8,8 +8,9 @@ Every script is tried, and hybrid_3d.py with every grid. For a mixture of expert
 with every --ep, and hybrid_3d.py with every grid and the largest --ep that divides the devices of a
 machine, so that tokens stay within it; the other scripts train no experts. diloco.py is left out,
 since its curve is another one. Of each the table has the fewest accumulation steps that fit.
-Activation checkpointing is tried if nothing fits without it, since it computes more; with
---link also beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
+Activation checkpointing is tried if nothing fits without it, since it computes more: selective, and
+if that does not fit, full. With --link it is also tried beside several accumulation steps, which
+may send more. A row is what ``tools.dry_run``
 counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
 does not fit is counted no further: it holds at least what its row says.
 
@@ -59,6 +60,7 @@ SPLIT = [  # all ranks read the same samples
 ]
 KEPT = "parameters", "gradients", "optimizer states"
 SECONDS = 1  # of one CPU core, for each layer of a strategy; a guess from plans of 8B models
+AGAIN = "--activation-checkpointing"
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
 
@@ -213,26 +215,29 @@ def search(strategy, options, args):
     """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
     does, of the last that was counted."""
 
-    def first_that_fits(again):
+    def first_that_fits(checkpointing):
         """The variant with the fewest accumulation steps; if none fits, the last counted."""
         found = counted_at = None
         for i, variant in enumerate(variants(strategy, args.batch_size)):
             if found and least_peak(found[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
                 continue
-            own = [*variant, "--activation-checkpointing"] if again else variant
+            own = [*variant, *checkpointing]
             command, counted_at = " ".join([strategy.command, *own]), i
             found = command, evaluate(strategy, [*own, *options], args)
             if fits(found[1], args):
                 break
         return found
 
-    plain = first_that_fits(False)
-    enough = fits(plain[1], args) and not (args.link and "--grad-accum" in plain[0])
-    too_much = least_peak(plain[1], math.inf) > args.device_memory * 1e9
-    if enough or too_much or "zerobubble" in strategy.command:  # which cannot compute layers again
-        return [plain]
-    again = first_that_fits(True)
-    return [row for row in (plain, again) if fits(row[1], args)] or [again]
+    rows = []
+    for checkpointing in [], [AGAIN, "selective"], [AGAIN]:
+        command, counted = first_that_fits(checkpointing)
+        rows.append((command, counted))
+        enough = fits(counted, args) and not (args.link and "--grad-accum" in command)
+        too_much = least_peak(counted, math.inf) > args.device_memory * 1e9
+        # zerobubble cannot compute layers again
+        if enough or too_much or "zerobubble" in command:
+            break
+    return [row for row in rows if fits(row[1], args)] or rows[-1:]
 
 
 def least_peak(counted, steps):

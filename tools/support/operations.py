@@ -4,6 +4,7 @@ import collections
 import functools
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from common.services.counting import StepCounter, group_of
@@ -24,6 +25,21 @@ class OperationCounter(StepCounter):
         self.nproc_per_node = nproc_per_node
         self.operations, self.crossing = 0, collections.Counter()
 
+    def is_elsewhere(self, tensor):
+        if hasattr(tensor.untyped_storage(), "in_host_memory"):
+            return True
+        return super().is_elsewhere(tensor)
+
+    def to_host(self, tensor):
+        """Count ``tensor`` no more, as if it had moved from the GPU to host memory."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        storage.in_host_memory = True
+        if entry := self.alive.get(storage._cdata):
+            self.add(entry[1], -entry[2])
+            entry[2] = 0
+
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = super().__torch_dispatch__(function, kinds, args, kwargs)
         if out is not NotImplemented:
@@ -43,8 +59,6 @@ def operations(packet, args, kwargs, out):
     name = packet.__name__
     if name == "_grouped_mm":  # of experts, forward or backward
         return 2 * args[0].numel() * args[1].shape[-1]
-    if name == "addmm":  # torch's formula does not know the argument out_dtype
-        return 2 * args[1].numel() * args[2].shape[-1]
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         products = 5 if name.endswith("backward") else 2
         q, k = args[1:3] if products == 5 else args[:2]  # (B, H, Q, K), (B, KV, S, K)

@@ -12,9 +12,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 import ep
@@ -45,6 +48,7 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node):
         "set_timeout": lambda *_: None,  # the fake process group has none
         "materialise": allocate, "wrap_layers": wrap_uncompiled,
         "load_weights": lambda *_, **__: None,  # the values of a base model
+        "CPUOffloadPolicy": functools.partial(CPUOffloadPolicy, pin_memory=False),
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,
         "open_dataset": open_dataset, "load_steps": functools.partial(load_steps, steps),
@@ -90,11 +94,12 @@ class FusedRMSNorm(torch.autograd.Function):
 
 def add_product(total, a, b):
     """``add_product`` of common/model.py. On a GPU the product of 16-bit numbers is added to a
-    ``total`` in float32 as it is computed."""
+    ``total`` in float32 as it is computed, which no CPU does: here of tensors of that type."""
     if a.dtype == total.dtype or isinstance(total, DTensor):
         total += a @ b
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        a, b = (total.new_empty(()).expand(x.shape) for x in (a, b))  # they hold one number
+        torch.addmm(total, a, b, out=total)
 
 
 def repeat_heads(attention, q, k, v, *args, **options):
@@ -103,6 +108,43 @@ def repeat_heads(attention, q, k, v, *args, **options):
     if q.dtype == torch.float32:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return attention(q, k, v, *args, **options)
+
+
+def as_if_on_gpu(check):
+    """``check`` of a script, which refuses what needs a GPU. A dry run counts what a GPU holds."""
+
+    def checked(*args):
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+            return check(*args)
+
+    return checked
+
+
+def offload(counter):
+    """Let ``counter`` count as if CPUOffloadPolicy moved tensors between a GPU and host memory; on
+    a CPU it moves none. Nothing puts it back."""
+    for parameter in counter.parameters():
+        counter.to_host(parameter)
+    for state in tree_leaves([list(each.state.values()) for each in counter.optimizers]):
+        if isinstance(state, torch.Tensor):
+            counter.to_host(state)
+    counter.peak = counter.now.copy()
+    gather_inputs = FSDPParam.all_gather_inputs.fget
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def copy_and_gather_inputs(parameter):
+        copied = parameter._sharded_param_data.clone()
+        with mock.patch.object(parameter, "_sharded_param_data", copied):
+            return gather_inputs(parameter)
+
+    def reduce_and_offload(parameters, *args, **options):
+        out = reduce(parameters, *args, **options)
+        for parameter in parameters:
+            counter.to_host(parameter.sharded_param.grad)
+        return out
+
+    FSDPParam.all_gather_inputs = property(copy_and_gather_inputs)
+    _fsdp_param_group.foreach_reduce = reduce_and_offload
 
 
 def start_process(start, world_size, args):
@@ -235,6 +277,9 @@ class Report(report.Report):
         found["chosen"] = (
             " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
         )
+        if getattr(args, "cpu_offload", False):
+            self.say("counted: what is on the GPU; parameters, gradients and optimizer states are "
+                     "in host memory")
         if getattr(getattr(args, "config", None), "num_experts", 0):
             self.say("assumed: all experts get equally many tokens")
         if self.mesh is not None:
@@ -251,6 +296,11 @@ class Report(report.Report):
             if step == self.number - 1:
                 self.start_counting()
             yield self.counted, batch
+
+    def start_counting(self):
+        super().start_counting()
+        if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
+            offload(self.counter)
 
     def log(self, step, loss, grad_norm, **more):
         self.stop_counting()
