@@ -180,7 +180,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     diagram = describe_stages(args.schedule, stage_layers, n, v, M)

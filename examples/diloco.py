@@ -146,7 +146,7 @@ def main(argv=None):
         args.out, (fixed, changeable), tensors, [optimizer, outer],
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(

@@ -30,7 +30,7 @@ FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/huggin
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc
     master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes
-    pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
+    output pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
     signals-to-handle standalone tied ulimit""".split()}
 
 
@@ -128,7 +128,9 @@ def test_a_command_works_as_typed(line, tmp_path):
 
 
 def main_of(script):
-    return re.search(r"(?ms)^def main\(.*?\n\n\n", (ROOT / script).read_text())[0].rstrip() + "\n"
+    """With what hybrid_3d.py has functions of its own for."""
+    parts = r"(?ms)^def (?:main|make_meshes|compose)\(.*?\n\n\n"
+    return "".join(re.findall(parts, (ROOT / script).read_text())).rstrip() + "\n"
 
 
 @pytest.mark.parametrize("script", [name for name in DOCSTRINGS if name != "single.py"])

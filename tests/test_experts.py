@@ -184,7 +184,7 @@ def test_no_gather_waits_for_the_counts(folder):
             ep, "read_counts", wait_and_note
         ):
             module.main(f"{MODEL} --ep 1 --steps 2 --save-every 0 --no-count --out {folder}/out "
-                        f"--no-resume --seq-len 16 --batch-size 16 --data {__file__} "
+                        f"--seq-len 16 --batch-size 16 --data {__file__} "
                         f"{AGAIN}".split())
         assert " ".join(order[len(order) // 2 :]) == (
             "embed_tokens 0 0.mlp.experts 1 1.mlp.experts wait norm, lm_head wait 1 1.mlp.experts "

@@ -255,6 +255,38 @@ def test_a_killed_process_is_named(tmp_path, corpus):
 
 
 @thorough
+def test_a_run_that_began_from_a_checkpoint_restarts(server, tmp_path, corpus):
+    """Killed before its first save, it begins from there again: started by torchrun, and by hand."""
+    server.run("ddp.py", 2, f"{OPTIONS} --save-every 2 --steps 2 --data {corpus}", folder=tmp_path,
+               out="first")
+    words = [*RUN, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus, "--out", "second",
+             "--from", "first/step-00000002"]
+    out, starts = tmp_path / "second", []
+
+    def started_again():
+        text = (out / "run-id").read_text() if (out / "run-id").exists() else ""
+        if text and text not in starts and logged(out) > 1:
+            starts.append(text)
+            return True
+
+    for restarts in "10":
+        process = start(words, tmp_path, NPROC="2", MAX_RESTARTS=restarts)
+        wait_until(started_again)
+        if restarts == "1":
+            os.kill(children(process.pid)[-1], signal.SIGKILL)
+            wait_until(started_again)
+            for pid in [process.pid, *children(process.pid)]:
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not left_over(tmp_path))
+            finish(process)
+            assert not list_checkpoints(out)
+    process.terminate()
+    output = finish(process)
+    assert process.returncode == 0 and "starting from" in output, output
+    assert Result([0], "", out).history[0]["step"] == 3 and len(list_checkpoints(out)) == 1
+
+
+@thorough
 def test_killed_tests_leave_no_rank(tmp_path):
     """Also a rank that stands still: it would hold its GPU."""
     code = ("from tests.support.processes import ProcessServer; server = ProcessServer(); "

@@ -21,14 +21,13 @@ from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
-MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
-            "--num-experts", "--rank"}
-TEXTS = {"--backend", "--data", "--val-data", "--out", "--model", "--stage"}  # rows below
+MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--num-experts", "--rank"}
+TEXTS = {"--backend", "--data", "--from", "--val-data", "--out", "--model", "--stage"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
     --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
-    --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
+    --async-save False --val-every 100 --val-batches 10 --log-every 10 --count True
     --profile False --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
     --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
     --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0"""  # others have none, or that of the model
@@ -91,7 +90,8 @@ single 0 --model nowhere | --model nowhere ... choose from tiny, small ... confi
 single 0 --model file | file cannot be read (JSONDecodeError
 single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
-single 0 --resume-from 0 --no-resume | --no-resume with --resume-from 0
+single 0 --from '' | --from: ... empty
+single 0 --from done | --from ... done is no checkpoint: name one, such as ... step-00000002
 single 0 --out '' | --out: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
@@ -104,12 +104,13 @@ single 0 --val-data '' | --val-data: ... empty
 single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --steps 1 | finished step 2 ... --steps is 1: raise --steps
-single 0 {AGAIN} --hidden-size 64 | --hidden-size is 32 in done/ ... 64 ... --no-resume
+single 0 {AGAIN} --hidden-size 64 | --hidden-size is 32 in done/ ... 64 ... another --out, or remove
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
 single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
 single 0 {AGAIN} --data other | samples in --data ... resume with the same
-single 0 {AGAIN} --resume-from 1 | --resume-from 1 ... it has 2
+single 0 {AGAIN} --from other/step-00000001 | done holds a run that began from no other ... --from is
+single 0 --out . | --out . has ... and no run ... such as run
 single 2 | started as 2
 ddp 2 --backend mpi | --backend: mpi is not allowed ... nccl on GPUs and gloo on CPUs ... no MPI
 zero 2 --stage 0 | --stage 0 ... fsdp.py
@@ -325,10 +326,10 @@ def test_what_ranks_compare(folder, monkeypatch):
     ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
     ("pp.py --schedule zbv", 1, "tied()", "model.embed_tokens.weight ... lm_head.weight"),
     ("pp.py", 2, "own_parameter()", "model.gate: del"),
-    # Ranks that differ; the last one says so before the earlier run is moved aside
+    # Ranks that differ
     ("ddp.py", 2, "sys.argv += ['--lr', '0.5'] * rank",
      "--lr is ... on rank 0 and 0.5 on rank 1: start all ranks with the same"),
-    (f"ddp.py {AGAIN} --out ../done --data letters --no-resume", 2, "os.chdir(str(rank))",
+    (f"ddp.py {AGAIN} --out ../done --data letters", 2, "os.chdir(str(rank))",
      "samples in --data is"),
     ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate: add its module"),
 ])

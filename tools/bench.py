@@ -65,7 +65,7 @@ def measure(commands, args, options):
                 said = [line for line in lines if ": error: " in line] or lines[-1:]
                 refuse(f"{command} failed: {(said or ['it said nothing'])[0]}")
             seconds, cpu_seconds = zip(*(json.loads(read_text(path)) for path in costs))
-            summary = folder / "summary.json"
+            summary = folder / "run" / "summary.json"
             summary = json.loads(read_text(summary)) if summary.exists() else {}
             found.append((max(seconds), sum(cpu_seconds), summary))
     return found
@@ -83,7 +83,7 @@ def started(command, args, options):
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         words = [*given, *options, "--steps", str(last)]
         if script != LOOPS:
-            words += ["--out", folder, "--no-resume", "--save-every", "0", "--log-every", "1000000"]
+            words += ["--out", f"{folder}/run", "--save-every", "0", "--log-every", "1000000"]
         with open(pathlib.Path(folder, "output"), "w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", ROOT / "tools/support/torchrun.py",

@@ -203,6 +203,8 @@ class HashingWriter(dcp.FileSystemWriter):
         # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
         # is GPU 0, every rank would open a context there.
         super().__init__(path, per_thread_copy_ahead=0, **options)
+        # Without its parents: if the run folder has been moved, nothing is made in its place.
+        self.fs.mkdir = lambda path: path.mkdir(exist_ok=True)
 
     def write_data(self, *args):
         try:

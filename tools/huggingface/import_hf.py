@@ -27,7 +27,7 @@ from common.model import Transformer
 from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason
 from common.services.hf_config import read_config, read_json
 from common.services.new_files import new_folder, refuse_existing
-from common.services.run_folder import new_id, write_run_id
+from common.services.run_folder import Claim, new_id
 from common.services.settings import config_settings
 from tools.huggingface.export import write_json
 from tools.huggingface.weights import Weights
@@ -82,7 +82,7 @@ def import_weights(folder, out):
             raise SettingError(f"{out} could not be written ({reason(error)})") from None
         complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
                  changeable={})
-        write_run_id(temporary, new_id())
+        Claim(temporary, None, new_id()).take()
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
     return config

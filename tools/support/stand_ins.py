@@ -235,7 +235,7 @@ class Checkpoints:
     def __init__(self, folder, settings, tensors, optimizer, **_):
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
 
-    def resume(self, *, newest=True, step=None):
+    def resume(self, source=None):
         """Allocate the optimizers' states, so that the first step is as all others."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
