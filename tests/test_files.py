@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import SettingError
 from common.services import checkpoint_files, hf_config, run_folder
-from common.services.metrics import start_metrics
 from common.services.new_files import append, new_file, new_folder
+from common.services.report import start_metrics
 from common.tokens import TokenDataset
 from tools.huggingface import weights
 from tools.support import command

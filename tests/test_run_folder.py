@@ -20,8 +20,7 @@ from common.errors import SettingError
 from common.options import option_parser, parse_options
 from common.services import checkpoint, checkpoint_files, run_folder
 from common.services.checkpoint import Checkpoints
-from common.services.metrics import start_metrics
-from common.services.report import Report
+from common.services.report import Report, start_metrics
 from tests.support.processes import BARE, SMALL
 from tests.test_checkpoint import checkpoints_of, steps
 
