@@ -227,6 +227,7 @@ class Bucket:
         self.padded_sizes = []  # numel of each shard with its padding: the same on all ranks
         n, rank = mesh.size(), mesh.get_local_rank()
         for parameter in parameters:
+            # 3 ranks, a parameter (8, 4): 3, 3 and 2 rows, all padded to 3 rows of 12 numbers
             rows = -(-len(parameter) // n)  # rounded up
             own = parameter.detach()[rank * rows : (rank + 1) * rows]
             self.shards[parameter] = as_shard(own, parameter, mesh)

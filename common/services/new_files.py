@@ -1,4 +1,4 @@
-"""How this project writes files: nothing else does.
+"""Writes files. Every file that this project writes is written by these functions.
 
 What is written is a new file, which takes its name when it is complete. Nothing of a user's is
 overwritten, and no link is followed.
