@@ -104,7 +104,7 @@ def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, w
 
 def goes_on(again, step, whole):
     """A run ``again`` has resumed after ``step``, and is bit for bit the ``whole`` run."""
-    assert f"resuming after step {step} " in again.output and " 8/8 [" in again.output
+    assert f"resuming after step {step}\n" in again.output and " 8/8 [" in again.output
     assert [record["step"] for record in again.history] == list(range(1, 9))
     assert_bit_equal(tensors(again.out), tensors(whole.out))
     assert not [*again.out.glob("*.tmp"), *again.out.glob("*.old")]
