@@ -264,10 +264,14 @@ def test_a_run_that_began_from_a_checkpoint_restarts(server, tmp_path, corpus):
     out, starts = tmp_path / "second", []
 
     def started_again():
-        text = (out / "run-id").read_text() if (out / "run-id").exists() else ""
-        if text and text not in starts and logged(out) > 1:
-            starts.append(text)
-            return True
+        """It has logged two steps since run-id was written, and was not seen before."""
+        files = [out / name for name in ("run-id", "metrics.jsonl")]
+        if all(path.exists() for path in files) and logged(out) > 1:
+            began, last = (path.stat().st_mtime_ns for path in files)
+            text = files[0].read_text()
+            if last > began and text not in starts:
+                starts.append(text)
+                return True
 
     for restarts in "10":
         process = start(words, tmp_path, NPROC="2", MAX_RESTARTS=restarts)
