@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from common import torch_versions
+from docs import draw
 from tests.support.processes import PATIENCE, ROOT, TOOLS
 from tests.support.sample import thorough
 from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, without
@@ -215,3 +216,15 @@ def test_files_and_links_exist(page):
             headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if anchor else [""]
             titles = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
             assert anchor in [title.replace(" ", "-") for title in titles], link
+
+
+def test_the_pictures_show_their_sources(tmp_path, monkeypatch):
+    """docs/data/, cp.py and theory.py: docs/draw.py draws from them what is there."""
+    (tmp_path / "bugs").mkdir()
+    monkeypatch.setattr(draw, "PICTURES", tmp_path)
+    draw.draw()
+    drawn, kept = (
+        {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.svg")}
+        for folder in (tmp_path, ROOT / "docs" / "pictures"))
+    assert drawn.keys() == kept.keys()
+    assert [name for name in kept if drawn[name] != kept[name]] == []

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import types
 
@@ -13,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from common.experts import MixtureConfig
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled
+from tests.support.sample import sampled, thorough
 from tools import dry_run as tool
 from tools.support.operations import operations
 from tools.support.pretend import chunk_with_empty
@@ -134,6 +135,19 @@ def test_it_counts_what_a_gpu_held(dry_run, row):
     _, found = dry_run("--rank", 0, 1, ROOT / script, *options)
     assert found["peak"]["in all"] == pytest.approx(row["counted"], rel=0.002)
     assert row["counted"] == pytest.approx(row["dry_run"], rel=0.002)
+
+
+@thorough
+def test_activations_of_ring_attention_fall(count):
+    """To what docs/planning.md says. All but a constant falls as 1/n, while layers hold most."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    (command,) = re.findall(r"dry_run --rank 0 8 (cp\.py .*)", page)
+    (ranks,) = re.findall(r"(?m)^\| ranks n of `cp.py` \| (.*) \|$", page)
+    (figures,) = re.findall(r"(?m)^\| activations at the peak, GB .*?\) \| (.*) \|$", page)
+    found = [count(command, int(n))["peak"]["activations"] for n in ranks.split(" | ")]
+    assert [f"{size / 1e9:.4g}" for size in found] == figures.split(" | ")
+    one, two, four, *_ = found
+    assert one - two == 2 * (two - four) > 0
 
 
 def test_what_is_offloaded_does_not_count(count):
