@@ -131,7 +131,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)

@@ -40,16 +40,17 @@ Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
 
 This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them. To
-copy it, take it, these five files and common/. The order of composition: experts first, so that
-what follows leaves them alone; then tensor parallel, because it changes what a layer computes; then
-the attention of context parallel; then FSDP, which shards what the rank now holds; then the
-pipeline around all of it.
+copy it, take it, these five files and common/. ``compose`` has the order: the stage is cut first,
+so that a rank splits only its own layers; then experts, so that what follows leaves them alone;
+then tensor parallel, because it changes what a layer computes; then the attention of context
+parallel; then FSDP, which shards what the rank now holds. The pipeline's schedule goes around it.
 """
 
 import argparse
 import functools
 import logging
 import os
+import types
 
 import torch
 from torch import nn
@@ -59,9 +60,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 from common.data import BatchSampler, load_steps
 from common.errors import refuse
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
-from common.launch import (
-    gloo_on_gpus, launch, rank_and_world_size, set_timeout, start_process_group
-)
+from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.model_options import add_model_options
@@ -89,68 +88,21 @@ def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser, MixtureConfig)  # EP
     add_text_options(parser)
-    grid = parser.add_argument_group("grid", "The product of the first four is the "
-                                     "world size.")
-    for name, what in (
-        ("dp", "data-parallel ranks; None: what the other three leave"),  # DP
-        ("cp", "context-parallel ranks, shards of each sequence"),  # CP
-        ("tp", "tensor-parallel ranks"),  # TP
-        ("pp", "pipeline stages"),  # PP
-    ):
-        variable = f"{name.upper()}_SIZE"
-        grid.add_argument(f"--{name}", type=at_least(1), metavar="N",
-                          help=f"{what}; taken from {variable} if that is set",
-                          default=os.environ.get(variable, None if name == "dp" else "1"))  # DP
-    grid.add_argument("--ep", type=at_least(1), default=1, metavar="N",  # EP: of DP, CP and TP
-                      help="ranks over which the experts of each layer are spread, a divisor of "
-                      "dp / R x cp x tp; 1: FSDP for experts")
-    grid.add_argument("--balance-rate", type=at_least(0, float), default=0.0, metavar="X",  # EP
-                      help="how much each step changes the biases that balance the load of "
-                      "experts; 0: not at all")
-    grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP, CP
-                      help="replicas of the parameters, each sharded over dp / R x cp ranks")
-    grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-                      help="with --tp: split the norms and the residual stream along the "  # TP
-                      "sequence")
-    grid.add_argument("--microbatches", type=at_least(1), metavar="M",  # PP
-                      help="micro-batches into which the pipeline cuts each of the --grad-accum "
-                      "micro-batches; None: as many as stages")
+    add_grid_options(parser)
     Checkpoints.add_options(parser)
     Validation.add_options(parser)
     Report.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     cp, tp, pp = args.cp, args.tp, args.pp  # CP, TP, PP
-    ep, E = args.ep, args.config.num_experts  # EP
+    E = args.config.num_experts  # EP
     dp = args.dp or max(1, n // (cp * tp * pp))  # DP: what CP, TP and PP leave
     M = args.microbatches or pp  # PP
     check(args, n, dp, M)  # DP, PP
 
-    # Start-up: one mesh for DP, CP, TP and PP
     device = start_process_group(args)
-    mesh = init_device_mesh(
-        device.type, (pp, args.replicate, dp // args.replicate, cp, tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-    )
-    set_timeout(mesh, args.timeout)
-    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # DP: who reads other samples
-    set_timeout(dp_mesh, args.timeout)
-    # DP, CP: parameters are sharded over both, since for them CP is more data parallelism.
-    shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if args.replicate > 1:
-        shard_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
-    # EP: a second mesh over the same ranks (PP: of each stage). DP, CP and TP split tokens alike
-    if E:
-        expert_dp = dp // args.replicate * cp * tp // ep  # the ranks that hold the same experts
-        expert_mesh = init_device_mesh(
-            device.type, (pp, args.replicate, expert_dp, ep),
-            mesh_dim_names=("pp", "dp_replicate", "expert_dp", "ep"),
-        )
-        set_timeout(expert_mesh, args.timeout)
-        expert_shard_mesh = expert_mesh["expert_dp"]
-        if args.replicate > 1:
-            expert_shard_mesh = expert_mesh["dp_replicate", "expert_dp"]
-        tokens_mesh = expert_mesh["dp_replicate", "expert_dp", "ep"]._flatten("tokens")
+    meshes = make_meshes(args, dp, device.type)
+    mesh = meshes.all
     stage = mesh.get_local_rank("pp")  # PP
     cp_rank = mesh.get_local_rank("cp")  # CP
     positions = shard_positions(args.seq_len, cp).to(device)[cp_rank]  # CP: (T/cp,)
@@ -158,54 +110,14 @@ def main(argv=None):
     # DTensor warns that a flattened mesh would be faster for the gradient norm.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    # Model: this rank's stage, built on the meta device; see pp.py, tp.py, cp.py and fsdp.py
+    # Model: this rank's stage, built on the meta device, then split and materialised
     with torch.device("meta"):
         whole, model = (  # EP: experts for each MLP
             use_experts(Transformer(args.config)).to(args.param_dtype) for _ in range(2)
         )
-    # PP: delete what other stages have
-    stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
-    keep_stage(model, stage_layers, stage)
-    check_stages(whole, [model], mesh.get_group("pp"))
-    layers = model.model.layers.values()
-    dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
-    # EP: the experts of each layer, then FSDP for them. PP: a stage keeps them gathered, see below
-    if E:
-        for layer in layers:
-            shard_experts(
-                layer.mlp.experts, expert_mesh["ep"], expert_shard_mesh, dtype,
-                reshard_after_forward=pp == 1,
-            )
-            layer.mlp.dispatch = functools.partial(
-                to_experts_and_back, group=expert_mesh.get_group("ep")
-            )
-    # TP: the matrices of each layer are split. EP: but not those of experts
-    if tp > 1:
-        plan = llama_plan(args.sequence_parallel)
-        parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
-        # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
-        wait_for_output(model.model.embed_tokens, model.lm_head)
-    # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions
-    model.forward = functools.partial(model.forward, positions=positions)
-    # CP: attention reads the keys and values of all ranks of a sequence
-    if cp > 1 and layers:  # the last stage may have none
-        group = mesh.get_group("cp")
-        set_attention(model, allgather_attention, group, replaces=plain_attention)
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
-    # FSDP: what is gathered together
-    units = [
-        [model.model.embed_tokens], *([layer] for layer in layers),
-        [model.model.norm, model.lm_head],
-    ]
-    units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
-    # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
-    shard(model, units, shard_mesh, dtype, reshard_after_forward=pp == 1)
-    # EP: gather what a layer needs ahead of the wait for the counts
-    if E:
-        prefetch(units, backward=args.activation_checkpointing)
-    add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
+    stage_layers = compose(args, whole, model, meshes, positions)
     materialise(model, device, args.seed)
-    compare_calls(model, dp_mesh.get_group(), passes=2 * args.grad_accum)  # DP
+    compare_calls(model, meshes.dp.get_group(), passes=2 * args.grad_accum)  # DP
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.
     count = torch.ones((), dtype=torch.int64, device=device)
@@ -251,7 +163,7 @@ def main(argv=None):
     dataset = open_dataset(args)
     sampler = BatchSampler(
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=dp_mesh,  # DP: the other ranks read the same samples
+        mesh=meshes.dp,  # DP: the other ranks read the same samples
     )
     validation = Validation(
         open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
@@ -263,7 +175,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(
@@ -276,7 +188,7 @@ def main(argv=None):
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
-        count.copy_(count_targets(batch, dp_mesh.get_group()))  # DP: of all samples
+        count.copy_(count_targets(batch, meshes.dp.get_group()))  # DP: of all samples
         for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
@@ -289,7 +201,7 @@ def main(argv=None):
         optimizer.step()
         # EP: of all tokens, which the ranks of a stage share
         if E:
-            balance_experts(model, args.balance_rate, tokens_mesh.get_group())
+            balance_experts(model, args.balance_rate, meshes.tokens.get_group())
         optimizer.zero_grad()
         # EP: how uneven the load of the experts is
         more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
@@ -303,6 +215,89 @@ def main(argv=None):
             break
     checkpoints.finish()
     return report.close()
+
+
+def make_meshes(args, dp, device_type):
+    """The DeviceMeshes of the grid in ``args``, with ``dp`` data-parallel ranks: ``all`` of it;
+    ``dp``, the ranks that read other samples; ``shard``, those over which FSDP shards; and with
+    experts ``experts``, a second grid of the same ranks, ``expert_shard``, over which FSDP shards
+    them, and ``tokens``, the ranks of a stage, which share the tokens of the batch."""
+    cp, tp, pp, R = args.cp, args.tp, args.pp, args.replicate  # CP, TP, PP; R: DP, CP
+    mesh = init_device_mesh(
+        device_type, (pp, R, dp // R, cp, tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    )
+    meshes = types.SimpleNamespace(all=mesh)
+    meshes.dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # DP
+    # DP, CP: parameters are sharded over both, since for them CP is more data parallelism.
+    meshes.shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if R > 1:
+        meshes.shard = DeviceMesh._concatenate([mesh["dp_replicate"], meshes.shard])
+    # EP: a second mesh over the same ranks (PP: of each stage). DP, CP and TP split tokens alike
+    if args.config.num_experts:
+        expert_dp = dp // R * cp * tp // args.ep  # the ranks that hold the same experts
+        meshes.experts = experts = init_device_mesh(
+            device_type, (pp, R, expert_dp, args.ep),
+            mesh_dim_names=("pp", "dp_replicate", "expert_dp", "ep"),
+        )
+        meshes.expert_shard = experts["expert_dp"]
+        if R > 1:
+            meshes.expert_shard = experts["dp_replicate", "expert_dp"]
+        meshes.tokens = experts["dp_replicate", "expert_dp", "ep"]._flatten("tokens")
+        set_timeout(experts, args.timeout)
+    for each in mesh, meshes.dp:
+        set_timeout(each, args.timeout)
+    return meshes
+
+
+def compose(args, whole, model, meshes, positions):
+    """Cut ``model``, a copy of ``whole`` on the meta device, to the stage of this rank, and apply
+    each strategy to it in its turn, in place. ``positions`` (T/cp,): those of this rank. Returns
+    the numbers of the layers of each stage."""
+    mesh, E = meshes.all, args.config.num_experts
+    cp, tp, pp = (mesh[name].size() for name in ("cp", "tp", "pp"))
+    # PP: delete what other stages have
+    stage_layers = split_layers(len(whole.model.layers), pp, cost_of_head(whole))
+    keep_stage(model, stage_layers, mesh.get_local_rank("pp"))
+    check_stages(whole, [model], mesh.get_group("pp"))
+    layers = model.model.layers.values()
+    dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
+    # EP: the experts of each layer, then FSDP for them. PP: a stage keeps them gathered, see below
+    if E:
+        for layer in layers:
+            shard_experts(
+                layer.mlp.experts, meshes.experts["ep"], meshes.expert_shard, dtype,
+                reshard_after_forward=pp == 1,
+            )
+            layer.mlp.dispatch = functools.partial(
+                to_experts_and_back, group=meshes.experts.get_group("ep")
+            )
+    # TP: the matrices of each layer are split. EP: but not those of experts
+    if tp > 1:
+        plan = llama_plan(args.sequence_parallel)
+        parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
+        # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
+        wait_for_output(model.model.embed_tokens, model.lm_head)
+    # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions
+    model.forward = functools.partial(model.forward, positions=positions)
+    # CP: attention reads the keys and values of all ranks of a sequence
+    if cp > 1 and layers:  # the last stage may have none
+        group = mesh.get_group("cp")
+        set_attention(model, allgather_attention, group, replaces=plain_attention)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    # FSDP: what is gathered together
+    units = [
+        [model.model.embed_tokens], *([layer] for layer in layers),
+        [model.model.norm, model.lm_head],
+    ]
+    units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
+    # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
+    shard(model, units, meshes.shard, dtype, reshard_after_forward=pp == 1)
+    # EP: gather what a layer needs ahead of the wait for the counts
+    if E:
+        prefetch(units, backward=args.activation_checkpointing)
+    add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
+    return stage_layers
 
 
 def plan_with_experts(plan):
@@ -350,6 +345,36 @@ def describe_grid(mesh, layers):
             yield f"pp {p} dp {d} | {shards} | {held}"
 
 
+def add_grid_options(parser):
+    """Add the sizes of the grid, and how its axes split."""
+    grid = parser.add_argument_group("grid", "The product of the first four is the "
+                                     "world size.")
+    for name, what in (
+        ("dp", "data-parallel ranks; None: what the other three leave"),  # DP
+        ("cp", "context-parallel ranks, shards of each sequence"),  # CP
+        ("tp", "tensor-parallel ranks"),  # TP
+        ("pp", "pipeline stages"),  # PP
+    ):
+        variable = f"{name.upper()}_SIZE"
+        grid.add_argument(f"--{name}", type=at_least(1), metavar="N",
+                          help=f"{what}; taken from {variable} if that is set",
+                          default=os.environ.get(variable, None if name == "dp" else "1"))  # DP
+    grid.add_argument("--ep", type=at_least(1), default=1, metavar="N",  # EP: of DP, CP and TP
+                      help="ranks over which the experts of each layer are spread, a divisor of "
+                      "dp / R x cp x tp; 1: FSDP for experts")
+    grid.add_argument("--balance-rate", type=at_least(0, float), default=0.0, metavar="X",  # EP
+                      help="how much each step changes the biases that balance the load of "
+                      "experts; 0: not at all")
+    grid.add_argument("--replicate", type=at_least(1), default=1, metavar="R",  # DP, CP
+                      help="replicas of the parameters, each sharded over dp / R x cp ranks")
+    grid.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
+                      help="with --tp: split the norms and the residual stream along the "  # TP
+                      "sequence")
+    grid.add_argument("--microbatches", type=at_least(1), metavar="M",  # PP
+                      help="micro-batches into which the pipeline cuts each of the --grad-accum "
+                      "micro-batches; None: as many as stages")
+
+
 def check(args, n, dp, M):
     """Refuse a grid that n ranks do not fill, and sizes that it cannot split.
 
@@ -371,7 +396,6 @@ def check(args, n, dp, M):
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
          f"change one of them, or start {product} processes"),
-        *([gloo_on_gpus(args)] if max(cp, tp, pp) > 1 else []),
         (M < pp,
          f"--microbatches {M} leaves stages without work: use at least --pp {pp}"),
         (pp > config.num_hidden_layers,

@@ -66,7 +66,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import MAX_LOGITS, Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -180,7 +180,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     diagram = describe_stages(args.schedule, stage_layers, n, v, M)
@@ -412,7 +412,6 @@ def check(args, n, v):
     rounds, pieces = max(1, M // n), accum * M
     logits = args.batch_size // pieces * args.seq_len * args.config.vocab_size
     refuse([
-        gloo_on_gpus(args),
         (name in ONE_STAGE and v != 1,
          f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, or "
          f"interleaved1f1b"),

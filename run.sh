@@ -179,10 +179,16 @@ if [ "$command" = test ]; then
     echo "run.sh: a sample of the tests, some 3 minutes on two idle cores; --all: all, some 30"
   exec "$python" -m pytest "$@"
 fi
-# -P: a json.py in the working folder is not Python's.
-if [[ " bench check plan dry_run export import_hf parity prepare " = *" $command "* ]]; then
+tool=
+case $command in
+  bench | check | dry_run | plan | prepare) tool=tools.$command ;;
+  export | import_hf) tool=tools.huggingface.$command ;;
+  parity) tool=parity ;;
+esac
+if [ -n "$tool" ]; then
   find_python
-  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "tools.$command" "$@"
+  # -P: a json.py in the working folder is not Python's.
+  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "$tool" "$@"
 fi
 script=$command
 [ -f "$script" ] || script=$here/$command

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -111,7 +111,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -221,6 +221,10 @@ def parallelize(model, mesh, plan, whole=None):
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties.setdefault(parameter, []).append(name)
         trained[name] = parameter.requires_grad
+    for pattern, style in own.items():
+        if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+            for module in map(model.get_submodule, matching(names, pattern)):
+                module.register_forward_pre_hook(check_inputs)  # before the style drops some
     parallelize_module(model, mesh, own, src_data_rank=None)
     for first, *others in ties.values():  # parallelize_module has untied them
         tied = model.get_parameter(first)
@@ -234,6 +238,15 @@ def parallelize(model, mesh, plan, whole=None):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
     check_plan(model, mesh.size(), plan, whole or model)
+
+
+def check_inputs(module, inputs):
+    """A hook: PyTorch's styles take the first input of a module, and drop all others in silence."""
+    if len(inputs) > 1:
+        raise SettingError(
+            f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
+            f"PyTorch's style of its plan drops all but the first: give the others by keyword"
+        )
 
 
 def check_plan(model, n, plan, whole):
@@ -255,13 +268,6 @@ def check_plan(model, n, plan, whole):
                 f"are not to be split"
             )
 
-    def check_inputs(module, inputs):
-        if len(inputs) > 1:
-            raise SettingError(
-                f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
-                f"PyTorch's style of its plan drops all but the first: give the others by keyword"
-            )
-
     def check_positions(module, inputs):
         T = inputs[0].shape[1]  # (B, T) or (B, T, D)
         if T % n:  # gloo would abort
@@ -273,8 +279,6 @@ def check_plan(model, n, plan, whole):
     names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     for pattern, style in plan.items():
         for module in map(model.get_submodule, matching(names, pattern)):
-            if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-                module.register_forward_pre_hook(check_inputs, prepend=True)
             if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
                 module.register_forward_pre_hook(check_positions)
 
@@ -328,7 +332,7 @@ def check(args, n):
             ("--intermediate-size", config.intermediate_size),
             ("--vocab-size", config.vocab_size), ("--seq-len", sequence),
         )
-    ] + [gloo_on_gpus(args)])
+    ])
 
 
 if __name__ == "__main__":

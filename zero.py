@@ -101,7 +101,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), tensors_to_save(model, shards), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -227,6 +227,7 @@ class Bucket:
         self.padded_sizes = []  # numel of each shard with its padding: the same on all ranks
         n, rank = mesh.size(), mesh.get_local_rank()
         for parameter in parameters:
+            # 3 ranks, a parameter (8, 4): 3, 3 and 2 rows, all padded to 3 rows of 12 numbers
             rows = -(-len(parameter) // n)  # rounded up
             own = parameter.detach()[rank * rows : (rank + 1) * rows]
             self.shards[parameter] = as_shard(own, parameter, mesh)

@@ -1,4 +1,4 @@
-"""How this project opens files to read them: nothing else does.
+"""Opens files to read. Every file that this project reads is opened by these functions.
 
 A path may be anything: a FIFO into which nobody writes, a device without an end, a sparse file of a
 terabyte. So what is read is a regular file, of at most so many bytes.

@@ -36,6 +36,16 @@ def not_empty(text):
     return text
 
 
+def backend(text):
+    """An argparse type for what carries the collectives."""
+    if text not in ("auto", "nccl", "gloo"):
+        raise argparse.ArgumentTypeError(
+            f"{text:.40} is not allowed: take auto, which is nccl on GPUs and gloo on CPUs; "
+            f"PyTorch's wheels have no MPI"
+        )
+    return text
+
+
 def flag(name):
     """The option of a name in the parsed options."""
     return f"--{name.replace('_', '-')}"
@@ -96,8 +106,8 @@ def _add_device(parser):
     add = parser.add_argument_group("device and arithmetic").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: CUDA if there is a GPU, otherwise the CPU")
-    add("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="what carries "
-        "the collectives; auto: NCCL on GPUs, gloo on CPUs; under gloo ranks may share a GPU")
+    add("--backend", type=backend, default="auto", metavar="NAME", help="what carries the "
+        "collectives; auto: nccl on GPUs, gloo on CPUs, and no others fit")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
         help="fail if a rank does not start, or take part in a collective, for this long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
@@ -130,7 +140,7 @@ def parse_options(parser, argv=None):
         check(args)
     dtype = args.dtype
     if dtype == "auto":
-        dtype = default_dtype(pick_device(args.device, share=True))
+        dtype = default_dtype(pick_device(args.device))
     args.param_dtype = torch.float64 if dtype == "float64" else torch.float32
     args.compute_dtype = getattr(torch, dtype)
     args.bfloat16 = dtype == "bfloat16"

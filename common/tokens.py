@@ -111,8 +111,8 @@ class TokenDataset(Dataset):
                 pieces.append(np.fromfile(file, self.dtype, stop - start, offset=offset))
             if stamp != self.stamps[i]:
                 raise SettingError(
-                    f"{path} has changed since the run began: put the file back, or start a new "
-                    f"run with --no-resume or another --out"
+                    f"{path} has changed since the run began: put the file back, or take another "
+                    f"--out for a new run"
                 )
         return np.concatenate(pieces)
 

@@ -1,4 +1,5 @@
-"""Draw the pictures of README.md and docs/: docs/pictures/*.svg, from docs/data/*.json.
+"""Draw the pictures of README.md and docs/: docs/pictures/*.svg, from docs/data/*.json, cp.py and
+common/services/theory.py.
 
     python -m docs.draw
 
@@ -12,7 +13,11 @@ import math
 import pathlib
 import types
 
+import torch
+
 import cp
+from common.model import PRESETS
+from common.services import theory
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, PICTURES = ROOT / "docs" / "data", ROOT / "docs" / "pictures"
@@ -322,13 +327,72 @@ def grid():
         yield text(x, y + 5, rank, "ink m")
 
 
+def sent_by_scripts(n):
+    """By the formulas of theory.py, the bytes that a rank of ``n`` sends in a step of llama3-8b,
+    with one sequence of 8,192 tokens for each rank: by script, if n ranks can run it."""
+    config = PRESETS["llama3-8b"]
+    args = types.SimpleNamespace(
+        config=config, batch_size=n, seq_len=8192, grad_accum=1, param_dtype=torch.float32,
+        compute_dtype=torch.bfloat16, activation_checkpointing="full", attention="ring", stage=2,
+        replicate=1, reshard_after_forward=True, sequence_parallel=True, cpu_offload=False,
+    )
+    ulysses = types.SimpleNamespace(**vars(args) | {"attention": "ulysses"})
+    found = {
+        "ddp.py": theory.ddp(args, n), "zero.py": theory.zero(args, n),
+        "fsdp.py": theory.fsdp(args, n), "cp.py": theory.cp(args, n),
+    }
+    if n <= config.num_attention_heads:
+        found["cp.py --attention ulysses"] = theory.cp(ulysses, n)
+    if n <= config.num_key_value_heads:
+        found["tp.py"] = theory.tp(args, n)
+    if n <= config.num_hidden_layers:  # a rank in the middle
+        found["pp.py"] = theory.pp(args, [], [n // 2], n)
+    return {script: parts["sent"][1] for script, parts in found.items()}
+
+
+def sent():
+    """What a rank sends against the number of ranks n. A curve ends where n becomes too large for
+    the script."""
+    sizes = [2**i for i in range(1, 11)]  # up to 1,024
+    found = {n: sent_by_scripts(n) for n in sizes}
+
+    def x(n):
+        return 30 + 40 * math.log2(n)
+
+    def y(size):
+        return 330 - 54 * math.log10(size / 1e8)
+
+    yield text(70, 48, "GB in a step", "soft s")
+    for i, words in enumerate(("0.1", "1", "10", "100", "1,000", "10,000")):
+        height = y(10**i * 1e8)
+        yield line([(70, height), (x(1024), height)], "grid")
+        yield text(62, height + 4, words, "soft s e")
+    for n in sizes:
+        yield text(x(n), 350, f"{n:,}", "soft s m")
+    yield text(x(45), 368, "number of ranks n", "soft s m")
+    for script, colour, width, right, down, words in (  # the second is on the first
+        ("ddp.py", "past", 8, 8, 14, "ddp.py, zero.py: {} GB"),
+        ("fsdp.py", "c0", 2.5, 8, -4, "fsdp.py: {} GB"),
+        ("cp.py", "c1", 2.5, 8, 4, "cp.py, ring or allgather: {} GB"),
+        ("cp.py --attention ulysses", "c2", 2.5, 4, -8, "cp.py, ulysses: {} GB (32 heads)"),
+        ("tp.py", "c3", 2.5, -72, -28, "tp.py: {} GB (8 key/value heads)"),
+        ("pp.py", "c5", 2.5, 8, 4, "pp.py: {} GB (32 layers)"),
+    ):
+        curve = [(x(n), y(row[script])) for n, row in found.items() if script in row]
+        last = [row[script] for row in found.values() if script in row][-1]
+        yield line(curve, colour, width, 'stroke-linejoin="round"')
+        left, height = curve[-1]
+        yield text(left + right, height + down, words.format(f"{last / 1e9:,.0f}"), "ink s")
+
+
 def draw():
     save("curves", 890, 480, "The loss of eight scripts: one curve", curves())
     for number, run in enumerate(read("bugs"), 1):
         title = f"The loss with and without bug {number}, over 50 steps"
         save(f"bugs/{number:02}", 420, 120, title, bug(run), heading=False)
-    save("memory", 830, 454, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
+    save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
+    save("sent", 656, 384, "GB that a rank sends: Llama 3 8B, 8,192 tokens for each rank", sent())
     save("key", 590, 272, "zero.py on 4 ranks", key())
     save("ring", 790, 296, "Ring attention on 4 ranks: who computes which scores, and when", ring())
     save("grid", 816, 370, "hybrid_3d.py --pp 2 --cp 2 --tp 2 on two machines of 8 GPUs: dp is 2",

@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from common.attention import aten, merge, pad_heads, rows, wide
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import gloo_on_gpus, launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.model_options import add_model_options
@@ -146,7 +146,7 @@ def main(argv=None):
         args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
@@ -578,7 +578,6 @@ def check(args, n):
     chunks = 1 if n == 1 else n if ulysses else 2 * n
     below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
     refuse([
-        *([gloo_on_gpus(args)] if args.attention == "ring" else []),
         (args.seq_len % chunks,
          f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
          f"each of {n} ranks: use a multiple of {chunks}, such as "

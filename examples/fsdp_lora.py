@@ -45,12 +45,12 @@ from common.torch_versions import reshard
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.checkpoint_files import hash_of
-from common.services.hf_weights import load_weights
 from common.services.new_files import new_folder, refuse_existing
 from common.services.report import Report
 from common.services.settings import run_settings
 from common.services.validation import Validation
-from tools.export import write_json
+from tools.huggingface.export import write_json
+from tools.huggingface.weights import load_weights
 
 
 def main(argv=None):
@@ -137,7 +137,7 @@ def main(argv=None):
         args.out, (fixed, changeable), adapters, optimizer,
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     export = args.export

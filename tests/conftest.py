@@ -13,7 +13,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # test_cuda.py lets scripts see them
+# The GPUs that test_cuda.py lets scripts see. Processes of pytest-xdist inherit both variables.
+VISIBLE_GPUS = os.environ.setdefault(
+    "GPUS_OF_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 # On the CPU: float64 curves and exact bytes, on as many ranks as a test asks for
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores

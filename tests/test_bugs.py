@@ -8,10 +8,10 @@ import textwrap
 import pytest
 
 from docs import draw
+from parity.compare import compare, read
 from tests.support.parity_runs import RANKS, TRAINER, read as read_bugs
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
-from tools.parity.compare import compare, read
 
 BUGS = [*read_bugs()]
 

@@ -116,7 +116,9 @@ def test_each_file_has_one_writer(folder, rank):
 
     weight = nn.Parameter(torch.zeros(2))
     with mock.patch.object(dist, "is_initialized", lambda: False):
-        checkpoints_of(folder / str(rank), {"weight": weight}).save(1)
+        alone = checkpoints_of(folder / str(rank), {"weight": weight})
+        alone.resume()
+        alone.save(1)
     writers, checkpoints = [], checkpoints_of(folder / "both", {"weight": weight})
     checkpoints.resume()
     with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
@@ -160,8 +162,7 @@ def test_what_must_not_be_saved(folder, rank):
 @on_ranks(2)
 def test_rank_0_decides(folder, rank):
     """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
-    what rank 0 sees. And torchrun has counted a restart on one of two machines: no rank starts a
-    new run, or goes back."""
+    what rank 0 sees."""
     weight = nn.Parameter(torch.zeros(2))
     first = checkpoints_of(folder, {"weight": weight}, keep=9)
     first.resume()
@@ -171,12 +172,8 @@ def test_rank_0_decides(folder, rank):
     listed = checkpoint.list_checkpoints
     with mock.patch.object(checkpoint, "list_checkpoints",
                            lambda folder: listed(folder)[: -1 if rank == 1 else None]):
-        for restarts, which, found in (
-            (rank, {"newest": False}, 3), (rank, {"step": 2}, 3), (0, {"step": 2}, 2),
-        ):
-            with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(restarts)):
-                assert checkpoints_of(folder, {"weight": weight}).resume(**which) == found
-            assert (weight == found).all()
+        nn.init.zeros_(weight)
+        assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
 
 
 # Checkpoints of other models, taken alone
@@ -187,8 +184,7 @@ def small():
 
 
 def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
-    """Only the settings that it has are compared; it is never removed; --no-resume returns to it.
-    """
+    """Only the settings that it has are compared; it is never removed; --from returns to it."""
     imported, model = small(), small()
     checkpoints = checkpoints_of(tmp_path, imported, must={"size": 4})
     checkpoints.resume()
@@ -201,13 +197,11 @@ def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
         checkpoints.save(step)
     assert steps(tmp_path) == [0, 2]
     assert checkpoints_of(tmp_path, small(), must=settings).resume() == 2
-    model = small()
-    assert checkpoints_of(tmp_path, model, must=settings).resume(newest=False) == 0
+    model, first = small(), str(tmp_path / "step-00000000")
+    assert checkpoints_of(tmp_path / "new", model, must=settings).resume(first) == 0
     assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
-    assert steps(tmp_path) == [0] and steps(tmp_path / "previous-1") == [2]
-    assert checkpoints_of(tmp_path, small(), must=settings).resume(step=0) == 0
-    with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 in this run"):
-        checkpoints_of(tmp_path, small(), must={"size": 5}).resume()
+    with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 .* --model"):
+        checkpoints_of(tmp_path / "other", small(), must={"size": 5}).resume(first)
 
 
 def test_a_checkpoint_of_another_run(tmp_path):

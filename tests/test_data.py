@@ -85,16 +85,25 @@ def test_replicas_are_equal():
         rows(0, world_size=4, replication=3)
 
 
-def test_large_data_costs_what_small_data_costs(monkeypatch):
-    """10^12 samples: no list of them, and no walk to the middle. Each index is computed alone."""
-    asked = []
+def test_large_data_costs_what_small_data_costs(tmp_path, monkeypatch):
+    """A file of 8 TB, with holes, holds 10^12 samples: there is no list of them, and no walk to the
+    middle. Each index is computed alone, and each sample is read alone."""
+    next(iter(BatchSampler(10, BATCH)))  # what numpy imports late does not count
+    asked, path = [], tmp_path / "tokens.bin"
     monkeypatch.setattr(data, "permute", lambda i, *rest: asked.append(len(i)) or permute(i, *rest))
+    path.touch()
     for size, start in ((10**3, 10), (10**12, 10**10)):
+        os.truncate(path, 2 * 4 * size)
+        with open(path, "ab") as file:
+            np.uint16(7).tofile(file)  # the last target
         tracemalloc.start()
-        batch = next(iter(BatchSampler(size, BATCH, start=start)))
+        dataset = TokenDataset(path, 4, "uint16")
+        batch = next(iter(BatchSampler(len(dataset), BATCH, start=start)))
+        _, targets = dataset[size - 1]
         assert tracemalloc.get_traced_memory()[1] < 10**5
         tracemalloc.stop()
         assert asked == [BATCH] and len(set(batch)) == BATCH
+        assert len(dataset) == size and targets.tolist() == [0, 0, 0, 7]
         asked.clear()
     assert max(batch) > 10**11
 

@@ -1,4 +1,5 @@
-"""diloco.py: its reference is one process that runs the replicas in turn. Its checkpoints."""
+"""examples/diloco.py: its reference is one process that runs the replicas in turn. And its
+checkpoints."""
 
 import argparse
 import shutil
@@ -17,7 +18,7 @@ from tests.support import inject
 from tests.support.processes import Result
 from tests.test_checkpoint import assert_bit_equal, tensors
 from tests.test_same_run import assert_near, furthest
-from tools.export import export
+from tools.huggingface.export import export
 
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -26,7 +27,7 @@ OPTIONS = f"{MODEL} --steps {STEPS} --log-every 1 --warmup-steps 3 --lr 0.01 --s
 # Steps 4 and 8 are between two meetings.
 WHOLE = (f"{OPTIONS} --save-every 4 --grad-accum 2 --no-reshard-after-forward --val-data {{val}} "
          "--val-every 4 --val-batches 1")
-COMMAND = f"diloco.py --replicas {R} --inner-steps {H}"
+COMMAND = f"examples/diloco.py --replicas {R} --inner-steps {H}"
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
             optimizer.step()
             optimizer.zero_grad()
             found.append((loss.item(), norm.item()))
-        curve.append([sum(numbers) / R for numbers in zip(*found)])
+        curve.append([sum(loss for loss, _ in found) / R, found[0][1]])
         if (step + 1) % H == 0:
             for name, value in common.items():
                 own = [model.get_parameter(name).detach() for model in models]
@@ -122,17 +123,23 @@ def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp
     holds_and_sends(found, 2, met=0)
 
 
-def test_the_common_weights_are_exported(whole, tmp_path):
-    """Also between two meetings."""
+def test_the_common_weights_are_exported(run, whole, corpus, tmp_path):
+    """Also between two meetings. A new run starts from them: with a rate of 0 they stay."""
     export(whole.out / "step-00000004", tmp_path / "exported")
     safetensors = pytest.importorskip("safetensors.torch")
     found = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     expected = tensors(whole.out, 4)
     assert len(found) == 21
     assert all(torch.equal(found[name], expected[f"model.{name}"]) for name in found)
+    new = run(COMMAND, 2, f"{OPTIONS} --steps 3 --lr 0 --from-pretrained exported --data {corpus}")
+    saved = tensors(new.out, 3)
+    for prefix in ("model", "model.replica0", "model.replica1"):
+        assert all(torch.equal(found[name], saved[f"{prefix}.{name}"]) for name in found)
 
 
-def test_others_refuse_it(whole, corpus):
+def test_others_refuse_it(whole, corpus, monkeypatch):
+    monkeypatch.setattr(TokenDataset, "__getitem__", TokenDataset.__getitem__)  # undone at the end
+    inject.ignored()
     with pytest.raises(SettingError, match="--replicas is 2 in .*and None in this run"):
         single.main(f"{OPTIONS} --steps 9 --data {corpus} --out {whole.out}".split())
 

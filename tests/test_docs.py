@@ -16,22 +16,22 @@ from unittest import mock
 import pytest
 
 from common import torch_versions
-from tests.support.processes import PATIENCE, ROOT
+from docs import draw
+from tests.support.processes import PATIENCE, ROOT, TOOLS
 from tests.support.sample import thorough
 from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, without
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
-         for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
+         for folder in (".", "docs", "parity") for path in sorted((ROOT / folder).glob("*.md"))}
 DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
               for name in SCRIPTS}
 README = PAGES["README.md"]
-TOOLS = ["bench", "check", "plan", "dry_run", "prepare", "export", "import_hf", "parity"]
-FOLDERS = ["", "common/", "common/services/", "tools/", "tools/support/", "examples/", "docs/",
-           "tests/", "tests/support/", "tests/gpu/"]
+FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/huggingface/",
+           "tools/support/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc
     master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node num_processes
-    pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
+    output pid prefix rdzv-backend rdzv-endpoint separator shm-size shutdown-timeout signal
     signals-to-handle standalone tied ulimit""".split()}
 
 
@@ -59,8 +59,7 @@ def in_order(lines, text):
 @functools.cache
 def options(name):
     """What the help of a script or a tool names."""
-    tool = f"tools.{name.replace('parity', 'parity.compare')}"
-    module = importlib.import_module(name if name in SCRIPTS else tool)
+    module = importlib.import_module(TOOLS.get(name, name))
     with (mock.patch.object(sys, "argv", [name, "--help"]), pytest.raises(SystemExit),
           contextlib.redirect_stdout(io.StringIO()) as text):
         module.main()
@@ -87,11 +86,12 @@ def test_commands_and_options_exist(page):
             name = word.removeprefix("tools.").removesuffix(".py")
             if word in DOCSTRINGS or before in ("run.sh", "-m") and name in TOOLS:
                 owner = name
+                allowed = options(name) | (options("single") if name == "bench" else set())
             elif before == "run.sh":
                 assert (word in ("test", "--help") or (ROOT / word).exists()
                         or word.startswith("my_")), words
             elif owner and word.startswith("--"):
-                assert word in options(owner), words
+                assert word in allowed, words
 
 
 SMALL = "--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2"
@@ -129,7 +129,9 @@ def test_a_command_works_as_typed(line, tmp_path):
 
 
 def main_of(script):
-    return re.search(r"(?ms)^def main\(.*?\n\n\n", (ROOT / script).read_text())[0].rstrip() + "\n"
+    """With what hybrid_3d.py has functions of its own for."""
+    parts = r"(?ms)^def (?:main|make_meshes|compose)\(.*?\n\n\n"
+    return "".join(re.findall(parts, (ROOT / script).read_text())).rstrip() + "\n"
 
 
 @pytest.mark.parametrize("script", [name for name in DOCSTRINGS if name != "single.py"])
@@ -166,12 +168,14 @@ def test_the_code_of_the_pages():
 def test_the_functions_to_take_are_complete():
     """A function that the table names uses no other name of its script, or of common/, than those
     that the table names too, and those of torch_versions."""
-    rows = re.findall(r"(?m)^\| [^|]+ \| (.*?\[(\w+)\.py\].*?) \| .* \|$", PAGES["docs/copying.md"])
+    row = r"(?m)^\| [^|]+ \| (.*?\]\(\.\./([\w/]+\.py)\).*?) \| .* \|$"
+    rows = re.findall(row, section(PAGES["docs/copying.md"], "Only the functions"))
     assert len(rows) == 7
     for cell, script in rows:
-        body = ast.parse(SOURCES[script]).body
+        source = (ROOT / script).read_text()
+        body = ast.parse(source).body
         defined = {node.name: node for node in body if hasattr(node, "name")}
-        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", SOURCES[script])}
+        known = {*defined, *re.findall(r"(?m)^([A-Z_]+) =", source)}
         known |= {alias.name for node in body if isinstance(node, ast.ImportFrom)
                   and node.module.split(".")[0] in ("common", *SCRIPTS) for alias in node.names}
         taken = {"SettingError", *re.findall(r"`(\w+)`", cell)}
@@ -212,3 +216,15 @@ def test_files_and_links_exist(page):
             headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if anchor else [""]
             titles = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
             assert anchor in [title.replace(" ", "-") for title in titles], link
+
+
+def test_the_pictures_show_their_sources(tmp_path, monkeypatch):
+    """docs/data/, cp.py and theory.py: docs/draw.py draws from them what is there."""
+    (tmp_path / "bugs").mkdir()
+    monkeypatch.setattr(draw, "PICTURES", tmp_path)
+    draw.draw()
+    drawn, kept = (
+        {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.svg")}
+        for folder in (tmp_path, ROOT / "docs" / "pictures"))
+    assert drawn.keys() == kept.keys()
+    assert [name for name in kept if drawn[name] != kept[name]] == []

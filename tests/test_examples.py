@@ -23,7 +23,6 @@ from common.model_options import add_model_options
 from common.options import option_parser, parse_options
 from common.services import checkpoint_files
 from common.services.hf_config import read_config
-from common.services.hf_weights import load_weights
 from common.step import decay_groups, set_learning_rate
 from common.tokens import TokenDataset, add_text_options
 from examples import cp_documents as cp, fsdp_muon
@@ -32,7 +31,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_cp import results
-from tools import export
+from tools.huggingface import export
+from tools.huggingface.weights import load_weights
 
 NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
 TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01 --seed 3"
@@ -166,12 +166,14 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 # What the lines say that an example has otherwise: of functions, and of its script's ``main``
 OTHERWISE = {"shard": "def |SettingError|comes at once",
-             "llama_plan": "kwarg_layouts|lm_head"} | dict.fromkeys((
+             "llama_plan": "kwarg_layouts|lm_head",
+             "check": "n ranks cannot do|replicas"} | dict.fromkeys((
     "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
     "--attention"), "")
 OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
              r"(model|text)_options|dataset = |micro_loss =|theory")
 OF_MAIN = {
+    "diloco": "replica|offload|host|all ranks|WORLD|run_settings|report =|B/dp|last|detach|theory",
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
     "fsdp_gpt2": rf"{OWN_MODEL}|units|norm,|buffers|compare_calls|reshard\(",
@@ -190,8 +192,8 @@ def test_what_an_example_has_copied_is_as_in_its_script():
         return {name: ast.get_source_segment(source, node) for name, node in found.items()}
 
     copied = []
-    for path in sorted((ROOT / "examples").glob("*_*.py")):
-        script = f"{path.stem.partition('_')[0]}.py"
+    for path in [ROOT / "examples" / "diloco.py", *sorted((ROOT / "examples").glob("*_*.py"))]:
+        script = f"{path.stem.replace('diloco', 'fsdp').partition('_')[0]}.py"
         for original in filter(pathlib.Path.exists, (ROOT / script, ROOT / "examples" / script)):
             own, original = parts(path.read_text()), parts(original.read_text())
             for name in own.keys() & original.keys():

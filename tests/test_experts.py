@@ -28,7 +28,7 @@ from tests.support.sample import sampled
 from tests.support.table import OLD
 from tests.test_checkpoint import assert_bit_equal
 from tests.test_same_run import assert_near, furthest
-from tools import export
+from tools.huggingface import export
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
@@ -184,7 +184,7 @@ def test_no_gather_waits_for_the_counts(folder):
             ep, "read_counts", wait_and_note
         ):
             module.main(f"{MODEL} --ep 1 --steps 2 --save-every 0 --no-count --out {folder}/out "
-                        f"--no-resume --seq-len 16 --batch-size 16 --data {__file__} "
+                        f"--seq-len 16 --batch-size 16 --data {__file__} "
                         f"{AGAIN}".split())
         assert " ".join(order[len(order) // 2 :]) == (
             "embed_tokens 0 0.mlp.experts 1 1.mlp.experts wait norm, lm_head wait 1 1.mlp.experts "

@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 
 from common.errors import SettingError
-from common.services import checkpoint_files, hf_config, hf_weights, run_folder
-from common.services.metrics import start_metrics
+from common.services import checkpoint_files, hf_config, run_folder
 from common.services.new_files import append, new_file, new_folder
+from common.services.report import start_metrics
 from common.tokens import TokenDataset
+from tools.huggingface import weights
 from tools.support import command
 
 # What a path may be instead of a regular file. A sparse file takes no disk.
@@ -29,9 +30,9 @@ READERS = {  # what reads a path, and what may stand there
     "run-id": (lambda path: run_folder.read_run_id(path.parent), INSTEAD.keys()),
     "SHA256SUMS": (lambda path: checkpoint_files.read_sums(path.parent),
                    INSTEAD.keys() - {"nested", "long number"}),
-    "metrics.jsonl": (lambda path: (run_folder.write_run_id(path.parent, "0" * 16),
-                                    start_metrics(path.parent, 1)), {"fifo", "folder", "sparse"}),
-    "model.safetensors": (lambda path: hf_weights.find_tensors(path.parent),
+    "metrics.jsonl": (lambda path: start_metrics(run_folder.Claim(path.parent, None, "0" * 16), 1),
+                      {"fifo", "folder", "sparse"}),
+    "model.safetensors": (lambda path: weights.find_tensors(path.parent),
                           {"fifo", "folder", "endless", "binary"}),
     "plan.json": (lambda path: command.check_json(path, "plan"), INSTEAD.keys()),
 }

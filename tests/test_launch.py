@@ -10,6 +10,7 @@ import datetime
 import importlib
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -30,7 +31,7 @@ from common.errors import SettingError
 from common.options import option_parser, parse_options
 from common.services.checkpoint_files import list_checkpoints
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import PATIENCE, ROOT, SMALL, Result, edited, free_port
+from tests.support.processes import BARE, PATIENCE, ROOT, SMALL, TOOLS, Result, edited, free_port
 from tests.support.sample import sampled, thorough
 from tests.test_refusals import in_order
 from tests.test_same_run import furthest
@@ -174,10 +175,9 @@ def test_what_run_sh_starts(tmp_path):
     assert shlex.split(shown)[-4:] == ["code/show.py", *words]
     (tmp_path / "code" / "common").mkdir()
     write_program(tmp_path / "python", PRETENDED)
-    tools = "bench check dry_run export import_hf parity plan prepare".split()
     for words, path, expected in [
         (command[2:], "mine", f"-P {ROOT}/tools/support/torchrun.py --nproc-per-node=1 "),
-        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m tools.{tool} --help") for tool in tools],
+        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m {TOOLS[tool]} --help") for tool in TOOLS],
         (["single.py", "--lr", "1"], "mine", f"{ROOT}/single.py --lr 1"),
         (["test", "-k", "cp"], "mine", "-m pytest -k cp"),
     ]:
@@ -252,6 +252,55 @@ def test_a_killed_process_is_named(tmp_path, corpus):
     first, second = [line for line in output.splitlines() if "error: " in line]
     assert "another process has ended" in first and "rank 1 was ended by SIGKILL" in second, output
     assert process.returncode == 1 and "Traceback" not in output and not left_over(tmp_path)
+
+
+@thorough
+def test_a_run_that_began_from_a_checkpoint_restarts(server, tmp_path, corpus):
+    """Killed before its first save, it begins from there again: started by torchrun, and by hand."""
+    server.run("ddp.py", 2, f"{OPTIONS} --save-every 2 --steps 2 --data {corpus}", folder=tmp_path,
+               out="first")
+    words = [*RUN, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus, "--out", "second",
+             "--from", "first/step-00000002"]
+    out, starts = tmp_path / "second", []
+
+    def started_again():
+        """It has logged two steps since run-id was written, and was not seen before."""
+        files = [out / name for name in ("run-id", "metrics.jsonl")]
+        if all(path.exists() for path in files) and logged(out) > 1:
+            began, last = (path.stat().st_mtime_ns for path in files)
+            text = files[0].read_text()
+            if last > began and text not in starts:
+                starts.append(text)
+                return True
+
+    for restarts in "10":
+        process = start(words, tmp_path, NPROC="2", MAX_RESTARTS=restarts)
+        wait_until(started_again)
+        if restarts == "1":
+            os.kill(children(process.pid)[-1], signal.SIGKILL)
+            wait_until(started_again)
+            for pid in [process.pid, *children(process.pid)]:
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not left_over(tmp_path))
+            finish(process)
+            assert not list_checkpoints(out)
+    process.terminate()
+    output = finish(process)
+    assert process.returncode == 0 and "starting from" in output, output
+    assert Result([0], "", out).history[0]["step"] == 3 and len(list_checkpoints(out)) == 1
+
+
+@thorough
+def test_killed_tests_leave_no_rank(tmp_path):
+    """Also a rank that stands still: it would hold its GPU."""
+    code = ("from tests.support.processes import ProcessServer; server = ProcessServer(); "
+            "server.start(); server.run('ddp.py', 2, sys.argv[1], folder=sys.argv[2], "
+            "inject='at(3, signal_self, \"SIGSTOP\", on=1)')")
+    tests = start([sys.executable, "-c", f"import sys; {code}", ENDLESS, tmp_path], ROOT)
+    wait_until(lambda: logged(tmp_path / "out") >= 2)
+    assert len(left_over(tmp_path)) >= 2
+    tests.kill()
+    wait_until(lambda: not left_over(tmp_path))
 
 
 @thorough
@@ -447,41 +496,70 @@ def test_the_gpu_of_a_process(monkeypatch):
     assert launch.pick_device("cpu").type == "cpu"
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for share, environment, number in (
-        (False, {}, 0), (False, {"RANK": "5", "LOCAL_RANK": "1"}, 1),
-        (True, {"LOCAL_RANK": "3"}, 1),
+    for environment, found in (
+        ({}, 0), ({"RANK": "5", "LOCAL_RANK": "1"}, 1), (shares(3, 4), 1),
+        (shares(0, 3), 0), (shares(2, 3), "has 2: start at most 2 .* multiple of 2 may share"),
+        (shares(2, 4) | {"WORLD_SIZE": "8"}, "has 2: start"),
+        ({"LOCAL_RANK": "2"}, "has 2: start"), ({"RANK": "5"}, "RANK is set but not LOCAL_RANK"),
     ):
         monkeypatch.setattr(os, "environ", environment)
-        assert launch.pick_device("auto", share).index == chosen.pop() == number
-    for environment, words in (
-        ({"RANK": "5"}, "RANK is set but not LOCAL_RANK"), ({"LOCAL_RANK": "2"}, "has 2: start"),
-    ):
-        monkeypatch.setattr(os, "environ", environment)
-        with pytest.raises(SettingError, match=words):
-            launch.pick_device("auto")
+        if isinstance(found, int):
+            assert launch.pick_device("auto").index == chosen.pop() == found
+        else:
+            with pytest.raises(SettingError, match=found):
+                launch.pick_device("auto")
 
 
-def test_gpus_are_connected_by_nccl(monkeypatch):
-    """And the CPU by gloo; by gloo alone ranks may share a GPU."""
-    given, args = {}, parse_options(option_parser(""), ["--timeout", "7"])
-    monkeypatch.setattr(launch, "_meet", lambda _: dist.HashStore())
+def shares(rank, ranks):
+    """The variables of a rank, all of which are on one machine."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+@pytest.mark.parametrize("environment, others, found", [
+    ({"LOCAL_RANK": "1"}, "", {}),
+    (shares(1, 2), "ab", {}),
+    (shares(3, 4), "aba", {"NCCL_HOSTID": "this-1", "NCCL_SOCKET_IFNAME": "lo",
+                           "NCCL_IB_DISABLE": "1"}),
+    (shares(0, 4) | {"NCCL_HOSTID": "own", "NCCL_IB_DISABLE": "0"}, "bab", {
+        "NCCL_HOSTID": "own", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "0"}),
+    (shares(0, 4), "cde", "each process sees only 2 of 4 GPUs, its own: .* show all GPUs"),
+])
+def test_processes_share_gpus(monkeypatch, capsys, environment, others, found):
+    """``others``: the UUIDs of the GPUs of the other ranks; this one has b. NCCL would refuse two
+    ranks on one GPU of the same host."""
+    args, given, store = parse_options(option_parser(""), ["--timeout", "7"]), {}, dist.HashStore()
+    monkeypatch.setattr(launch, "_meet", lambda _: store)
+    monkeypatch.setattr(launch, "find_difference", lambda *_: "")
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(launch.distributed_c10d, name, None)
-    monkeypatch.setattr(dist, "init_process_group",
-                        lambda backend, **more: given.update(more, backend=backend))
-    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "3"})
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(
+        more, backend=backend, environ=dict(os.environ)))
+    monkeypatch.setattr(socket, "gethostname", lambda: "this")
+    monkeypatch.setattr(os, "environ", BARE | environment)
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None),
-                        ("is_bf16_supported", True)):
+                        ("get_device_properties", types.SimpleNamespace(uuid="b"))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    with pytest.raises(SettingError, match="has 2: start"):
+    ranks = [rank for rank in range(4) if str(rank) != environment.get("RANK")]
+    for rank, uuid in zip(ranks, others):
+        store.set(f"GPU of rank {rank}", uuid)
+    args.backend = "gloo"
+    with pytest.raises(SettingError, match="--backend gloo does not fit: .* on GPUs, use nccl"):
         launch.start_process_group(args)
-    args = parse_options(option_parser(""), ["--timeout", "7", "--backend", "gloo"])
-    assert launch.start_process_group(args).index == 1 and given["backend"] == "gloo"
     args.backend = "auto"
-    os.environ["LOCAL_RANK"] = "1"
-    launch.start_process_group(args)
+    device = launch.start_process_group(args)
     assert given["backend"] == "cpu:gloo,cuda:nccl" and given["timeout"].seconds == 7
-    assert given["device_id"] == torch.device("cuda", 1)
+    assert given["device_id"] == device and device.index == int(environment["LOCAL_RANK"]) % 2
+    set_here = {name: value for name, value in given["environ"].items()
+                if name in ("NCCL_HOSTID", "NCCL_IB_DISABLE")}
+    said = capsys.readouterr().out
+    if isinstance(found, str):
+        assert re.search(found, said) and not set_here
+        assert launch.gpus_shared() == 0
+    else:
+        assert given["environ"].items() >= found.items() and not said
+        assert set_here.keys() == found.keys() - {"NCCL_SOCKET_IFNAME"}
+        assert launch.gpus_shared() == (2 if found else 0)
 
 
 @on_ranks(4)

@@ -1,85 +1,67 @@
-"""W&B, offline, and TensorBoard have what metrics.jsonl has, and no logger ends a run.
+"""The recipes of docs/copying.md give W&B and TensorBoard what metrics.jsonl has, also in a resume;
+and no logger ends a run. Both packages have stand-ins here."""
 
-Python has no reader of W&B's file, so W&B's own command reads it: ``wandb leet inspect --json``.
-"""
-
-import argparse
 import json
-import subprocess
-import sys
-import time
+import re
 
-import pytest
+from tests.support.processes import ROOT, SMALL, edited
 
-from common.errors import SettingError
-from common.services import loggers
-from tests.support.processes import PATIENCE, SMALL
+STAND_INS = """
+import types
 
-wandb = pytest.importorskip("wandb")
-pytest.importorskip("tensorboard")
+def note(*call):
+    with open("calls.jsonl", "a") as file:
+        file.write(json.dumps(call, default=str) + chr(10))
 
+class SummaryWriter:
+    def __init__(self, folder, purge_step):
+        note("start", folder, purge_step)
 
-def read_wandb(folder):
-    """What one start has given to W&B: its settings, and a dict of the values by step."""
-    words = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", folder]
-    text = subprocess.check_output(words, text=True, timeout=PATIENCE)
-    records = [json.loads(line) for line in text.splitlines()]
-    (run,) = [record["run"] for record in records if record["type"] == "run"]
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    return run, {row["_step"]: {k: row[k] for k in row if k[0] != "_"} for row in rows}
+    def add_scalar(self, *values):
+        note("scalar", *values)
 
+    def flush(self):
+        note("flush")
 
-def read_tensorboard(folder):
-    """A dict of the values by step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    rows = {}
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            assert name not in rows.setdefault(event.step, {})  # each step once
-            rows[event.step][name] = event.value
-    return rows
+sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+sys.modules["wandb"] = types.SimpleNamespace(
+    init=lambda **options: note("init", options), log=lambda *args, step: note("log", *args, step))
+"""
+OPTIONS = f"{SMALL} --steps 4 --log-every 1 --save-every 2"
 
 
-def test_both_have_what_the_run_has_logged_and_a_resume_continues_it(tmp_path, monkeypatch, capsys):
-    """Step 3, which the resume repeats, TensorBoard shows once."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    args = argparse.Namespace(out=tmp_path, wandb="mine", tensorboard=True, batch_size=8)
-    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        time.sleep(min(start, 1))  # W&B names the folder of a start by its second
-        for log in loggers.chosen_loggers(args, start):
-            for step in steps:
-                log({"step": step, "loss": step + start, "lr": 0.5})
-        shown = read_tensorboard(tmp_path / "tensorboard")  # at once
-        assert wandb.setup().settings.silent  # it would ask at a terminal
-        wandb.finish()
-    first, second = sorted(tmp_path.glob("wandb/offline-run-*"))
-    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
-    assert f"W&B: wandb sync {second}" in capsys.readouterr().out
-    run, found = read_wandb(second)
-    rows = {step: {"loss": step + 2 * (step > 2), "lr": 0.5} for step in (1, 2, 3, 4)}
-    assert found == {step: rows[step] for step in (3, 4)} and run["project"] == "mine"
-    assert run["config"]["update"]["batch_size"] == 8
-    assert shown == rows
+def test_the_recipes(run, corpus, tmp_path):
+    """The second start repeats step 3."""
+    page = (ROOT / "docs" / "copying.md").read_text().partition("\n## Your own logger\n")[2]
+    page = page.partition("\n## ")[0]
+    recipes = "".join(re.findall(r"(?s)```python\n(.*?)```", page))
+    imports = "\n".join(re.findall("`((?:import|from) .*?)`", page))
+    loop = "    for step, batch in "
+    script = edited(tmp_path, "ddp.py", ("import torch\n", f"{imports}\nimport torch\n"),
+                    (loop, f"{recipes}\n{loop}"))
+    options = f"{OPTIONS} --data {corpus}"
+    run(script, 2, options, expect_ok=False,
+        inject=f"{STAND_INS}\nat(4, signal_self, 'SIGKILL', on=0)")
+    result = run(script, 2, options, inject=STAND_INS)
+    calls = {}
+    for line in (tmp_path / "calls.jsonl").read_text().splitlines():
+        name, *values = json.loads(line)
+        calls.setdefault(name, []).append(values)
+    (first,), (again,) = calls["init"]
+    assert first["id"] == again["id"] and first["id"] in (result.out / "run-id").read_text()
+    assert (first["resume"], first["config"]["batch_size"]) == ("allow", 8)
+    assert [purge_step for _, purge_step in calls["start"]] == [1, 3]
+    assert [step for _, step in calls["log"]] == [1, 2, 3, 3, 4]
+    assert [record for record, _ in calls["log"]][-2:] == result.history[-2:]
+    assert calls["scalar"] == [[name, value, step] for record, step in calls["log"]
+                               for name, value in record.items()]
+    assert len(calls["flush"]) == 5
 
 
 def test_a_logger_that_raises_is_said_once_and_left_out(run, corpus):
-    """W&B, and a user's."""
-    result = run("single.py", 0, f"{SMALL} --steps 4 --log-every 1 --data {corpus} --wandb mine",
-                 inject="from common.services import loggers\n"
-                 "loggers.start_wandb = lambda *_: 1 / 0\n"
-                 "after(loggers, 'chosen_loggers', lambda chosen, *_: "
-                 "chosen.insert(0, lambda record: 1 / (3 - record['step'])))")
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus}",
+                 inject="after(Report, '__init__', lambda _, report, *args, **kwargs: "
+                 "report.loggers.append(lambda record: 1 / (3 - record['step'])))")
     assert [record["step"] for record in result.history] == [1, 2, 3, 4]
-    failed = [line for line in result.lines if "ZeroDivisionError: division by zero" in line]
-    for line, name in zip(failed, ("log_to_wandb", "<lambda>"), strict=True):
-        assert f"{name} failed" in line and "metrics.jsonl" in line
-
-
-def test_a_missing_package_is_one_line(monkeypatch):
-    for package in "wandb", "tensorboard":
-        monkeypatch.setitem(sys.modules, package, None)
-        args = {"wandb": None, "tensorboard": False} | {package: "mine"}
-        with pytest.raises(SettingError, match=f"--{package} needs .* install {package}"):
-            loggers._check(argparse.Namespace(**args))
+    (failed,) = [line for line in result.lines if "ZeroDivisionError: division by zero" in line]
+    assert "<lambda> failed" in failed and "metrics.jsonl" in failed

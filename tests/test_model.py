@@ -161,6 +161,21 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
         assert (gradient(dtype, x) - exact).norm() / exact.norm() < 0.004, dtype
 
 
+def test_where_gpus_add_up_in_the_product(monkeypatch):
+    """A kernel of CUDA: 16-bit numbers into a plain float32 total."""
+    used, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda total, a, b, out_dtype, out: used.append(
+        out_dtype) or out.copy_(addmm(total, a.float(), b.float())))
+    half, single = torch.ones(3, 3).bfloat16(), torch.ones(3, 3)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
+        for a, sub in ((half, torch.Tensor), (single, torch.Tensor), (half, torch.nn.Parameter)):
+            total = torch.ones(3, 3).as_subclass(sub)
+            common.model.add_product(total, a, a)
+            assert (total == 4).all()
+    assert used == [torch.float32]
+
+
 def test_a_loss_in_chunks_leaves_out_what_is_frozen(monkeypatch):
     monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
     for x_trains in (True, False):

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_leaves
 
 import common.model
-import diloco
 import ep
 import fsdp
 import tp
@@ -117,7 +116,7 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         "single.py", "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py",
         "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4",
         "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
-        "diloco.py", "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
+        "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
         "tp.py --compile",
     ):
         script, *options = f"{command} {OPTIONS} {adamw} --seed 5 --out {folder}/out".split()
@@ -140,12 +139,11 @@ def test_each_step_and_rank_draws_its_own_dropout(folder):
         assert {group["betas"] for group in groups} == {(0.8, 0.9)}, command
         assert {group["fused"] for group in groups} == {True}, command
         meshes = {"hybrid_3d.py": 2 + ("experts" in command)}  # whose groups wait for --timeout
-        assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep, diloco)))
+        assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep)))
         waiting = [call.args[0].mesh_dim_names for call in set_timeout.call_args_list]
         assert any("ep" in names for names in waiting) == ("experts" in command)
         assert wait.called == ("--compile" in command or "hybrid_3d.py --tp" in command), command
-        alike = {"fsdp.py": 2, "ep.py": 2, "diloco.py": 1,
-                 "hybrid_3d.py": 1 + ("--dp 2" in command)}
+        alike = {"fsdp.py": 2, "ep.py": 2, "hybrid_3d.py": 1 + ("--dp 2" in command)}
         if script in alike:
             (_, group), passes = compare.call_args
             assert group.size() == alike[script] and passes == {"passes": 2}, command
@@ -183,9 +181,9 @@ def test_each_parameter_group_keeps_its_own_rate():
 def test_settings_of_a_run():
     """A checkpoint without experts is that of a run that had no such option."""
     args = parse_options(model_parser(), ["--lr", "0.5"])
-    args.inner_steps = 3  # of diloco.py
+    args.balance_rate = 0.01  # of experts
     _, changeable = run_settings(args, [torch.ones(2)])
-    assert changeable["--lr"] == 0.5 and changeable["--inner-steps"] == 3
+    assert changeable["--lr"] == 0.5 and changeable["--balance-rate"] == 0.01
     assert source_files().items() <= changeable.items()
     assert config_settings({"num_experts": 0}) == {"--num-experts": None}
 
@@ -246,7 +244,7 @@ def test_bfloat16_reaches_the_layers(folder):
         assert not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
         raise Seeded
 
-    for command in "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "hybrid_3d.py", "diloco.py":
+    for command in "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "hybrid_3d.py":
         module = importlib.import_module(command.removesuffix(".py"))
         with mock.patch.object(common.model.MLP, "forward", check), pytest.raises(Seeded):
             module.main(f"{OPTIONS} --dtype bfloat16 --no-count --out {folder}/out "

@@ -1,4 +1,4 @@
-"""tools/parity: sound runs are equal, and faults are found and named. Whole scripts are compared in
+"""parity/: sound runs are equal, and faults are found and named. Whole scripts are compared in
 test_check.py, and published bugs in test_bugs.py."""
 
 import dataclasses
@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import types
@@ -16,10 +15,9 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from parity import main, record as recording
+from parity.compare import K, Run, compare, read
 from tests.support.processes import ROOT
-from tests.support.sample import thorough
-from tools.parity import main, record as recording
-from tools.parity.compare import K, Run, compare, read
 
 
 def train(path, make=lambda: torch.nn.Sequential(
@@ -442,7 +440,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     train(one), train(same), train(two, spoil=in_steps([2], scale(2)))
     monkeypatch.setattr(sys, "argv", ["parity", one, two])
     with pytest.raises(SystemExit, match="1"):
-        runpy.run_module("tools.parity", run_name="__main__")
+        runpy.run_module("parity", run_name="__main__")
     capsys.readouterr()
     assert main([one, same]) == 0
     assert capsys.readouterr().out.startswith("EQUAL: 1 rank against 1, 4 parameters, 3 updates")
@@ -485,10 +483,36 @@ def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
         assert (tmp_path / name).read_text() == text
 
 
-@thorough
-def test_it_needs_torch_alone(tmp_path):
-    """The folder is copied beside somebody's trainer."""
-    shutil.copytree(ROOT / "tools" / "parity", tmp_path / "parity")
-    train(tmp_path / "one"), train(tmp_path / "two")
-    subprocess.run([sys.executable, "-m", "parity", "one", "two"], cwd=tmp_path, check=True,
-                   env=os.environ | {"PYTHONPATH": ""})
+TRAINER = """
+import torch
+{}
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+{}
+for step in range(5):
+    batch = torch.randn(8, 4)
+    loss = model(batch).square().mean()
+    loss.backward()
+    {}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_folder_alone_works_in_another_project(tmp_path):
+    """Copied by the command of its README.md, with the lines that this adds to a trainer."""
+    page = (ROOT / "parity" / "README.md").read_text()
+    (copy,) = re.findall("(?m)^    (cp .*)", page)
+    code = re.search(r"(?s)```python\n(.*?)```", page)[1]
+    lines = [line for line in code.splitlines() if line]
+    for name in "one", "two":
+        text = TRAINER.format(*lines).replace("two.parity", f"{name}.parity")
+        (tmp_path / f"{name}.py").write_text(text)
+    for command in (copy.replace("parity YOUR_PROJECT/", f"{ROOT}/parity ."), "python one.py",
+                    "python two.py", "python -m parity one.parity two.parity"):
+        result = subprocess.run(
+            re.sub("^python", sys.executable, command), shell=True, cwd=tmp_path, text=True,
+            env=os.environ | {"PYTHONPATH": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert result.returncode == 0, result.stdout
+    assert result.stdout.startswith("EQUAL: 1 rank against 1, 2 parameters, 4 updates")

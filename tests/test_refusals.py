@@ -17,24 +17,20 @@ from torch.distributed import distributed_c10d
 
 from common import launch
 from common.errors import SettingError
-from tests.support.processes import ROOT, SMALL, free_port
+from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
-TOOLS = [f"tools.{name}" for name in
-         ("bench", "check", "dry_run", "export", "import_hf", "parity.compare", "plan", "prepare")]
-MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--resume-from",
-            "--num-experts", "--rank"}
-TEXTS = {"--data", "--val-data", "--out", "--model", "--stage", "--wandb"}  # of rows below
+MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--num-experts", "--rank"}
+TEXTS = {"--backend", "--data", "--from", "--val-data", "--out", "--model", "--stage"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
     --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
-    --async-save False --resume True --val-every 100 --val-batches 10 --log-every 10 --count True
-    --profile False --tensorboard False --stage 2 --replicate 1 --reshard-after-forward True
-    --cpu-offload False --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
-    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0 --replicas 2 --inner-steps 10 --outer-lr 0.7
-    --outer-momentum 0.9"""  # of the scripts; others have none, or the value of the model
+    --async-save False --val-every 100 --val-batches 10 --log-every 10 --count True
+    --profile False --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
+    --sequence-parallel True --attention ring --schedule 1f1b --microbatches 4
+    --tp 1 --cp 1 --pp 1 --ep 1 --balance-rate 0.0"""  # others have none, or that of the model
 
 
 class Started(Exception):
@@ -51,7 +47,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", started)
     for module in (*SCRIPTS, *TOOLS):
         with pytest.raises(Started) as start:
-            importlib.import_module(module).main([])
+            importlib.import_module(TOOLS.get(module, module)).main([])
         assert not start.value.args[0].allow_abbrev
         for action in start.value.args[0]._actions:
             name, parse = (*action.option_strings, action.dest)[0], action.type
@@ -94,9 +90,9 @@ single 0 --model nowhere | --model nowhere ... choose from tiny, small ... confi
 single 0 --model file | file cannot be read (JSONDecodeError
 single 0 --device cuda | --device cuda ... no GPU ... --device cpu
 single 0 --profile --steps 3 | --steps 3 ... at least 4
-single 0 --resume-from 0 --no-resume | --no-resume with --resume-from 0
+single 0 --from '' | --from: ... empty
+single 0 --from done | --from ... done is no checkpoint: name one, such as ... step-00000002
 single 0 --out '' | --out: ... empty
-single 0 --wandb '' | --wandb: ... empty
 single 0 --out file/run | file/run ... Not a directory
 single 0 --data '' | --data '' ... 'stdlib'
 single 0 --data with-loop | loop cannot be read
@@ -108,13 +104,15 @@ single 0 --val-data '' | --val-data: ... empty
 single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --steps 1 | finished step 2 ... --steps is 1: raise --steps
-single 0 {AGAIN} --hidden-size 64 | --hidden-size is 32 in done/ ... 64 ... --no-resume
+single 0 {AGAIN} --hidden-size 64 | --hidden-size is 32 in done/ ... 64 ... another --out, or remove
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
 single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
 single 0 {AGAIN} --data other | samples in --data ... resume with the same
-single 0 {AGAIN} --resume-from 1 | --resume-from 1 ... it has 2
+single 0 {AGAIN} --from other/step-00000001 | done holds a run that began from no other ... --from is
+single 0 --out . | --out . has ... and no run ... such as run
 single 2 | started as 2
+ddp 2 --backend mpi | --backend: mpi is not allowed ... nccl on GPUs and gloo on CPUs ... no MPI
 zero 2 --stage 0 | --stage 0 ... fsdp.py
 zero 2 --stage 3 | --stage 3 ... fsdp.py
 fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use 1 or 3
@@ -126,10 +124,6 @@ tp 4 --intermediate-size 90 | --intermediate-size 90
 tp 4 --vocab-size 257 | --vocab-size 257
 tp 4 --seq-len 30 | --seq-len 30
 tp 4 --seq-len 30 --no-sequence-parallel | it starts
-tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-tp 2 --backend gloo --device cpu --dtype float32 | it starts
-cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-cp 2 --attention ulysses --backend gloo --dtype float32 | it starts
 cp 2 --activation-checkpointing selective --compile | selective ... --compile ... full
 cp 3 --seq-len 36 --compile | it starts
 cp 1 --seq-len 7 | it starts
@@ -137,7 +131,6 @@ cp 4 --seq-len 36 | --seq-len 36 ... 8 equal ... multiple of 8, such as 32 or 40
 cp 4 --seq-len 6 | such as 8
 cp 2 --seq-len 7 --attention ulysses | --seq-len 7 ... 2 equal chunks, 1 for each
 cp 3 --seq-len 36 --attention ulysses | --num-attention-heads 8 ... by 3 ranks
-pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 pp 2 --schedule loopedbfs --stages-per-rank 2 --num-hidden-layers 2 | it starts
 pp 4 --microbatches 3 | --microbatches 3 ... 1f1b on 4 ranks: use at least 4
 pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 1
@@ -146,9 +139,6 @@ pp 2 --schedule zerobubble --microbatches 5 --batch-size 20 | multiple of 2, suc
 pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40, such as 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
 pp 2 --schedule zbv --activation-checkpointing | -checkpointing with --schedule zbv
-hybrid_3d 2 --cp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-hybrid_3d 2 --tp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
-hybrid_3d 2 --pp 2 --backend gloo --dtype float32 | --backend gloo on GPUs
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
@@ -173,8 +163,8 @@ hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... us
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6: use 1 or
 hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 ... the 4 ranks ... use 1 or 2 or 4
 hybrid_3d 1 --balance-rate 1e-3 | --balance-rate 0.001
-diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
-diloco 1 | --replicas 2 ... world size 1: use 1
+examples.diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
+examples.diloco 1 | --replicas 2 ... world size 1: use 1
 ep 2 | give --num-experts, or use fsdp.py
 ep 2 {SELECTIVE} | selective with --num-exper
 ep 4 --num-experts 4 --ep 3 --expert-size 25 | --ep 3 ... 4 ranks ... use 1 or 2 or 4
@@ -248,7 +238,7 @@ def test_options(folder, monkeypatch):
         monkeypatch.setattr(module, "start_process_group", started, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: "gloo" in command)
         ranks = {"RANK": "0", "WORLD_SIZE": world} if world != "0" else {}
-        monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **ranks})
+        monkeypatch.setattr(os, "environ", {**BARE, **ranks})
         with pytest.raises(Started if words == "it starts" else SettingError) as error:
             module.main(["--data", "file", "--out", "out", *options])
         assert words == "it starts" or in_order(words, f"{error.value} (end)"), (row, error.value)
@@ -301,7 +291,7 @@ def test_ranks_that_cannot_connect(monkeypatch):
     waits = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
     assert waits == {datetime.timedelta(seconds=1)}  # of the groups of a mesh, whatever the backend
     args.backend = "nccl"
-    with pytest.raises(SettingError, match="--backend nccl needs a GPU for each process: use gloo"):
+    with pytest.raises(SettingError, match="--backend nccl does not fit: .* on CPUs, use gloo"):
         launch.start_process_group(args)
 
 
@@ -317,7 +307,7 @@ def test_what_ranks_compare(folder, monkeypatch):
     found = {}
     monkeypatch.setattr(
         launch, "find_difference", lambda *call: found.update(call[-1]) or "they differ")
-    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    monkeypatch.setattr(os, "environ", BARE.copy())
     with pytest.raises(SettingError, match="they differ"):
         importlib.import_module("ddp").main(["--lr", "0.5", "--model", "1"])
     assert found["the type of device"] == "cpu" and found["torch"] == torch.__version__
@@ -336,10 +326,10 @@ def test_what_ranks_compare(folder, monkeypatch):
     ("fsdp.py", 2, "tied()", "two units share a parameter ... in one"),
     ("pp.py --schedule zbv", 1, "tied()", "model.embed_tokens.weight ... lm_head.weight"),
     ("pp.py", 2, "own_parameter()", "model.gate: del"),
-    # Ranks that differ; the last one says so before the earlier run is moved aside
+    # Ranks that differ
     ("ddp.py", 2, "sys.argv += ['--lr', '0.5'] * rank",
      "--lr is ... on rank 0 and 0.5 on rank 1: start all ranks with the same"),
-    (f"ddp.py {AGAIN} --out ../done --data letters --no-resume", 2, "os.chdir(str(rank))",
+    (f"ddp.py {AGAIN} --out ../done --data letters", 2, "os.chdir(str(rank))",
      "samples in --data is"),
     ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate: add its module"),
 ])

@@ -81,8 +81,6 @@ def saved(row, run):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
     tensors, others = (read(run(row).out) for row in (row, reference(row)))
-    if row.script == "diloco.py":  # its common tensors, over which come those of its one replica
-        tensors = {name.replace("replica0.", ""): tensor for name, tensor in tensors.items()}
     assert_near(tensors, others)
     assert len(tensors) == 4 * TENSORS
 
@@ -117,8 +115,7 @@ def held_and_sent(row, run):
     assert held["gradients"] == theory["gradients"]
     assert 0 < more <= 4 * TENSORS and more % 4 == 0
 
-    norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1,
-             "diloco.py": TENSORS}
+    norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1}
     ranks = (row.world or 1) // (row.option("--replicate") if row.script == "fsdp.py" else 1)
     expected = 2 * size * norms.get(row.script, 0) * (ranks - 1) / ranks
     more = summary["sent"] - theory["sent"]
@@ -142,10 +139,9 @@ def expected_collectives(row):
     if row.script == "zero.py":
         reductions = 1 if "--stage 1" in row.command else a
         return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 3}
-    if row.script in ("fsdp.py", "diloco.py"):
+    if row.script == "fsdp.py":
         gathered = GROUPS if "--no-reshard" in row.command else a * (2 * GROUPS - 1)
         reduced = 2 if row.option("--replicate") == 1 else GROUPS + 2
-        reduced += TENSORS * (row.script == "diloco.py")  # in a meeting
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
@@ -244,7 +240,7 @@ def test_a_row(once, row):
         claim(row, lambda row: row.run(once))
 
 
-SCRIPTS = sorted({row.script for row in EXACT} - {"diloco.py"})
+SCRIPTS = sorted({row.script for row in EXACT})
 READERS = [("single.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("fsdp.py --replicate 2", 4),
            ("tp.py", 2), ("cp.py --attention ulysses", 2), ("pp.py --schedule zbv", 2),
            ("hybrid_3d.py --dp 2 --tp 2", 4)]

@@ -1,12 +1,12 @@
 """tools/prepare.py and tools/bench.py."""
 
 import json
+import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
-import threading
-import time
 import types
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 
 from common.errors import SettingError
 from common.tokens import TokenDataset
-from tests.support.sample import thorough
-from tests.test_launch import RUN, finish, start
+from tests.support.sample import sampled, thorough
+from tests.test_launch import RUN, finish, listeners, start, wait_until
 from tools import bench, prepare
 from tools.support import command, timed
 
@@ -157,45 +157,94 @@ def test_bad_input_of_prepare(bpe, tmp_path, monkeypatch):
 
 
 def test_the_table_of_the_benchmark(monkeypatch, capsys):
-    """A loop that takes twice as long as the script is at 2; the median of odd and even rounds."""
-    loop, script, busy = iter([2.0, 2.0, 12.0]), iter([1.0, 2.0, 4.0]), threading.Lock()
+    """A loop that takes twice as long as the script is at 2; the median of odd and even rounds. A
+    row is printed when its rounds are done, and stays there if what follows is stopped."""
+    loop, script = iter([2.0, 2.0, 12.0]), iter([1.0, 2.0, 4.0])
 
-    def measure(command, *_):
-        assert busy.acquire(blocking=False)  # without --together one after the other
-        time.sleep(0.01)
-        busy.release()
-        return (next(loop), 6.0, {}) if "tutorial" in command else (next(script), 2.0, {})
+    def measure(commands, *_):
+        (command,) = commands  # without --together one after the other
+        if "tutorial.py ddp" in command:  # beside zero.py
+            raise KeyboardInterrupt
+        summary = {"mfu": 0.25, "tokens_per_second": 4.0}
+        return [(next(loop), 6.0, {}) if "tutorial" in command else (next(script), 2.0, summary)]
 
     monkeypatch.setattr(bench, "measure", measure)
-    bench.main("--nproc 2 --rounds 3 --only tp.py --batch-size 4 --seq-len 8".split())
-    *_, row = capsys.readouterr().out.splitlines()
-    assert row.split(" | ")[2:6] == ["16", "2.000", "2.00 (1.00 to 3.00)", "3.00 (3.00 to 3.00) |"]
+    words = "--nproc 2 --rounds 3 --only tp.py zero.py --batch-size 4 --seq-len 8 --seed 3"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(words.split())
+    first, _, head, _, row = capsys.readouterr().out.splitlines()
+    assert first.endswith("20 timed steps; --batch-size 4 --seq-len 8 --seed 3 --vocab-size 32000")
+    found = dict(zip(head.split(" | ")[1:], row.split(" | ")[1:]))
+    assert found == {
+        "tokens/s": "16", "MFU": "100.0%", "CPU seconds per step": "2.000",
+        "beside": "`tools/support/tutorial.py tp`", "its tokens/s": "16",
+        "its time / script's time": "2.00 (1.00 to 3.00)",
+        "its CPU time / script's CPU time |": "3.00 (3.00 to 3.00) |",
+    }
+
+
+class Pretended:
+    """torchrun, as subprocess.Popen starts it: each rank has its costs, or the run has failed."""
+
+    def __init__(self, words, stdout, env, **_):
+        words = " ".join(map(str, words))
+        self.ranks = int(words.partition("--nproc-per-node=")[2].split()[0])
+        folder = words.partition("/timed.py 2 5 ")[2].split()[0]  # 3 after 2
+        for rank in range(self.ranks):
+            pathlib.Path(folder, f"rank-{rank}.json").write_text(str([rank + 1, rank + 2]))
+        assert " -P " in words and "/tools/support/torchrun.py " in words
+        assert " --vocab-size 32000 --steps 5" in words
+        assert ("tutorial" in words) != (" --save-every 0 " in words)
+        print("W torch\nddp.py: error: it is said twice\nddp.py: error:", file=stdout, flush=True)
+
+    def wait(self):
+        return self.ranks == 3
+
+    poll = wait
 
 
 def test_what_a_benchmark_measures(monkeypatch):
     """The slowest process, and the CPU seconds of all; without saves."""
-    def run(words, cwd, **_):
-        (given,) = [word for word in words if "--nproc-per-node=" in str(word)]
-        ranks = int(given.partition("=")[2])
-        for rank in range(ranks):
-            pathlib.Path(cwd, f"rank-{rank}.json").write_text(str([rank + 1, rank + 2]))
-        command = " ".join(map(str, words))
-        assert f"/timed.py 2 5 {cwd} " in command and " --steps 5 " in command  # 3 after 2
-        assert " --batch-size 16 --seq-len 128 " in command and " --save-every 0 " in command
-        return types.SimpleNamespace(returncode=0)
-
     found, measure = [], bench.measure
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", Pretended)
     monkeypatch.setattr(bench, "measure", lambda *words: found.append(measure(*words)) or found[-1])
     bench.main("--nproc 2 --rounds 1 --warm-up 2 --timed 3 --only single.py tp.py".split())
-    assert found == 2 * [(1, 2, {})] + 2 * [(2, 5, {})]
+    assert found == 2 * [[(1, 2, {})]] + 2 * [[(2, 5, {})]]
+    words = "--nproc 3 --rounds 1 --warm-up 2 --timed 3 --batch-size 3 --only ddp.py"
+    line = the_line(bench.main, words.split())
+    assert "tutorial.py ddp failed: ddp.py: error: it is said twice" in line
 
 
-def test_a_benchmark_of_a_command_that_fails(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: types.SimpleNamespace(
-        returncode=1, stdout="W torch\nddp.py: error: no option --bogus\n"))
-    found = the_line(bench.main, "--nproc 1 --rounds 1 --only ddp.py --bogus".split())
-    assert "tutorial.py ddp failed: ddp.py: error: no option --bogus" in found
+@pytest.mark.parametrize("words, said", [
+    ("--no-such-option", "unrecognized arguments: --no-such-option"),
+    ("--only fsdp.py --cpu-offload", "unrecognized arguments: --cpu-offload"),
+    ("--hidden-size 60", "num_attention_heads 8 does not divide hidden_size 60"),
+    ("--steps=9", "--steps is the sum of --warm-up and --timed"),
+    ("--data nowhere", "--data nowhere: no such file"),
+    ("--batch-size 1", "ddp.py is timed beside PyTorch's loop ddp: --batch-size 1 cannot be"),
+    ("--only hybrid_3d.py --num-experts 4",
+     "hybrid_3d.py --tp 2 is timed beside PyTorch's loop tp: --num-experts 4"),
+    ("--only tp.py --compile --activation-checkpointing",
+     "tp.py is timed beside PyTorch's loop tp: --compile with --activation-checkpointing full"),
+    ("--only no.py", "--only no.py: no such script is timed"),
+])
+def test_what_a_benchmark_refuses(monkeypatch, words, said):
+    """Before its first round."""
+    monkeypatch.setattr(bench, "measure", None)
+    assert said in the_line(bench.main, ["--nproc", "2", *words.split()])
+
+
+@pytest.mark.parametrize("words, size", [
+    ("", "32000"), ("--model medium", ""), ("--vocab-size 300", "300"), ("--vocab-size=300", "300")
+])
+def test_the_vocabulary_of_a_benchmark(monkeypatch, words, size):
+    """At least 32,000 tokens, if nobody names another number."""
+    def measure(commands, args, options):
+        given = " ".join(options).replace("=", " ").partition("--vocab-size ")[2]
+        raise SettingError(f"it has {given}.")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert the_line(bench.main, words.split()).endswith(f": it has {size}.")
 
 
 def test_the_cost_of_a_step_is_without_the_warm_up(monkeypatch, tmp_path):
@@ -209,24 +258,58 @@ def test_the_cost_of_a_step_is_without_the_warm_up(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "costs.json").read_text()) == [3.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy, batch", [("tp", 4), ("ddp", 8), ("fsdp", 8)])
-def test_loops_of_the_benchmark_train_the_same(run, strategy, batch):
-    """All ranks draw the same tokens: two with half of 8 sequences each train as one with 4."""
-    def losses(strategy, world, batch):
-        words = f"{strategy} --batch-size {batch} --seq-len 8 --steps 4"
-        result = run("tools/support/tutorial.py", world, words, pass_out=False)
-        return [json.loads(line.removeprefix("losses ")) for line in result.lines]
+SAME = "--hidden-size 64 --num-hidden-layers 2 --vocab-size 1000 --seq-len 32 --batch-size 8"
+CHANGED = "--grad-accum 2 --activation-checkpointing selective --lr 1e-3 --beta2 0.9 --grad-clip 2"
+PAIRS = [(loop, script, more) for loop, script in bench.PAIRS + [("torchtitan", "fsdp.py")]
+         for more in ("", CHANGED) if "--num-experts" not in loop or not more]
 
-    one, two = losses("single", 0, 4), losses(strategy, 2, batch)
-    assert len(two) == 2 and len(set(one[0])) == 4
-    torch.testing.assert_close(torch.tensor(two), torch.tensor(2 * one), rtol=0, atol=1e-4)
+
+@pytest.mark.parametrize("loop, script, more", sampled(
+    [*PAIRS, ("torchtitan", "fsdp.py", "--compile")],
+    [("single", "single.py", CHANGED), ("ddp", "ddp.py", CHANGED), ("tp", "tp.py", CHANGED),
+     ("torchtitan", "fsdp.py", CHANGED)],
+))
+def test_both_of_a_pair_train_the_same(once, loop, script, more):
+    """As many parameters, from the same loss of an untrained model, along the same curve."""
+    world = 0 if loop == "single" else 2
+    options = f"{SAME} {more} --steps 4 --dtype float32"
+    theirs = once(f"tools/support/tutorial.py {loop}", world, options, pass_out=False)
+    found = json.loads(theirs.lines[-1])
+    ours = once(script.format(n=2), world, f"{options} --save-every 0 --log-every 1")
+    assert f"model tiny: {found['parameters']:,} parameters" in ours.output
+    losses = [loss for (loss,) in ours.curve("loss")]
+    torch.testing.assert_close(losses, found["losses"], rtol=0, atol=1e-4)
+    assert abs(losses[0] - math.log(1000)) < 0.1 and len(set(losses)) == 4
+
+
+def processes_in(folder):
+    """The processes whose command names ``folder``."""
+    return [path.parent.name for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+            if os.fsencode(folder) in path.read_bytes()]
 
 
 @thorough
-def test_the_benchmark_runs(tmp_path):
-    """A loop and a script of one process, and of two."""
+@pytest.mark.parametrize("name", ["", "SIGTERM", "SIGINT"])
+def test_the_benchmark_runs(tmp_path, name):
+    """A loop and a script of one process, and of two. A signal leaves the row that is there, and no
+    process."""
     options = "--nproc 2 --rounds 1 --warm-up 1 --timed 1 --together --only single.py tp.py"
-    output = finish(start([*RUN, "bench", *options.split()], tmp_path))
+    process = start([*RUN, "bench", *options.split()], tmp_path, TMPDIR=str(tmp_path))
+    lines = []
+    while name and not (lines and lines[-1].startswith("| `single.py`")):
+        lines.append(process.stdout.readline())
+        assert process.poll() is None, lines
+    if name:
+        runs = tmp_path / "bench-"
+        wait_until(lambda: len(processes_in(runs)) == 6)  # two times torchrun, and its two ranks
+        wait_until(lambda: listeners(processes_in(runs)))
+        assert listeners(processes_in(runs)) == {"0100007F"}  # nothing beyond 127.0.0.1
+        process.send_signal(getattr(signal, name))
+    output = "".join(lines) + finish(process)
     rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| `")]
-    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"], output
-    assert all(float(row[3]) > 0 and float(row[5].split()[0]) > 0 for row in rows)
+    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"][:2 - bool(name)], output
+    assert all(float(row[2]) > 0 and float(row[6].split()[0]) > 0 for row in rows)
+    assert process.returncode == bool(name) and "Traceback" not in output, output
+    assert not name or output.splitlines()[-1] == "bench.py: error: stopped"
+    wait_until(lambda: not processes_in(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -4,11 +4,10 @@
     bash run.sh check my_tp.py --against single.py --steps 3 --grad-accum 2
 
 It runs the script on this machine's CPUs: on one process, and then on 2, 3 and 4. It records every
-step, by tools/parity, and compares: samples, the loss, gradients before they are clipped, weights
-and what clipping does. Nothing else is needed, and no files are left. For each number of processes
-it prints EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the
-script's own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1
-otherwise.
+step by parity, and compares: samples, the loss, gradients before they are clipped, weights and what
+clipping does. Nothing else is needed, and no files are left. For each number of processes it prints
+EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the script's
+own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1 otherwise.
 
 Other options are those of the script, and stand after it. Unless they say otherwise
 the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
@@ -39,11 +38,10 @@ import traceback
 import torch
 
 from common.errors import SettingError, printable
-from common.files import read_text
 from common.options import at_least
 from common.torch_versions import is_lost_peer
-from tools.parity.compare import compare, read
-from tools.support.command import find, load, make_parser, refuse, run
+from parity.compare import compare, read
+from tools.support.command import load, make_parser, refuse, run
 from tools.support.recorded import record
 
 PATIENCE = 300  # seconds for the processes of one run
@@ -52,8 +50,7 @@ DEFAULTS = {
     "device": "cpu", "dtype": "float64", "steps": 3, "batch_size": 24, "seq_len": 48,
     "vocab_size": 264, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "expert_size": 24,
-    "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "replicas": 1, "save_every": 0,
-    "timeout": 60,
+    "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "save_every": 0, "timeout": 60,
 }
 
 
@@ -172,8 +169,7 @@ def main(argv=None):
         except SettingError as error:
             refuse(f"{against} on one process: {error}; --against takes another reference")
         reference = read(path)
-        one = ", with --replicas 1" if '"--replicas"' in read_text(find(args.script)) else ""
-        print(f"{args.script} beside {against} on one process{one}, {len(reference)} steps: "
+        print(f"{args.script} beside {against} on one process, {len(reference)} steps: "
               f"gradients before clipping, weights after each update", flush=True)
         verdicts, notes = [], ""
         for n in args.ranks:

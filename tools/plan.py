@@ -6,13 +6,12 @@
 
 Every script is tried, and hybrid_3d.py with every grid. For a mixture of experts ep.py is tried
 with every --ep, and hybrid_3d.py with every grid and the largest --ep that divides the devices of a
-machine, so that tokens stay within it; the other scripts train no experts. diloco.py is left out,
-since its curve is another one. Of each the table has the fewest accumulation steps that fit.
-Activation checkpointing is tried if nothing fits without it, since it computes more: selective, and
-if that does not fit, full. With --link it is also tried beside several accumulation steps, which
-may send more. A row is what ``tools.dry_run``
-counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
-does not fit is counted no further: it holds at least what its row says.
+machine, so that tokens stay within it; the other scripts train no experts. Of each the table has
+the fewest accumulation steps that fit. Activation checkpointing is tried if nothing fits without
+it, since it computes more: selective, and if that does not fit, full. With --link it is also tried
+beside several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for
+the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What does not
+fit is counted no further: it holds at least what its row says.
 
 Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
 step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is

@@ -5,7 +5,6 @@ this file says what is in it. A checkpoint is written under a temporary name, an
 of it is written: a folder named step-NNNNNNNN is always complete, and finite.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -23,21 +22,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from common.errors import SettingError, printable, refuse
+from common.errors import SettingError, printable
 from common.launch import name_difference
-from common.options import at_least
+from common.options import at_least, not_empty
 from common.services.checkpoint_files import (
     CHANGEABLE, FIXED, IMPORTED, Damaged, HashingWriter, complete, list_checkpoints,
     older_checkpoint, open_checkpoint, reason, remove_checkpoint, step_of,
 )
 from common.services.new_files import remove_left_over
 from common.services.run_folder import (
-    CHECKPOINT, add_out, lock_folder, move_to_previous, new_id, own_output, read_run_id,
-    write_run_id,
+    ANOTHER, CHECKPOINT, add_out, claim_folder, new_id, read_run_id
 )
 from common.services.signals import catch_stop_signals, stop_requested
 
-A_NEW_RUN = "start a new run with --no-resume or another --out"
+A_NEW_RUN = f"for a new run {ANOTHER}"
 
 
 class Checkpoints:
@@ -87,6 +85,7 @@ class Checkpoints:
         self.fixed, self.changeable = json.loads(json.dumps([fixed, changeable], default=str))
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
         self.had_finished = False  # before this process started
+        self.claim = None  # of the run folder, by rank 0
         self.stopping = False  # whether the loop must end
         self.asked, self.vote = 0, None  # whether any rank was asked to stop, and its all-reduce
         self.saving = None  # the Future of a save in the background
@@ -110,109 +109,90 @@ class Checkpoints:
         add("--keep", type=at_least(1), default=2, metavar="N",
             help="how many of the newest checkpoints to keep")
         add("--async-save", action="store_true", help="write checkpoints while training continues")
-        add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume from the "
-            "newest checkpoint in --out; --no-resume moves the earlier run aside and starts a "
-            "new one, from imported weights if there are any")
-        add("--resume-from", type=at_least(0), metavar="STEP", help="resume from the checkpoint of "
-            "this step; 0: imported weights")
-        parser.checks.append(lambda args: refuse([(
-            args.resume_from is not None and not args.resume,
-            f"--no-resume with --resume-from {args.resume_from}: the one starts a new run, the "
-            f"other does not; give one of them",
-        )]))
+        add("--from", dest="source", type=not_empty, metavar="CHECKPOINT", help="start a new run "
+            "from a checkpoint of any run, such as runs/a/step-00000100, step and optimizer "
+            "included; --out must be empty, or hold the run that this has started")
 
     # Resuming
 
-    def resume(self, *, newest=True, step=None):
-        """Lock the run folder, and load a checkpoint: that of ``step``, or by default the newest
-        one. Without ``newest`` a new run starts, from imported weights if there are any. What an
-        earlier run has written and this one does not continue moves into ``previous-N``. Returns
-        the number of steps done. From now on signals ask the run to stop.
+    def resume(self, source=None):
+        """Lock the run folder, and load its newest checkpoint if it has one. Otherwise a run begins,
+        or begins again: with ``source``, the path of a checkpoint of another run, from there.
+        Returns the number of steps done. From now on signals ask the run to stop.
 
         A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
 
         Raises:
-            SettingError: the folder cannot be written or is somebody's, another process uses it,
-                its run has finished more steps, ranks have different settings, or the checkpoint
-                cannot be loaded.
+            SettingError: the folder cannot be written or holds something else than a run, another
+                process uses it, its run has finished more steps or began from another ``source``,
+                ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
-        # torchrun counts a restart on the machine where a process has failed, maybe on no other.
-        restarts = gather(os.environ.get("TORCHELASTIC_RESTART_COUNT"), self.group)
-        if not {None, "", "0"}.issuperset(restarts):
-            newest, step = True, None
         unwritable = f"--out {self.folder} cannot be written", "choose another folder"
         chosen = None
         with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                chosen = self.choose(newest, step)
+                chosen = self.choose(source and os.path.abspath(source))
         # Rank 0 alone decides: a network file system may show another rank other checkpoints.
-        step, earlier, self.run, text = gather(chosen, self.group)[0]
-        if self.every or step is not None:  # otherwise the ranks need no shared folder
-            with raise_on_all_ranks(self.group):
-                self.check_that_it_is_shared(text)
-        if step is not None:
-            self.load(self.path(step))
-        done = step or 0
+        checkpoint, self.run, text = gather(chosen, self.group)[0]
+        shared = self.every or checkpoint  # otherwise the ranks need no shared folder
+        if shared:
+            self.check_that_it_is_shared(text)
+        if checkpoint:
+            self.load(checkpoint)
         with raise_on_all_ranks(self.group, *unwritable):
             if _rank() == 0:
-                self.tidy(done, earlier)
+                remove_left_over(self.folder, self.run)
+                for path in self.folder.iterdir():
+                    if re.fullmatch(rf"{CHECKPOINT}\.{self.run}\.(tmp|old)", path.name):
+                        remove_checkpoint(path)
+                self.claim.take()  # now that nothing can be refused any more
+        if shared:
+            self.check_that_it_is_shared(gather(self.claim and self.claim.text, self.group)[0])
+        done = step_of(checkpoint) if checkpoint else 0
         self.had_finished = done == self.stop
         catch_stop_signals()
         return done
 
-    def choose(self, newest, step):
-        """Rank 0: lock the folder. Returns the step of the checkpoint to load or None, the id of
-        the run that the folder belonged to or None, that of this run, and the text of run-id."""
-        self.lock, earlier = lock_folder(self.folder)
-        steps = [step_of(path) for path in list_checkpoints(self.folder)]
-        if step is not None and step not in steps:
+    def choose(self, source):
+        """Rank 0: lock the folder. Returns the checkpoint to load or None, the id of the run, and
+        the text of run-id."""
+        if source and not re.fullmatch(CHECKPOINT, os.path.basename(source)):
+            found = list_checkpoints(source)
+            example = found[-1] if found else "runs/a/step-00000100"
+            raise SettingError(f"--from {source} is no checkpoint: name one, such as {example}")
+        self.claim = claim_folder(self.folder, source)
+        checkpoints = list_checkpoints(self.folder)
+        if not checkpoints and self.claim.source and not source:
             raise SettingError(
-                f"--resume-from {step}: {self.folder} has no such checkpoint; it has "
-                f"{', '.join(map(str, steps)) or 'none'}"
+                f"--out {self.folder} has no checkpoint yet, and its run began from "
+                f"{self.claim.source}: give the same --from, or {ANOTHER}"
             )
-        if step is None and steps:
-            step = max(steps) if newest else IMPORTED if IMPORTED in steps else None
-        run = earlier if step else self.run
-        # Until a checkpoint is loaded the folder belongs to the earlier run.
-        return step, earlier, run, write_run_id(self.folder, earlier or run)
-
-    def tidy(self, done, earlier):
-        """Rank 0: remove what the ``earlier`` run was killed at, move aside what it has written
-        after the step ``done`` or, for a new run, all that it has written."""
-        if earlier:
-            remove_left_over(self.folder, earlier)
-            for path in self.folder.iterdir():
-                if re.fullmatch(rf"{CHECKPOINT}\.{earlier}\.(tmp|old)", path.name):
-                    remove_checkpoint(path)
-        newer = [path for path in list_checkpoints(self.folder) if step_of(path) > done]
-        move_to_previous(
-            self.folder, newer + (own_output(self.folder) if self.run != earlier else [])
-        )
-        write_run_id(self.folder, self.run)
+        checkpoint = checkpoints[-1] if checkpoints else source and pathlib.Path(source)
+        return checkpoint, self.claim.run, read_run_id(self.folder)[1]
 
     def check_that_it_is_shared(self, text):
-        """Raise SettingError unless this rank sees ``text`` in run-id, which rank 0 has written."""
+        """Raise SettingError unless each rank sees ``text`` in run-id, as rank 0 does."""
         # A network file system may be late by seconds.
         end = time.monotonic() + min(10, distributed_c10d.default_pg_timeout.total_seconds() / 2)
-        while read_run_id(self.folder)[1] != text:
-            if time.monotonic() > end:
-                raise SettingError(
-                    f"--out {self.folder} is not one folder for all machines: rank {_rank()} does "
-                    f"not see what rank 0 has written to run-id: choose a shared folder"
-                )
-            time.sleep(0.1)
+        with raise_on_all_ranks(self.group):
+            while read_run_id(self.folder)[1] != text:
+                if time.monotonic() > end:
+                    raise SettingError(
+                        f"--out {self.folder} is not one folder for all machines: rank {_rank()} "
+                        f"does not see what rank 0 has written to run-id: choose a shared folder"
+                    )
+                time.sleep(0.1)
 
     @torch.no_grad()
     def load(self, checkpoint):
         """Load a checkpoint in place: into the tensors and the states of their optimizers."""
-        older = older_checkpoint(checkpoint)
         advice = f"there is no older checkpoint: {A_NEW_RUN}"
         if step_of(checkpoint) == IMPORTED:
             advice = "import the weights again, into another folder"
-        if older:
-            advice = f"use the older {older}: --resume-from {step_of(older)}"
+        if older := older_checkpoint(checkpoint):
+            advice = f"start from the older one: --from {older} and another --out"
         unreadable = self.group, f"{checkpoint} cannot be read", advice
         with raise_on_all_ranks(*unreadable):
             ranks = dist.get_world_size(self.group) if self.group else 1
@@ -231,34 +211,30 @@ class Checkpoints:
             for name, value in self.changeable.items()
             if saved[CHANGEABLE].get(name, value) != value
         ]
-        if step_of(checkpoint) == IMPORTED and _rank() == 0:
-            print(printable(f"starting from the imported weights {checkpoint}"), flush=True)
-        elif changed and _rank() == 0:
+        if (step_of(checkpoint) == IMPORTED or checkpoint.parent != self.folder) and _rank() == 0:
+            print(printable(f"starting from {checkpoint}"), flush=True)
+        if changed and _rank() == 0:
             print(printable(f"changed since {checkpoint}: {'; '.join(changed)}"), flush=True)
 
     def compare(self, checkpoint, stored, saved, unknown):
         """Refuse a checkpoint that does not fit this run: its settings that must stay the same are
         ``saved``, it has the tensors ``stored``, and those that no rank knows are ``unknown``."""
-        if step_of(checkpoint) > self.stop:
+        names, same = saved | self.fixed, f"resume with the same, or {A_NEW_RUN}"
+        if step_of(checkpoint) == IMPORTED:  # it has the settings of a model only
+            names, same = saved, f"give --model {checkpoint.parent}, or another --out"
+        if step_of(checkpoint) >= self.stop + (checkpoint.parent == self.folder):
             raise SettingError(
-                f"{self.folder} holds a run that has finished step {step_of(checkpoint)}, and "
-                f"--steps is {self.stop}: raise --steps to train on, or {A_NEW_RUN}"
+                f"{checkpoint} has finished step {step_of(checkpoint)}, and --steps is "
+                f"{self.stop}: raise --steps to train on, or {A_NEW_RUN}"
             )
-        for name in saved | self.fixed:  # only checkpoints of diloco.py have "--replicas"
+        for name in names:  # either may have settings that the other lacks
             value = self.fixed.get(name)
-            if step_of(checkpoint) == IMPORTED and name not in saved:
-                continue  # imported weights have the settings of a model only
             if saved.get(name) != value:
-                same = f"resume with the same, or {A_NEW_RUN}"
-                if step_of(checkpoint) == IMPORTED:
-                    same = f"give --model {self.folder}, or another --out"
                 raise SettingError(
                     f"{name} is {saved.get(name)} in {checkpoint} and {value} in this run: {same}"
                 )
         for name, tensor in self.tensors.items():
             entry = stored.get(f"model.{name}")
-            if step_of(checkpoint) == IMPORTED and not entry and name.startswith("replica"):
-                continue  # of diloco.py, which copies the common weights
             there = tuple(entry.size) if entry else "none"
             if there != tuple(tensor.shape):
                 raise SettingError(
@@ -304,7 +280,8 @@ class Checkpoints:
 
     @torch.no_grad()
     def save(self, step):
-        """Write the checkpoint after ``step`` steps, and remove the oldest beyond ``keep``.
+        """Write the checkpoint after ``step`` steps, and remove the oldest beyond ``keep``. Call
+        ``resume`` first.
 
         Raises:
             SettingError: it cannot be written; or a gradient norm, a parameter or an optimizer
@@ -338,7 +315,8 @@ class Checkpoints:
         try:
             with raise_on_all_ranks(self.background_group, *failed):
                 if _rank() == 0:
-                    temporary.mkdir(parents=True)  # nobody else's: it would fail
+                    self.claim.check()
+                    temporary.mkdir()
             with raise_on_all_ranks(self.background_group, *failed):
                 writer = HashingWriter(temporary)
                 planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
@@ -351,18 +329,26 @@ class Checkpoints:
                 if _rank() == 0:
                     complete(temporary, dict(collections.ChainMap(*of_ranks)), step=step,
                              fixed=self.fixed, changeable=self.changeable)
+                    self.claim.check()
                     temporary.rename(self.path(step))
-                    own = [path for path in list_checkpoints(self.folder)
-                           if step_of(path) != IMPORTED]
-                    for old in own[: -self.keep]:
-                        # Rename first: if the removal is killed, the rest must not look complete.
-                        self.background.submit(
-                            remove_checkpoint, old.rename(self.temporary(old, "old"))
-                        )
         except SettingError:
             if _rank() == 0:
                 remove_checkpoint(temporary)  # it fills a disk that is full
             raise
+        if _rank() == 0:
+            self.remove_oldest()
+
+    def remove_oldest(self):
+        """Remove the oldest checkpoints beyond ``keep``, but no imported weights. One that cannot
+        be removed stays."""
+        own = [path for path in list_checkpoints(self.folder) if step_of(path) != IMPORTED]
+        for old in own[: -self.keep]:
+            try:  # Rename first: if the removal is killed, the rest must not look complete.
+                renamed = old.rename(self.temporary(old, "old"))
+                self.background.submit(remove_checkpoint, renamed)
+            except OSError as error:
+                print(printable(f"{old} could not be removed ({error.strerror}), and stays"),
+                      flush=True)
 
     def wait(self):
         """Wait for a save in the background, if there is one; raise what went wrong."""

@@ -28,7 +28,7 @@ from common.services.run_folder import CHECKPOINT
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
 FIXED, CHANGEABLE = "must stay the same", "may change"  # the settings of a run, keys of run.json
-IMPORTED = 0  # the step of weights that no run has trained: see tools/import_hf.py
+IMPORTED = 0  # the step of weights that no run has trained: see tools/huggingface/import_hf.py
 INDEX, SETTINGS, SUMS = ".metadata", "run.json", "SHA256SUMS"
 MOST_OF_INDEX = 2**31  # bytes; 200 MB were extrapolated for 70B on 512 ranks
 
@@ -203,6 +203,8 @@ class HashingWriter(dcp.FileSystemWriter):
         # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
         # is GPU 0, every rank would open a context there.
         super().__init__(path, per_thread_copy_ahead=0, **options)
+        # Without its parents: if the run folder has been moved, nothing is made in its place.
+        self.fs.mkdir = lambda path: path.mkdir(exist_ok=True)
 
     def write_data(self, *args):
         try:

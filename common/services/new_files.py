@@ -1,4 +1,4 @@
-"""How this project writes files: nothing else does.
+"""Writes files. Every file that this project writes is written by these functions.
 
 What is written is a new file, which takes its name when it is complete. Nothing of a user's is
 overwritten, and no link is followed.
@@ -63,9 +63,10 @@ def refuse_existing(path):
 
 
 def append(path, text):
-    """Add ``text`` to a file that ``new_file`` has made."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags), "w", encoding="utf-8") as file:
+    """Add ``text`` to a file that ``new_file`` has made, or anew if somebody has moved it, as
+    logrotate does. No link is followed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
         file.write(text)
 
 

@@ -13,8 +13,9 @@ from common.errors import SettingError
 def compare_calls(model, group, passes):
     """In the first ``passes`` training calls of ``model`` compare which of its modules the ranks of
     ``group`` call: before each unit of FSDP, which gathers, and at the end. Call it when the model
-    is parallelised. What is inside a compiled or checkpointed layer is not seen, nor whether the
-    loss uses what a module returns.
+    is parallelised. The scripts compare two steps: a part that only some samples use may be used by
+    all ranks in one of them. What is inside a compiled or checkpointed layer is not seen, nor
+    whether the loss uses what a module returns.
 
     Raises:
         SettingError: on all ranks, if one calls another module than rank 0.
@@ -24,10 +25,11 @@ def compare_calls(model, group, passes):
 
     def compare():
         digest = hashlib.sha256("\n".join(calls).encode()).digest()
-        own = int.from_bytes(digest[:7])
-        most = torch.tensor([own, -own])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        if most[0] != -most[1]:
+        # All ranks have the same number if the lowest is the highest.
+        lowest, highest = (torch.tensor(int.from_bytes(digest[:7])) for _ in range(2))
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        if lowest != highest:
             everyone = [None] * dist.get_world_size(group)
             dist.all_gather_object(everyone, calls, group=group)
             raise SettingError(name_difference(everyone))

@@ -10,12 +10,11 @@ from common.launch import source_files
 from common.options import flag
 from common.tokens import TokenDataset, open_dataset
 
-FIXED_OPTIONS = "seed", "batch_size", "seq_len", "replicas"  # the last one of diloco.py
+FIXED_OPTIONS = "seed", "batch_size", "seq_len"
 # They change what is trained. Checkpoints adds the settings of the optimizer, such as its betas.
 CHANGEABLE_OPTIONS = (
     "steps", "lr", "min_lr", "warmup_steps", "grad_clip",
     "balance_rate",  # of experts
-    "inner_steps", "outer_lr", "outer_momentum",  # of diloco.py
 )
 
 

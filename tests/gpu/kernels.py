@@ -12,7 +12,7 @@ import torch
 
 from common.attention import attend, attend_backward, merge, wide
 from common.experts import grouped_product
-from common.model import plain_attention
+from common.model import LossInChunks, next_token_loss, plain_attention
 
 EXACT = 1e-4  # float32
 ROUNDED = 0.015  # bfloat16: 0.2 % to 0.5 % of a result on the CPU; a wrong kernel has 10 % and more
@@ -95,6 +95,26 @@ def check_experts(device, counts):
     assert not found[2][empty].any(), "gradients of experts without rows"
 
 
+def check_loss_in_chunks(device, chunk):
+    """The loss, and the gradients of hidden states and of a float32 weight, of which autocast makes
+    bfloat16. The products of the chunks add up in float32, on a GPU within the matrix product."""
+    x = random(4096, 64, device=device, dtype=torch.bfloat16)
+    weight = random(512, 64, device=device, dtype=torch.bfloat16).float() / 8
+    targets = torch.arange(4096, device=device) % 512
+    poison(device)
+
+    def results(x, weight, targets):
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        loss = LossInChunks.apply(x, weight, targets, chunk, next_token_loss) / 4096
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    found = results(x.clone(), weight.clone(), targets)
+    assert found[2].dtype == torch.float32
+    expected = results(x.double().cpu(), weight.double().cpu(), targets.cpu())
+    for name, *pair in zip(("loss", "grad_x", "grad_weight"), found, expected):
+        check(name, *pair, ROUNDED)
+
+
 def main(device):
     torch.manual_seed(0)
     # GPUs need rows of a multiple of 16 bytes: the others are padded.
@@ -106,6 +126,9 @@ def main(device):
                    [0, 0, 0, 0]):
         print(f"experts with {counts} rows")
         check_experts(device, counts)
+    for chunk in (4096, 64):
+        print(f"loss in chunks of {chunk} tokens")
+        check_loss_in_chunks(device, chunk)
 
 
 if __name__ == "__main__":

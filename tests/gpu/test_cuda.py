@@ -3,9 +3,9 @@
     bash run.sh test -s tests/gpu/test_cuda.py
 
 It prints lines to paste into an issue: for each command how far it is from the curve of one
-process on the CPU; tokens/s, MFU and bytes of a 1B Llama. docs/first-gpus.md says more. Some 40 to
-50 minutes are expected: nobody has run it. Without a GPU all of it is skipped, here and in one
-piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
+process on the CPU; tokens/s, MFU and bytes of a 1B Llama. On one GPU two ranks share it, where a
+test needs ranks. docs/gpus.md says more. Without a GPU all of it is skipped, here and in one piece.
+tests/gpu/test_gpus.py checks on the CPU what can be checked there.
 """
 
 import shutil
@@ -27,13 +27,16 @@ status, output = subprocess.getstatusoutput(
 if status or VISIBLE_GPUS == "":
     pytest.skip("test_cuda.py needs a GPU, here is none", allow_module_level=True)
 
-CARDS = output.splitlines()[: VISIBLE_GPUS.count(",") + 1 if VISIBLE_GPUS else None]
-N = max(n for n in (1, 2, 4, 8) if n <= len(CARDS))  # ranks
+CARDS = output.splitlines()[: None if VISIBLE_GPUS == "all" else VISIBLE_GPUS.count(",") + 1]
+GPUS = max(n for n in (1, 2, 4, 8) if n <= len(CARDS))  # in use
+N = max(2, GPUS)  # ranks
 MEMORY = min(int(card.split(",")[0]) for card in CARDS) * 2**20
 CURVES, EACH_SCRIPT = curves(N), each_script(N)
 WITHIN = 5e-4  # losses and norms of 20 steps in float32, beside those of one process on the CPU
-ON_GPUS = {"CUDA_VISIBLE_DEVICES": VISIBLE_GPUS}  # which the tests themselves do not see
-print(f"{N} of {CARDS}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
+# The tests themselves see none. As many as are in use: ranks share those.
+ON_GPUS = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(GPUS))) if VISIBLE_GPUS == "all"
+           else ",".join(VISIBLE_GPUS.split(",")[:GPUS])}
+print(f"{GPUS} of {CARDS}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
 
 
 @pytest.fixture
@@ -68,18 +71,21 @@ def test_follows_the_cpu(on_gpus, on_cpu, command):
     assert distance < WITHIN
 
 
+def test_more_ranks_share_a_gpu(on_gpus, on_cpu):
+    """Two on each."""
+    result = on_gpus("hybrid_3d.py --tp 2", 2 * GPUS, SMALL)
+    assert furthest(result.curve(), on_cpu()) < WITHIN
+    assert f"{2 * GPUS} processes share {GPUS} " in result.output
+
+
 @pytest.mark.parametrize("options, command", [
-    # Two ranks, which share a GPU if there is one. The others are refused: see ``gloo_on_gpus``.
-    *[("--backend gloo", command) for command in (
-        "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
-        "cp.py --attention ulysses", "cp.py --attention allgather")],
     *[("--compile --activation-checkpointing", command)
       for command in ("single.py", "ddp.py", "fsdp.py", "tp.py")],
     *[("--grad-accum 2 --workers 1 --profile", command) for command in EACH_SCRIPT],
     ("--cpu-offload", "fsdp.py"),
 ])
 def test_options_change_nothing(on_gpus, on_cpu, options, command):
-    result = on_gpus(command, 2 if "gloo" in options else N, f"{SMALL} {options}")
+    result = on_gpus(command, N, f"{SMALL} {options}")
     assert furthest(result.curve(), on_cpu()) < WITHIN
     if "--profile" in options:
         assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
@@ -122,11 +128,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
 # What it takes
 
 
-@pytest.mark.parametrize("command", [*EACH_SCRIPT, *UNCOUNTED_1B])
+@pytest.mark.parametrize("command", [*each_script(GPUS), *UNCOUNTED_1B])
 def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
     """The peak of a dry run, of all tensors, is at most the allocator's, which also has what no
     tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
-    n, counted = 1 if command == "single.py" else N, None
+    n, counted = 1 if command == "single.py" else GPUS, None
     if command not in UNCOUNTED_1B:
         script, *options = f"{command} {llama_1b(n)}".split()
         counted = count_apart(str(ROOT / script), options, n, 0, 8)["peak"]["in all"]
@@ -145,7 +151,6 @@ def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
 # How it ends
 
 
-@pytest.mark.skipif(N < 2, reason="needs two GPUs")
 def test_a_rank_that_stops_leaves_records(on_gpus):
     """After --timeout NCCL's watchdog of rank 0 writes down its last collectives, gives the other
     ranks a minute to do so (4 times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), and aborts the process.

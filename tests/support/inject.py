@@ -23,7 +23,7 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
-from common.services import counting, hf_weights  # noqa: F401
+from common.services import counting  # noqa: F401
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.validation import Validation  # noqa: F401
@@ -110,17 +110,19 @@ def unrounded_muon():
 def load_again(folder):
     """What a rank has resumed from the weights that were imported from ``folder`` is, to the bit,
     what load_weights gives it. And load_weights reads no more than that."""
+    from tools.huggingface import weights  # not beside a copy of a script
+
     models, read = [], []
     after(common.materialise, "materialise", lambda _, model, *args: models.append(model))
-    after(hf_weights.Weights, "read", lambda part, *args: read.append(part.numel()))
+    after(weights.Weights, "read", lambda part, *args: read.append(part.numel()))
 
     def load(*args, **options):
-        own = [hf_weights.local_part(p.detach()) for model in models for p in model.parameters()]
+        own = [weights.local_part(p.detach()) for model in models for p in model.parameters()]
         resumed = [part.clone() for part in own]
         for part in own:
             part.fill_(float("nan"))
         for model in models:
-            hf_weights.load_weights(model, folder)
+            weights.load_weights(model, folder)
         assert own and all(map(torch.equal, own, resumed))
         assert sum(read) == sum(part.numel() for part in own)
 

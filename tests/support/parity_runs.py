@@ -3,8 +3,8 @@ each patch stand a title, what to run, the sound run in one process to compare w
 says. docs/bugs.md tells of each what happened in the field.
 
 In each rank this trains the scripts of some bugs, one after the other, and records their steps by
-tools/parity: in one process what each bug is compared with; on several ranks each script with the
-bug, and without. The losses in docs/data/bugs.json are those of --steps 50 --lr 0.003.
+parity: in one process what each bug is compared with; on several ranks each script with the bug,
+and without. The losses in docs/data/bugs.json are those of --steps 50 --lr 0.003.
 
     parity_runs.py NAME NAME ... --steps 3 --lr 0.01 --data TEXT --out FOLDER
 """
@@ -22,7 +22,7 @@ from tools.support.recorded import record
 
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
-           "--save-every 0 --no-resume --dtype float32")
+           "--save-every 0 --dtype float32")
 TRAINER = "tests/support/parity_trainer.py"  # it has options of its own
 RANKS = 2  # of all bugs; what they are compared with is one process
 

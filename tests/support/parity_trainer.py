@@ -1,6 +1,6 @@
 """A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
 of the heads, of q, k and v in one fused matrix. With --fsdp it is plain FSDP2, with an encoder for
-each of two kinds of samples; a micro-batch has one kind. It records itself by tools/parity."""
+each of two kinds of samples; a micro-batch has one kind. It records itself by parity."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tools.parity import Parity
+from parity import Parity
 
 D, HEADS, LAYERS, VOCAB, T = 16, 4, 3, 32, 8
 

@@ -6,6 +6,7 @@ goes through the end of the interpreter. If one fails, the server ends the other
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -23,6 +24,14 @@ import weakref
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8"
+# The environment of a test that takes all other variables away: it still sees no GPU.
+BARE = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
+# What run.sh calls a tool, and its module
+TOOLS = {
+    "bench": "tools.bench", "check": "tools.check", "dry_run": "tools.dry_run",
+    "export": "tools.huggingface.export", "import_hf": "tools.huggingface.import_hf",
+    "parity": "parity", "plan": "tools.plan", "prepare": "tools.prepare",
+}
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
 
@@ -132,7 +141,14 @@ MODULES = (
 ).split()
 
 
+def end_with_parent():
+    """Ask the kernel for SIGKILL when the parent dies. A rank has a session of its own: otherwise
+    it would stay when pytest is killed, and hold its GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve():
+    end_with_parent()
     for module in MODULES:
         importlib.import_module(module)
     for finalizer in list(weakref.finalize._registry):  # torch's, of operators: 60 ms in each rank
@@ -146,6 +162,7 @@ def serve():
         pid = os.fork()
         if pid:
             return pid
+        end_with_parent()
         os.setsid()  # so that a kill reaches the data workers too
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -22,7 +22,6 @@ TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 3 --log-every 1 --war
 OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 1"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
 OLD = torch.__version__.startswith(("2.11.", "2.12."))
-ONE_REPLICA = "diloco.py --replicas 1 --outer-lr 1 --outer-momentum 0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Row:
     def run(self, once):
         inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
         options = f"{OPTIONS} --dtype {self.dtype}"
-        gathers = ("zero.py", "fsdp.py", "hybrid_3d.py", "diloco.py")
+        gathers = ("zero.py", "fsdp.py", "hybrid_3d.py")
         if OLD:  # its FSDP gathers a unit more after an evaluation: see ``reshard``
             gathers = ("zero.py",)
         if self.script in gathers:
@@ -110,9 +109,7 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --replicate 2 --dp 2 --cp 2 --tp 2 --pp 2", 16),
-    # One replica and plain steps between its meetings: the algorithm of all other scripts
-    (f"{ONE_REPLICA} --inner-steps 3", 2),
-    (f"{ONE_REPLICA} --inner-steps 1 --no-reshard-after-forward --grad-accum 2", 4),
+    ("hybrid_3d.py --tp 4 --cp 2 --pp 4", 32),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
 ]]

@@ -59,8 +59,6 @@ def operations(packet, args, kwargs, out):
     name = packet.__name__
     if name == "_grouped_mm":  # of experts, forward or backward
         return 2 * args[0].numel() * args[1].shape[-1]
-    if name == "addmm":  # torch's formula does not know the argument out_dtype
-        return 2 * args[1].numel() * args[2].shape[-1]
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         products = 5 if name.endswith("backward") else 2
         q, k = args[1:3] if products == 5 else args[:2]  # (B, H, Q, K), (B, KV, S, K)

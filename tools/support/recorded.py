@@ -1,4 +1,4 @@
-"""Runs a script, and lets tools/parity record its steps: nothing in the script names parity."""
+"""Runs a script, and lets parity record its steps: nothing in the script names parity."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tools.parity import Parity
+from parity import Parity
 
 CLIPPING = "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"  # of torch.nn.utils
 

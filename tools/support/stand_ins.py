@@ -95,11 +95,12 @@ class FusedRMSNorm(torch.autograd.Function):
 
 def add_product(total, a, b):
     """``add_product`` of common/model.py. On a GPU the product of 16-bit numbers is added to a
-    ``total`` in float32 as it is computed."""
+    ``total`` in float32 as it is computed, which no CPU does: here of tensors of that type."""
     if a.dtype == total.dtype or isinstance(total, DTensor):
         total += a @ b
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        a, b = (total.new_empty(()).expand(x.shape) for x in (a, b))  # they hold one number
+        torch.addmm(total, a, b, out=total)
 
 
 def repeat_heads(attention, q, k, v, *args, **options):
@@ -235,7 +236,7 @@ class Checkpoints:
     def __init__(self, folder, settings, tensors, optimizer, **_):
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
 
-    def resume(self, *, newest=True, step=None):
+    def resume(self, source=None):
         """Allocate the optimizers' states, so that the first step is as all others."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -306,10 +307,9 @@ class Report(report.Report):
 
     def steps(self, numbered):
         for step, batch in numbered:
-            self.counted = step + -self.number % self.every  # the last one ends in a meeting
             if step == self.number - 1:
                 self.start_counting()
-            yield self.counted, batch
+            yield step, batch
 
     def start_counting(self):
         super().start_counting()

@@ -1,25 +1,32 @@
-"""Training loops as PyTorch's tutorials write them, on random tokens. tools/bench.py compares the
-scripts with them.
+"""Training loops as PyTorch's users write them. tools/bench.py compares the scripts with them.
 
     python -m tools.support.tutorial single
-    torchrun --nproc_per_node=2 -m tools.support.tutorial ddp       or fsdp or tp
+    torchrun --nproc_per_node=2 -m tools.support.tutorial ddp      or fsdp, tp or torchtitan
 
+- single: the model as it is. --compile compiles all of it.
 - ddp: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 - fsdp: https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html, FSDP2
 - tp: https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html, with sequence and loss
   parallelism
+- torchtitan: FSDP2 as torchtitan uses it. Each layer is compiled as one graph, and so is the loss.
+  Head and loss go forward and backward in 8 chunks of the tokens. On GPUs cuDNN's attention comes
+  first. (https://github.com/pytorch/torchtitan)
 
-All have the model of common/model.py, AdamW with its defaults, and clip the norm of the gradients.
-Of the scripts' options they take the few that change what a step computes.
+Each loop takes the options that all scripts share, and trains what they train: the model of
+common/model.py from the same initial weights, on the same samples, with the same learning rates. It
+reads, draws and schedules by the functions of the scripts, so that a comparison is of training
+alone. AdamW has PyTorch's default implementation, which loops over the parameters or groups them;
+torchtitan's is the fused one, as in the scripts.
 """
 
-import argparse
-import contextlib
-import os
+import functools
+import json
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -27,91 +34,165 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.experts import MixtureConfig, mixtures, use_experts
-from common.model import PRESETS, Transformer
+from common.attention import wide
+from common.data import BatchSampler, load_steps
+from common.errors import refuse
+from common.experts import MixtureConfig, use_experts
+from common.launch import launch, rank_and_world_size, start_process, start_process_group
+from common.materialise import materialise
+from common.model import Transformer, keep_products, next_token_loss
+from common.model_options import add_model_options
+from common.options import option_parser, parse_options
+from common.step import decay_groups, set_learning_rate
+from common.tokens import add_text_options, open_dataset
+
+FSDP = "fsdp", "torchtitan"
+CHUNKS = 8
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+             SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("strategy", choices=("single", "ddp", "fsdp", "tp"))
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--num-experts", type=int, default=0)
-    parser.add_argument("--expert-size", type=int)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
-    parser.add_argument("--compile", action="store_true")
-    args, _ = parser.parse_known_args()
+def read(argv, rank, n):
+    """The parsed options of a loop, its dataset, and the sampler of a rank of n.
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    n = int(os.environ.get("WORLD_SIZE", 1)) if args.strategy != "single" else 1
-    if args.strategy != "single":
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    bfloat16 = args.dtype == "bfloat16"
-    autocast = torch.autocast(
-        "cuda" if on_gpu else "cpu", torch.bfloat16, enabled=bfloat16 and args.strategy != "fsdp"
+    Raises:
+        SettingError: there is no such option, or the loop cannot do what it asks for.
+    """
+    parser = option_parser(__doc__)
+    parser.add_argument("strategy", choices=("single", "ddp", "tp", *FSDP), help="the loop")
+    add_model_options(parser, MixtureConfig)
+    add_text_options(parser)
+    args = parse_options(parser, argv)
+    refuse([
+        (args.config.num_experts and args.strategy in ("tp", "torchtitan"),
+         f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
+         f"single, ddp and fsdp have"),
+        (args.compile and args.activation_checkpointing == "full" and args.strategy == "tp",
+         "--compile with --activation-checkpointing full: torch cannot compile the loop tp so; "
+         "leave one out, or use --activation-checkpointing selective"),
+    ])
+    dataset = open_dataset(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, rank=rank,
+        world_size=n, replication=n if args.strategy == "tp" else 1,
     )
-    torch.manual_seed(0)  # the ranks of tp must have the same weights
-    model = build(args).to(device)
-    if args.compile and args.strategy == "fsdp":
-        for layer in model.model.layers.values():
-            layer.compile()
-    elif args.compile:
-        model.compile()
-    if args.strategy == "ddp":
+    return args, dataset, sampler
+
+
+def main(argv=None):
+    rank, n = rank_and_world_size()
+    args, dataset, sampler = read(argv, rank, n)
+    strategy = args.strategy
+    device = start_process(args) if strategy == "single" else start_process_group(args)
+    with torch.device("meta"):
+        model = use_experts(Transformer(args.config)).to(args.param_dtype)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    wrap(model, args)
+    mesh = init_device_mesh(device.type, (n,)) if dist.is_initialized() else None
+    if strategy == "tp":
+        split(model, mesh)
+    elif strategy in FSDP:
+        more = [model.model.embed_tokens, model.lm_head] if strategy == "torchtitan" else []
+        layers = model.model.layers.values()
+        shard(model, [*layers, *more], mesh, torch.bfloat16 if args.bfloat16 else None)
+    materialise(model, device, args.seed)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas,
+        fused=True if strategy == "torchtitan" else None,
+    )
+    parameters, head = list(model.parameters()), model.lm_head
+    if strategy == "torchtitan":
+        model.lm_head = nn.Identity()  # ``backward_in_chunks`` calls the head
+        loss_fn = torch.compile(next_token_loss) if args.compile else next_token_loss
+    elif strategy == "ddp":
         model = DistributedDataParallel(model)
-    elif args.strategy == "fsdp":
-        shard(model, MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None)
-    elif args.strategy == "tp":
-        split(model, init_device_mesh("cuda" if on_gpu else "cpu", (n,)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    autocast = torch.autocast(
+        device.type, torch.bfloat16, enabled=args.bfloat16 and strategy not in FSDP
+    )
 
-    vocabulary = PRESETS[args.model].vocab_size
-    rows = args.batch_size if args.strategy == "tp" else args.batch_size // n
     losses = []
-    for _ in range(args.steps):
-        tokens = torch.randint(0, vocabulary, (rows, args.seq_len + 1), device=device)
-        with loss_parallel() if args.strategy == "tp" else contextlib.nullcontext():
-            with autocast:
-                logits = model(tokens[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    if on_gpu:
-        torch.cuda.synchronize()
-    print("losses", [float(loss) for loss in losses], flush=True)
-    if n > 1:
-        dist.barrier()
-    os._exit(0)  # without the tear-down of gloo's threads, which may abort
+    with loss_parallel() if strategy == "tp" else attention_of(args, device):
+        for step, batch in load_steps(dataset, sampler, device, args.workers):
+            set_learning_rate(optimizer, step, args)
+            loss = 0.0  # mean over the samples of this rank
+            for i, (inputs, targets) in enumerate(batch):
+                if strategy == "torchtitan":
+                    loss += backward_in_chunks(model, head, loss_fn, inputs, targets, len(batch))
+                    continue
+                last = i == len(batch) - 1
+                if strategy == "fsdp":
+                    model.set_requires_gradient_sync(last)
+                with model.no_sync() if strategy == "ddp" and not last else nullcontext():
+                    with autocast:
+                        logits = model(inputs).flatten(0, 1)
+                        part = F.cross_entropy(logits.to(wide(logits)), targets.flatten())
+                    (part / len(batch)).backward()
+                loss += part.detach() / len(batch)
+            nn.utils.clip_grad_norm_(parameters, args.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+
+    losses = torch.tensor([float(x) for x in losses], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    if rank == 0:
+        print(json.dumps({"parameters": size, "losses": (losses / n).tolist()}))
 
 
-def build(args):
-    """The model, with weights of the usual size."""
-    experts = {"num_experts": args.num_experts, "expert_size": args.expert_size}
-    model = use_experts(Transformer(MixtureConfig(**vars(PRESETS[args.model]) | experts)))
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-    for mixture in mixtures(model):
-        mixture.bias.zero_()
-    return model
-
-
-def shard(model, policy):
-    """FSDP2: each layer, and the rest."""
-    options = {"mp_policy": policy} if policy else {}
+def wrap(model, args):
+    """Activation checkpointing of each layer, and torch.compile: with FSDP of each layer, otherwise
+    of the whole model."""
+    contexts = {}
+    if args.activation_checkpointing == "selective":
+        contexts["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, keep_products
+        )
     for layer in model.model.layers.values():
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        if args.activation_checkpointing:
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, **contexts
+            )
+        if args.compile and args.strategy in FSDP:
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
+    if args.compile and args.strategy not in FSDP:
+        model.compile()
+
+
+def shard(model, units, mesh, dtype):
+    """FSDP2: each of ``units``, and the rest of the model. Rotary angles stay in float32."""
+    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def attention_of(args, device):
+    """The context in which torchtitan's attention takes cuDNN's kernel first."""
+    # cuDNN's backward pass is not deterministic.
+    if args.strategy != "torchtitan" or device.type == "cpu" or args.deterministic:
+        return nullcontext()
+    return sdpa_kernel(ATTENTION, set_priority=True)
+
+
+def backward_in_chunks(model, head, loss_fn, inputs, targets, micro_batches):
+    """Forward and backward pass of a micro-batch. The logits of one chunk of the tokens are there
+    at a time. Returns this rank's mean loss / ``micro_batches``."""
+    hidden, targets = model(inputs).flatten(0, 1), targets.flatten()  # (B T, D), (B T,)
+    parts = [part.detach().requires_grad_() for part in hidden.chunk(CHUNKS)]
+    total = 0.0
+    for part, labels in zip(parts, targets.chunk(CHUNKS)):
+        last = part is parts[-1]
+        head.set_requires_gradient_sync(last)
+        head.set_reshard_after_backward(last)
+        loss = loss_fn(head(part), labels) / (len(targets) * micro_batches)
+        loss.backward()
+        total += loss.detach()
+    hidden.backward(torch.cat([part.grad for part in parts]))
+    return total
 
 
 def split(model, mesh):
@@ -144,4 +225,5 @@ def split(model, mesh):
         })
 
 
-main()
+if __name__ == "__main__":
+    launch(main)

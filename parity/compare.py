@@ -1,6 +1,6 @@
 """Compares two recordings, step by step. A ``Step`` measures once what is off in a step; then the
 checks of checks.py look at it, causes before their effects, and the first one that has an answer
-names what is wrong. How far sound runs are apart stands in ``tolerances``."""
+names what is wrong. How far sound runs are apart stands in ``Tolerance``."""
 
 import argparse
 import itertools
@@ -343,7 +343,7 @@ def read(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser("python -m tools.parity", allow_abbrev=False,
+    parser = argparse.ArgumentParser("python -m parity", allow_abbrev=False,
                                      description=manual.splitlines()[0])
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")

@@ -1,7 +1,7 @@
 """Write a checkpoint as a folder that Hugging Face's ``from_pretrained`` reads.
 
-    python -m tools.export runs/fsdp exported
-    python -m tools.export runs/fsdp/step-00000200 exported --dtype bfloat16
+    bash run.sh export runs/fsdp exported
+    bash run.sh export runs/fsdp/step-00000200 exported --dtype bfloat16
 
 From a run folder it takes the newest checkpoint. Any script may have saved it, on any number of
 ranks. It writes config.json, and model.safetensors or shards with an index. Checkpoints contain no
@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from common.errors import SettingError
 from common.options import at_least
-from common.services.hf_config import config_from
-from common.services.hf_weights import DTYPES, check_shapes, parts_of, shapes_of
 from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
+from common.services.hf_config import config_from
 from common.services.new_files import new_file, new_folder, refuse_existing
+from tools.huggingface.weights import DTYPES, check_shapes, parts_of, shapes_of
 from tools.support.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -72,7 +72,9 @@ def check_is_complete(checkpoint, config, reader, stored):
     describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
     """
     found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-             if name.startswith("model.") and not name.startswith("model.replica")}  # diloco.py's
+             if name.startswith("model.")}
+    # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
+    found = {name: size for name, size in found.items() if name.partition(".")[2] not in found}
     for name in [name for name in found if name.endswith(".mlp.bias")]:
         if reader.read_tensor(f"model.{name}").any():
             raise SettingError(
@@ -177,7 +179,7 @@ def write_json(path, content):
 
 
 def main(argv=None):
-    parser = make_parser("export", __doc__)
+    parser = make_parser("huggingface.export", __doc__)
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="RUN_OR_CHECKPOINT",
                         help="a run folder, or a checkpoint in it")
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR",

@@ -3,7 +3,7 @@
 They lie in a folder that ``save_pretrained`` wrote: config.json, and safetensors files, which the
 package safetensors reads: ``pip install safetensors``.
 
-tools/import_hf.py makes a checkpoint of such weights, from which every script trains.
+import_hf.py makes a checkpoint of such weights, from which every script trains.
 ``load_weights`` is for a script that loads a base model at every start.
 """
 
@@ -16,8 +16,8 @@ import torch
 
 from common.errors import SettingError
 from common.files import open_regular
-from common.materialise import local_part, local_slices
 from common.experts import use_experts
+from common.materialise import local_part, local_slices
 from common.model import Transformer
 from common.services.hf_config import read_json
 

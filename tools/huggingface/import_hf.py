@@ -1,6 +1,6 @@
 """Start a run from a Hugging Face folder: write its weights as a checkpoint of step 0.
 
-    python -m tools.import_hf llama runs/mine
+    bash run.sh import_hf llama runs/mine
     torchrun --nproc_per_node=8 fsdp.py --model runs/mine --out runs/mine
 
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
@@ -21,17 +21,17 @@ import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from common.errors import SettingError
-from common.materialise import local_slices
 from common.experts import use_experts
+from common.materialise import local_slices
 from common.model import Transformer
-from common.services.hf_config import read_config, read_json
-from common.services.hf_weights import Weights
-from common.services.new_files import new_folder, refuse_existing
-from common.services.run_folder import new_id, write_run_id
-from common.services.settings import config_settings
 from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason
+from common.services.hf_config import read_config, read_json
+from common.services.new_files import new_folder, refuse_existing
+from common.services.run_folder import Claim, new_id
+from common.services.settings import config_settings
+from tools.huggingface.export import write_json
+from tools.huggingface.weights import Weights
 from tools.support.command import make_parser, run
-from tools.export import write_json
 
 
 class ReadingPlanner(dcp.DefaultSavePlanner):
@@ -82,14 +82,14 @@ def import_weights(folder, out):
             raise SettingError(f"{out} could not be written ({reason(error)})") from None
         complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
                  changeable={})
-        write_run_id(temporary, new_id())
+        Claim(temporary, None, new_id()).take()
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
     return config
 
 
 def main(argv=None):
-    parser = make_parser("import_hf", __doc__)
+    parser = make_parser("huggingface.import_hf", __doc__)
     parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER",
                         help="a Hugging Face folder: config.json, and .safetensors files")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",

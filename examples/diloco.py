@@ -8,17 +8,18 @@ momentum, takes this average for the gradient and updates the common value. All 
 from there. Use it if the links between machines are too slow to send all gradients in each step,
 such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
 
-    torchrun --nproc_per_node=2 diloco.py
-    torchrun --nproc_per_node=8 diloco.py --replicas 4 --model small --dtype bfloat16 --lr 1e-3
-    torchrun --nproc_per_node=8 diloco.py --inner-steps 500 --save-every 500 --steps 20000
+    torchrun --nproc_per_node=2 -m examples.diloco
+    bash run.sh examples/diloco.py --model small --dtype bfloat16 --lr 1e-3
+    bash run.sh examples/diloco.py --replicas 4 --inner-steps 500 --save-every 500 --steps 20000
 
-This algorithm is not the one of the other scripts. Its losses are close to those of ddp.py,
-but not equal, and they depend on the number of replicas. Even if the replicas meet in each step it
-is not DDP, because AdamW is not linear: it divides by the size of the gradient, so the mean of the
-replicas' updates is not the update by the mean gradient. With SGD in place of AdamW, --outer-lr 1
-and --outer-momentum 0 it would be. On a fast network use fsdp.py --replicate, which follows the
-curve of one process. Logged are the means of the replicas' losses and norms. Between two meetings
-each replica validates its own weights, on its share of the held-out data.
+This algorithm is not that of the scripts. Its losses are close to those of ddp.py, but not equal,
+and they depend on the number of replicas. Even if the replicas meet in each step it is not DDP,
+because AdamW is not linear: it divides by the size of the gradient, so the mean of the replicas'
+updates is not the update by the mean gradient. With SGD in place of AdamW, --outer-lr 1 and
+--outer-momentum 0 it would be. On a fast network use fsdp.py --replicate, which follows the curve
+of one process. The log has the mean of the replicas' losses, and the gradient norm of the first
+replica. Between two meetings each replica validates its own weights, on its share of the held-out
+data.
 
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
 of parameters it sends (2P/s)(R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
@@ -26,11 +27,12 @@ in each step. In each step the ranks also tell each other whether a signal has a
 bytes), which they read at the end of the next step. Sent within a replica: what fsdp.py sends, with
 s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each
 rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more.
-The step that is counted ends in a meeting.
+The counted step is the third: with --inner-steps 1 or 3 it ends in a meeting.
 
-A checkpoint has the common weights under their usual names, which tools/export.py reads, and those
-of each replica, with the states of all. So a run resumes as it was, also between two meetings, with
-the same --replicas, on any number of ranks. To copy this script, take fsdp.py too.
+A checkpoint has the common weights under their usual names, which `bash run.sh export` writes for
+transformers, and those of each replica, with the states of all. So a run resumes as it was, also
+between two meetings, with the same --replicas, on any number of ranks. A new run starts from random
+weights, or with --from-pretrained from those of a folder of Hugging Face.
 """
 
 import argparse
@@ -51,6 +53,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reshard
 from fsdp import add_gradients_up, shard
+from tools.huggingface.weights import load_weights
 
 # Services, optional: delete an import and every line that uses it
 from common.services import theory
@@ -73,6 +76,8 @@ def main(argv=None):
                         metavar="LR", help="learning rate of the outer optimizer")
     parser.add_argument("--outer-momentum", type=at_least(0, float, most=1), default=0.9,
                         metavar="X", help="Nesterov momentum of the outer optimizer")
+    parser.add_argument("--from-pretrained", metavar="FOLDER", help="start from the weights in "
+                        "FOLDER, of a Llama that has the dimensions of --model")
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
                         default=True, help="free the gathered parameters of a layer after its "
                         "forward pass, and gather them again for the backward pass")
@@ -108,6 +113,8 @@ def main(argv=None):
     )
     add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
+    if args.from_pretrained:
+        load_weights(model, args.from_pretrained)
     compare_calls(model, mesh.get_group("dp_shard"), passes=2 * args.grad_accum)  # FSDP: all alike
 
     # Optimizer
@@ -132,19 +139,20 @@ def main(argv=None):
     own, replica = model.state_dict(keep_vars=True), mesh.get_local_rank("replica")
     tensors = {name: common.get(tensor, tensor) for name, tensor in own.items()}  # DiLoCo: common
     tensors |= {f"replica{replica}.{name}": p for name, p in own.items() if p in common}
+    fixed, changeable = run_settings(args, dataset)
+    fixed["--replicas"] = R
+    changeable |= {"--inner-steps": args.inner_steps, "--outer-lr": args.outer_lr}
     checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), tensors, [optimizer, outer],
+        args.out, (fixed, changeable), tensors, [optimizer, outer],
         stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
     )
-    sampler.start = checkpoints.resume(newest=args.resume, step=args.resume_from)  # steps done
-    if sampler.start == 0:  # DiLoCo: imported weights are the common ones
-        start_from(common)
+    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
     report = Report(
         args, model, [optimizer, outer],
         [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
-        device, mesh, replicas=replicas, every=args.inner_steps,
+        device, mesh,
     )
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
@@ -172,7 +180,7 @@ def main(argv=None):
         if checkpoints.stopping:
             break
     checkpoints.finish()
-    return report.close(theory.diloco(args, n, report.counted))
+    return report.close(formulas(args, n, report.counted))
 
 
 def make_outer(parameters, lr, momentum):
@@ -214,6 +222,24 @@ def start_from(common):
     """Let this replica go on from the common values: see ``make_outer``."""
     for own, value in common.items():
         own.copy_(value)
+
+
+def formulas(args, n, counted):
+    """(formula, bytes) of what a rank holds, and sends in the step ``counted``, from 0. See the
+    docstring above."""
+    R, s = args.replicas, n // args.replicas
+    P = theory.bytes_of(theory.whole_model(args))
+    # In a replica s ranks do what n do in fsdp.py.
+    alone = argparse.Namespace(**vars(args) | {"replicate": 1, "cpu_offload": False})
+    formula, sent = theory.fsdp(alone, s)["sent"]
+    formula = formula.replace("n", "s")
+    if (counted + 1) % args.inner_steps == 0:
+        formula, sent = f"{formula} + (2P/s)(R-1)/R", sent + 2 * P / s * (R - 1) / R
+    states = 3 if args.outer_momentum else 2
+    return {
+        "parameters": ("2P/s", 2 * P / s), "gradients": ("P/s", P / s),
+        "optimizer_states": (f"{states}P/s", states * P / s), "sent": (formula, sent),
+    }
 
 
 def check(args, n):
