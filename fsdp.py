@@ -21,6 +21,8 @@ norm and head, which stays gathered between its forward and its backward pass. F
 
 - In each step the ranks also all-reduce one number, how many targets the global batch has: 8 bytes,
   of which each rank sends 16(n-1)/n.
+- The rows of each parameter are padded to a multiple of n, and P, G and F count the padding. It
+  grows with n if there are more ranks than rows, such as 1,024 of k_proj: use --replicate then.
 - --no-reshard-after-forward gathers everything once in a step, and keeps G bytes gathered
   meanwhile. With a micro-batches a rank then sends (G + aP)(n-1)/n.
 - --replicate R (hybrid sharding, HSDP) makes R replicas. s = n/R ranks share each of them, and s

@@ -13,11 +13,11 @@ bytes of parameters, each of n ranks sends P(n-1)/n in each of the two: together
 gradients of a bucket are reduced as soon as the backward pass has all of them, and then freed.
 Stage 1 reduces in the last micro-batch only, and adds up whole gradients before. Stage 2 reduces in
 every micro-batch: this saves memory, but each further micro-batch sends P(n-1)/n more. With one
-micro-batch both stages do the same. Also all-reduced: how many targets the global batch has, and
-for each parameter, whether any rank has used it (8 bytes each). Overlap: reductions run during the
-backward pass, gathers during the next forward pass. Exposed: the reduction of the last bucket (the
-embedding's), the gather of the first bucket, and whatever takes longer than the computation that
-should hide it.
+micro-batch both stages do the same. The rows of each parameter are padded to a multiple of n, and P
+counts the padding. Also all-reduced: how many targets the global batch has, and for each parameter,
+whether any rank has used it (8 bytes each). Overlap: reductions run during the backward pass,
+gathers during the next forward pass. Exposed: the reduction of the last bucket (the embedding's),
+the gather of the first bucket, and whatever takes longer than the computation that should hide it.
 PyTorch's ZeroRedundancyOptimizer is stage 1 only, and sends more: it all-reduces the gradients and
 broadcasts the parameters, 3P(n-1)/n. So this script calls the collectives itself.
 """

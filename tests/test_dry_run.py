@@ -128,7 +128,7 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
 
 
 @pytest.mark.parametrize("row", [row for row in GPU["runs"] if row["dry_run"]],
-                         ids=lambda row: " ".join(row["command"].split()[2:3] + row["command"].split()[9:]))
+                         ids=lambda row: row["command"].removeprefix("single.py --model "))
 def test_it_counts_what_a_gpu_held(dry_run, row):
     """As StepCounter counted it there: each kernel keeps what the one of the GPU keeps."""
     script, *options = row["command"].split()
