@@ -77,8 +77,6 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     counted = {"world_size": world_size, "rank": rank}
     # States are allocated before the first step. But in it DDP rebuilds its buckets.
     steps = 2 if hasattr(module, "DistributedDataParallel") else 1
-    if device.type == "cpu":
-        stand_ins.as_on_gpus()
     with contextlib.ExitStack() as stack:
         def start(args):
             stack.enter_context(pretend.world(world_size, rank))

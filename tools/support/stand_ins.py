@@ -40,6 +40,7 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
         progress: whether to show a progress bar, if it takes long.
     """
     replace_in_common(nproc_per_node)
+    as_on_gpus()
     count = functools.partial(Report, counted, steps, progress)
     count.add_options = Report.add_options
     return {
