@@ -61,11 +61,9 @@ FAULTS = [
     ("single.py", 0, "", "signal.signal(signal.SIGINT, signal.default_int_handler); "
      "before(common.materialise, 'materialise', lambda *_: signal.raise_signal(signal.SIGINT))",
      "", []),
-    # A disk that is full, a file that cannot be written
+    # A disk that is full
     ("ddp.py", 2, "", FULL_DISK.format(0), NOT_WRITTEN, [3]),
     ("ddp.py", 2, "--async-save --save-every 8", FULL_DISK.format(1), NOT_WRITTEN, []),
-    ("single.py", 0, "", "at(5, os.remove, 'out/metrics.jsonl')",
-     "metrics.jsonl cannot be written (No such file", [3]),
     # Data workers that cannot start, or die, or find other data
     ("single.py", 0, "--workers 1", "tempfile.tempdir = '/tmp' + 67 * '/'",
      "TMPDIR is ... at most 70", []),
