@@ -188,8 +188,8 @@ def shard_experts(experts, ep_mesh, shard_mesh, dtype=None, reshard_after_forwar
     for name, parameter in list(experts.named_parameters()):
         spread = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
-        own = len(spread.to_local())
-    dim = 0 if own % shard_mesh.size(-1) == 0 else 1
+        local_experts = len(spread.to_local())
+    dim = 0 if local_experts % shard_mesh.size(-1) == 0 else 1
     fully_shard(
         experts, mesh=shard_mesh, reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False),
