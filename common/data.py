@@ -15,6 +15,7 @@ import tempfile
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map  # torch has no public one
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -136,7 +137,8 @@ class BatchSampler(Sampler):
 def load_batches(dataset, sampler, device, workers=0):
     """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated into
     any structure of tensors, such as a tuple or a dict. ``workers`` processes read ahead; 0: this
-    process reads."""
+    process reads. A worker that stands still ends the run after half of --timeout: before a
+    collective of another rank does, whose error would not name the cause."""
     if workers and len(folder := tempfile.gettempdir()) > 70:
         raise SettingError(
             f"TMPDIR is {folder}: too long for the Unix sockets of --workers; name a folder of at "
@@ -145,6 +147,7 @@ def load_batches(dataset, sampler, device, workers=0):
     loader = DataLoader(
         _Batches(dataset), sampler=sampler, batch_size=None,  # the sampler yields whole batches
         num_workers=workers, pin_memory=device.type == "cuda", worker_init_fn=_leave_group,
+        timeout=distributed_c10d.default_pg_timeout.total_seconds() / 2 if workers else 0,
         generator=torch.Generator(),  # otherwise it would advance the random state of training
     )
     for batch in loader:

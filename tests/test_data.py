@@ -2,8 +2,10 @@
 
 import argparse
 import collections
+import datetime
 import os
 import pathlib
+import signal
 import sysconfig
 import tracemalloc
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import data
+from common import data, torch_versions
 from common.data import BatchSampler, load_batches, permute
 from common.errors import SettingError
 from common.tokens import TokenDataset, open_dataset
@@ -198,6 +200,19 @@ def test_any_structure_of_tensors_is_moved():
     (batch,) = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("meta"))
     assert batch["list"][0].device.type == batch["point"].x.device.type == "meta"
     assert isinstance(batch["point"], Point) and len(batch["text"]) == BATCH
+
+
+class Stuck(list):
+    def __getitem__(self, index):
+        signal.pause()
+
+
+def test_a_worker_that_stands_still(monkeypatch):
+    monkeypatch.setattr(data.distributed_c10d, "default_pg_timeout", datetime.timedelta(seconds=1))
+    batches = load_batches(Stuck("ab"), BatchSampler(2, 1, stop=1), torch.device("cpu"), workers=1)
+    with pytest.raises(RuntimeError, match="DataLoader timed out") as error:
+        next(batches)
+    assert torch_versions.is_a_setting(error.value)
 
 
 def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):

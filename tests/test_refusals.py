@@ -265,6 +265,7 @@ CONNECTIONS = [
      "rank 0 cannot connect ... MASTER_ADDR no-such-machine.invalid, MASTER_PORT"),
     ({"RANK": "1"}, "rank 1 cannot connect ... --timeout"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
+    ({"MASTER_PORT": "{taken}", "RANK": "1"}, "(what answers there is no store"),
     ({"MASTER_PORT": "-5"}, "MASTER_PORT is '-5'"),
     ({"WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": None, "MASTER_ADDR": "no-such-machine.invalid"},
      "rank 0 cannot connect"),  # with 2 ranks on each of 2 machines, not through this one alone
