@@ -20,7 +20,7 @@ COMMANDS = [
 
 LOST = "a collective of rank 0 failed ... another process has ended ... --timeout"
 NOT_SAVED = "step 6 is not saved ... is not finite: lower --lr"
-NOT_WRITTEN = "could not be written to ... File too large ... make room"
+NOT_WRITTEN = "could not be written to ... File too large ... raise the limit ... are intact"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on={})"
 STAGES_RETURN = ("changed(common.model.Transformer, 'forward', "
                  "lambda x, *_, **__: {} if x.ndim else x)")  # all stages but the last

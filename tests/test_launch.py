@@ -459,16 +459,24 @@ def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
 # Variables of other launchers
 
 
-def test_code_beside_the_script_is_compared(monkeypatch, tmp_path):
-    """Also if common/ is somewhere else."""
-    (tmp_path / "beside_it.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("beside_it")
-    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/train.py", "--lr"])
+def test_code_that_is_not_installed_is_compared(monkeypatch, tmp_path):
+    """Beside the script, also if common/ is somewhere else, and anywhere on PYTHONPATH."""
+    for folder in ("script", "path", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"in_{folder[:4]}.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        importlib.import_module(f"in_{folder[:4]}")
+    compiled = types.ModuleType("compiled")  # as torch.compile makes them
+    compiled.__file__ = str(tmp_path / "path" / "in_path.py")
+    monkeypatch.setitem(sys.modules, "compiled", compiled)
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/script/train.py", "--lr"])
     before = launch.source_files()
-    (tmp_path / "beside_it.py").write_text("# edited")
-    after, name = launch.source_files(), "the hash of beside_it.py"
-    assert before[name] != after[name] and "the hash of common/launch.py" in after
+    for file in tmp_path.glob("*/*.py"):
+        file.write_text("# edited")
+    after = launch.source_files()
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"the hash of in_scri.py", "the hash of the module in_path"}
+    assert "the hash of common/launch.py" in after and "the hash of the module torch" not in after
 
 
 def test_a_process_whose_torchrun_has_just_died_ends(monkeypatch):

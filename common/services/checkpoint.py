@@ -67,8 +67,8 @@ def write_checkpoint(folder, named, *, step, fixed, changeable, group=None, plan
     of a run with these settings. Each rank writes its shards; of what several ranks hold, one of
     them writes each part. When all ranks have, rank 0 completes the folder.
 
-    ``plans``: any object that stands for this group and these names: given again, DCP takes the plan
-    that it has made. Raises OSError, or CheckpointException if any rank cannot write.
+    ``plans``: any object that stands for this group and these names: given again, DCP takes the
+    plan that it has made. Raises OSError, or CheckpointException if any rank cannot write.
     """
     writer, planner = HashingWriter(folder), dcp.DefaultSavePlanner(enable_plan_caching=True)
     # DCP keeps plans by the name of the planner's class. Those of another group of ranks must not
@@ -191,8 +191,8 @@ class Checkpoints:
     # Resuming
 
     def resume(self, source=None):
-        """Lock the run folder, and load its newest checkpoint if it has one. Otherwise a run begins,
-        or begins again: with ``source``, the path of a checkpoint of another run, from there.
+        """Lock the run folder, and load its newest checkpoint if it has one. Otherwise a run
+        begins, or begins again: with ``source``, the path of another run's checkpoint, from there.
         Returns the number of steps done. From now on signals ask the run to stop.
 
         A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
@@ -203,7 +203,7 @@ class Checkpoints:
                 ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
-        unwritable = f"--out {self.folder} cannot be written", "choose another folder"
+        unwritable = f"--out {self.folder} cannot be written", "or choose another folder"
         chosen = None
         with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -373,7 +373,7 @@ class Checkpoints:
     def write(self, named, step):
         """Write the checkpoint under a temporary name, and rename it when it is complete."""
         failed = (f"the checkpoint of step {step} could not be written to {self.folder}",
-                  "the ones before it are intact: make room and start again")
+                  "then start again: the ones before it are intact")
         temporary = self.temporary(self.path(step), "tmp")
         try:
             with raise_on_all_ranks(self.background_group, *failed):
@@ -446,7 +446,7 @@ def raise_on_all_ranks(group, failed="", advice=""):
     except SettingError as error:
         problem = str(error)
     except (OSError, dcp.CheckpointException) as error:  # the latter on all ranks if one fails
-        problem = f"{failed} ({reason(error)}): {advice}"
+        problem = f"{failed} {reason(error)}; {advice}"
     if problem := next(filter(None, gather(problem, group)), None):
         raise SettingError(problem)
 

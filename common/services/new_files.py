@@ -5,6 +5,7 @@ overwritten, and no link is followed.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -54,6 +55,18 @@ def new_folder(path):
     except BaseException:  # Ctrl-C too
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remedy(error):
+    """What helps if a file cannot be read or written because of ``error``."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "make room"
+    if number == errno.EFBIG:
+        return "raise the limit of a file's size (ulimit -f)"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "let this user read and write there"
+    return "see to its disk"
 
 
 def refuse_existing(path):

@@ -1,12 +1,13 @@
 """The folder of a run, --out.
 
-A folder with the file ``run-id`` has a run, and a start continues it. A folder that is empty, or not
-there, becomes that of a new run. Anything else is refused. A run removes only its own older
+A folder with the file ``run-id`` has a run, and a start continues it. A folder that is empty, or
+not there, becomes that of a new run. Anything else is refused. A run removes only its own older
 checkpoints, and what a kill has left of its own. It moves nothing, and writes only while ``run-id``
 is what its last start wrote: if another start has taken the folder's name, it ends.
 
 ``lock`` is an empty file, which the process of rank 0 locks. ``run-id`` holds the id of the run,
-which its resumes keep, and of its last start; and the checkpoint of another run from which it began.
+which its resumes keep, and of its last start; and the checkpoint of another run from which it
+began.
 """
 
 import dataclasses
