@@ -5,12 +5,14 @@ this machine. It needs root and packages (see .ci/run); without these its test i
 so.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import importlib
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -19,13 +21,17 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+import ddp
 from common import launch, torch_versions
 from common.errors import SettingError
 from common.options import option_parser, parse_options
@@ -314,6 +320,49 @@ def test_an_error_is_one_line(tmp_path):
     assert "--lr" in line and "'fast'" in line
 
 
+# In a process that goes on, such as a notebook
+
+
+def process_state():
+    """What a run might change in its process."""
+    return (
+        dict(os.environ), [*map(signal.getsignal, sorted(signal.valid_signals()))],
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._dynamo.config.optimize_ddp, distributed_c10d.default_pg_timeout,
+        distributed_c10d.default_pg_nccl_timeout, warnings.filters[:], dist.is_initialized(),
+        resource.getrlimit(resource.RLIMIT_NOFILE), torch.UntypedStorage.resize_,
+        is_in_torch_dispatch_mode(), [*torch.nn.modules.module._global_forward_hooks],
+    )
+
+
+def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkeypatch, capsys):
+    """Whether a signal stops it, an error in the step that is counted ends it, or it ends by itself.
+    The next run trains all of its steps; in another thread, where Python allows no handlers, too.
+    """
+    options = f"{SMALL} --steps 4 --log-every 1 --deterministic --profile --data {corpus} --out"
+    handler = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, handler)
+    before, seed_step = process_state(), ddp.seed_step
+
+    def steps(out, do=lambda step: None):
+        monkeypatch.setattr(
+            ddp, "seed_step", lambda seed, step, rank: do(step) or seed_step(seed, step, rank))
+        done = [record["step"] for record in ddp.main([*options.split(), f"{tmp_path}/{out}"])]
+        assert process_state() == before
+        return done
+
+    assert steps("a", lambda step: step == 1 and os.kill(os.getpid(), signal.SIGTERM)) == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        steps("b", lambda step: 1 / (2 - step))
+    assert process_state() == before
+    assert steps("a") == [4]
+    capsys.readouterr()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(steps, "c").result() == [1, 2, 3, 4]
+    assert "not in the main thread of its process: no signal lets" in capsys.readouterr().out
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 # Several machines, by hand: here one machine plays both
 
 
@@ -579,7 +628,7 @@ def test_groups_of_a_mesh_wait_as_long_as_they_are_told(rank):
 @on_ranks(4)
 def test_deterministic_sets_what_gpus_need():
     """A run with it: test_same_run.py."""
-    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True)
+    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True, timeout=9)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     for start_as in (launch.start_process, launch.start_process_group):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
