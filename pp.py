@@ -66,7 +66,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import MAX_LOGITS, Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -98,6 +98,7 @@ V_SHAPED = ("zbv", "dualpipev")  # stages r and 2n-1-r on rank r
 SPLIT_BACKWARD = ("zerobubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)

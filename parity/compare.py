@@ -344,7 +344,7 @@ def read(path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m parity", allow_abbrev=False,
-                                     description=manual.splitlines()[0])
+                                     description=(manual or "").partition("\n")[0])
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")
     parser.add_argument("--table", action="store_true",

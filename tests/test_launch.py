@@ -5,12 +5,14 @@ this machine. It needs root and packages (see .ci/run); without these its test i
 so.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import importlib
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -19,13 +21,17 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+import ddp
 from common import launch, torch_versions
 from common.errors import SettingError
 from common.options import option_parser, parse_options
@@ -199,6 +205,35 @@ def test_what_run_sh_requires(tmp_path, requirement, enough):
     assert (done.stdout == "yes\n") == enough
 
 
+def test_what_would_mislead_python_or_bash(tmp_path):
+    """Folders by our names, installed elsewhere; variables; a colon, which PYTHONPATH cannot hold;
+    line ends of Windows."""
+    misleading = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2", "PYTHONPATH": str(tmp_path),
+                  "CDPATH": f"{tmp_path}:{tmp_path}/none"}
+    for name in "tools", "common", ROOT.name, "code":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    for name in "beside", "alone":
+        script = tmp_path / "code" / name / "mine.py"
+        script.parent.mkdir()
+        script.write_text("import common.errors  # start_process(\nprint(common.__path__)")
+    (tmp_path / "code" / "beside" / "common").symlink_to(ROOT / "common")
+    for words, expected in (
+        ("prepare --help", "python -m tools.prepare"),
+        (f"{tmp_path}/code/beside/mine.py", f"['{tmp_path}/code/beside/common']\n"),
+        (f"{tmp_path}/code/alone/mine.py", f"['{ROOT}/common']\n"),
+    ):
+        output = finish(start(["bash", f"{ROOT.name}/run.sh", *words.split()], ROOT.parent,
+                              **misleading))
+        assert expected in output, output
+    (tmp_path / "a:b").symlink_to(ROOT)
+    (line,) = finish(start(["bash", "a:b/run.sh", "prepare", "--help"], tmp_path)).splitlines()
+    assert "a:b, has a colon" in line
+    names = sh("git ls-files", cwd=ROOT)
+    ends = sh("git check-attr eol --stdin", cwd=ROOT, input=names).splitlines()
+    assert len(ends) > 100 and all(line.endswith(": eol: lf") for line in ends)
+
+
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -209,6 +244,11 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
     ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 ... NNODES"),
+    ("ddp.py", {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+     "PET_NNODES PET_NODE_RANK: these are variables of torchrun ... start by torchrun in place of"),
+    ("ddp.py", NODES | {"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR is no-such.invalid"),
+    ("other/fsdp.py", {}, "other/fsdp.py imports common/ of this project ... is another one: copy"),
+    ("other/single.py", {}, "other/single.py imports common/ of this project ... docs/copying.md"),
     ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
@@ -216,6 +256,9 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
                 "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
 ])
 def test_what_run_sh_refuses(tmp_path, command, environment, words):
+    (tmp_path / "other" / "common").mkdir(parents=True)  # of somebody else
+    for name in "fsdp.py", "single.py":
+        shutil.copy(ROOT / name, tmp_path / "other")
     process = start([*RUN, *command.split()], tmp_path, **environment)
     (line,) = finish(process).splitlines()
     assert line.startswith("run.sh: error: ") and process.returncode == 1 and in_order(words, line)
@@ -314,6 +357,49 @@ def test_an_error_is_one_line(tmp_path):
     assert "--lr" in line and "'fast'" in line
 
 
+# In a process that goes on, such as a notebook
+
+
+def process_state():
+    """What a run might change in its process."""
+    return (
+        dict(os.environ), [*map(signal.getsignal, sorted(signal.valid_signals()))],
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._dynamo.config.optimize_ddp, distributed_c10d.default_pg_timeout,
+        distributed_c10d.default_pg_nccl_timeout, warnings.filters[:], dist.is_initialized(),
+        resource.getrlimit(resource.RLIMIT_NOFILE), torch.UntypedStorage.resize_,
+        is_in_torch_dispatch_mode(), [*torch.nn.modules.module._global_forward_hooks],
+    )
+
+
+def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkeypatch, capsys):
+    """Whether a signal stops it, an error in the step that is counted ends it, or it ends by itself.
+    The next run trains all of its steps; in another thread, where Python allows no handlers, too.
+    """
+    options = f"{SMALL} --steps 4 --log-every 1 --deterministic --profile --data {corpus} --out"
+    handler = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, handler)
+    before, seed_step = process_state(), ddp.seed_step
+
+    def steps(out, do=lambda step: None):
+        monkeypatch.setattr(
+            ddp, "seed_step", lambda seed, step, rank: do(step) or seed_step(seed, step, rank))
+        done = [record["step"] for record in ddp.main([*options.split(), f"{tmp_path}/{out}"])]
+        assert process_state() == before
+        return done
+
+    assert steps("a", lambda step: step == 1 and os.kill(os.getpid(), signal.SIGTERM)) == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        steps("b", lambda step: 1 / (2 - step))
+    assert process_state() == before
+    assert steps("a") == [4]
+    capsys.readouterr()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(steps, "c").result() == [1, 2, 3, 4]
+    assert "not in the main thread of its process: no signal lets" in capsys.readouterr().out
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 # Several machines, by hand: here one machine plays both
 
 
@@ -329,6 +415,8 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
      "--nnodes=2 --rdzv-endpoint=host0:29500 --rdzv-conf=is_host=0 --local-addr=~00001 "
      "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
     (HOST0 | {"NNODES": "10:12", "NODE_RANK": "1"}, "--nnodes=10:12"),
+    (HOST0 | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "[::1]", "PET_NNODES": "9"},
+     "--nnodes=2 --rdzv-endpoint=[::1]:29500 --local-addr=::1"),
     (STEP, "--rdzv-endpoint=host0:10007 --rdzv-conf=is_host=0 GLOO_SOCKET_IFNAME=wire"),
     (STEP | {"MASTER_PORT": "1234", "MASTER_ADDR": "host9", "GLOO_SOCKET_IFNAME": "mine"},
      "--rdzv-endpoint=host9:1234"),
@@ -350,6 +438,13 @@ def test_one_machine_of_two(tmp_path, variables, words):
     assert ("GLOO_SOCKET_IFNAME=wire" in output) == ("GLOO_SOCKET_IFNAME" not in variables)
 
 
+def loopback():
+    """The IPv6 address of this machine for itself, if it has one."""
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return "::1"
+    return "127.0.0.1"
+
+
 @thorough
 def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     """A process of the second machine is killed: both resume, and end as if undisturbed."""
@@ -357,7 +452,7 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     out = tmp_path / "runs" / "ddp"
     with free_port() as port:
         processes = [start([*RUN, "ddp.py", *options], tmp_path, NNODES="2", NODE_RANK=str(rank),
-                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MAX_RESTARTS="1")
+                           MASTER_ADDR=loopback(), MASTER_PORT=str(port), MAX_RESTARTS="1")
                      for rank in (0, 1)]
         wait_until(lambda: out.exists() and list_checkpoints(out))
         os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
@@ -587,7 +682,7 @@ def test_groups_of_a_mesh_wait_as_long_as_they_are_told(rank):
 @on_ranks(4)
 def test_deterministic_sets_what_gpus_need():
     """A run with it: test_same_run.py."""
-    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True)
+    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True, timeout=9)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     for start_as in (launch.start_process, launch.start_process_group):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -24,6 +24,7 @@ import time
 
 from common.errors import SettingError
 from common.files import read_text, reading
+from common.launch import undo
 from common.options import not_empty
 from common.services.new_files import new_file
 
@@ -142,11 +143,14 @@ def claim_folder(folder, source=None):
 
 def lock_folder(folder):
     """The open file ``lock``, locked. It is a record lock: children do not inherit it, and NFS has
-    it too. On a file system without locks ``Claim.check`` alone guards the run."""
+    it too. On a file system without locks ``Claim.check`` alone guards the run. ``undo`` of
+    common/launch.py closes it: if a later run of this process has the folder, a file that is closed
+    late would release its lock too."""
     file = open(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     for _ in range(50):  # the run before may just be ending
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.callback(file.close)
             return file
         except (BlockingIOError, PermissionError):  # another process holds it
             time.sleep(0.1)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import inspect
 import sys
 from unittest import mock
 
@@ -88,8 +89,8 @@ def around(original, replacement):
 
 def variables_of(module):
     """The variables of the script's ``main``, which is running."""
-    frame = sys._getframe()
-    while frame and frame.f_code is not module.main.__code__:
+    frame, code = sys._getframe(), inspect.unwrap(module.main).__code__
+    while frame and frame.f_code is not code:
         frame = frame.f_back
     return frame.f_locals if frame else {}
 
