@@ -28,11 +28,13 @@
 set -euo pipefail
 # With these Python would not find common/ beside a script, and cd would go elsewhere.
 unset PYTHONSAFEPATH CDPATH
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
 [ -f "$here/requirements.txt" ] || here=${SLURM_SUBMIT_DIR:-$here}
 
 fail() { echo "run.sh: error: $*" >&2; exit 1; }
+
+[ . -ef "$PWD" ] || fail "the working folder was removed: cd to one that is there"
 
 # Refuse a variable that is set, and is no whole number of at least so much. NNODES=1:2: 1 or 2.
 check_number() {

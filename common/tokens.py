@@ -175,7 +175,7 @@ def open_dataset(args, option="--data"):
         return None
     dataset = TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
     if out := getattr(args, "out", None):
-        out = out.resolve()
+        out = pathlib.Path(os.path.realpath(out))  # resolve() fails if links form a loop
         if any(_place(path) in dataset.folders for path in (out, *out.parents) if path.exists()):
             raise SettingError(
                 f"--out {args.out} is inside {option} {data}: its files would be read as data; "

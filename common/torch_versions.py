@@ -39,7 +39,7 @@ GLOO_WORDS = (
 # still, which torch raises as RuntimeError.
 SETTING_WORDS = (
     "can't allocate memory", "not enough memory", "overflow", "DataLoader worker (pid",
-    "DataLoader timed out",
+    "DataLoader timed out", "unable to allocate shared memory", "unable to write to file </torch",
 )
 
 

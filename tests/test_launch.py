@@ -218,17 +218,23 @@ def test_what_would_mislead_python_or_bash(tmp_path):
         script.parent.mkdir()
         script.write_text("import common.errors  # start_process(\nprint(common.__path__)")
     (tmp_path / "code" / "beside" / "common").symlink_to(ROOT / "common")
+    (tmp_path / "linked.sh").symlink_to(ROOT / "run.sh")
     for words, expected in (
         ("prepare --help", "python -m tools.prepare"),
         (f"{tmp_path}/code/beside/mine.py", f"['{tmp_path}/code/beside/common']\n"),
         (f"{tmp_path}/code/alone/mine.py", f"['{ROOT}/common']\n"),
     ):
-        output = finish(start(["bash", f"{ROOT.name}/run.sh", *words.split()], ROOT.parent,
-                              **misleading))
-        assert expected in output, output
-    (tmp_path / "a:b").symlink_to(ROOT)
+        for run_sh in (f"{ROOT.name}/run.sh", tmp_path / "linked.sh"):
+            output = finish(start(["bash", run_sh, *words.split()], ROOT.parent, **misleading))
+            assert expected in output, output
+    (tmp_path / "a:b").mkdir()
+    for name in "run.sh", "requirements.txt":
+        shutil.copy(ROOT / name, tmp_path / "a:b")
     (line,) = finish(start(["bash", "a:b/run.sh", "prepare", "--help"], tmp_path)).splitlines()
     assert "a:b, has a colon" in line
+    gone = 'mkdir gone; cd gone; rmdir ../gone; "$@"'
+    *_, line = finish(start(["bash", "-c", gone, "", *RUN, "ddp.py"], tmp_path)).splitlines()
+    assert line.startswith("run.sh: error: the working folder was removed")
     names = sh("git ls-files", cwd=ROOT)
     ends = sh("git check-attr eol --stdin", cwd=ROOT, input=names).splitlines()
     assert len(ends) > 100 and all(line.endswith(": eol: lf") for line in ends)
@@ -348,10 +354,11 @@ def test_killed_tests_leave_no_rank(tmp_path):
 
 @thorough
 def test_an_error_is_one_line(tmp_path):
-    """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
+    """Also if the rank that finds it is much faster than rank 0, which torchrun then ends, and
+    after restarts."""
     copy = edited(tmp_path, "ddp.py", ("import torch\n", "import os, time, torch\n"
                                        "time.sleep(20 * (os.environ['RANK'] == '0'))\n"))
-    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2")
+    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2", MAX_RESTARTS="1")
     _, line = [line for line in finish(process).splitlines() if line.strip()]
     assert process.returncode == 1 and "ddp.py: error: " in line
     assert "--lr" in line and "'fast'" in line

@@ -66,6 +66,8 @@ def remedy(error):
         return "raise the limit of a file's size (ulimit -f)"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "let this user read and write there"
+    if number in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT):
+        return "see to what is at that path"
     return "see to its disk"
 
 
