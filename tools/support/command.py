@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import pkgutil
 import sys
 
 from common.errors import SettingError, printable
@@ -78,6 +79,8 @@ def load(script, needed):
     beside, rest = path.parent.resolve(), [entry for entry in sys.path if entry != str(ROOT)]
     own = any((beside / name).exists() for name in ("common", "common.py"))
     sys.path[:] = [str(beside), *([] if own else [str(ROOT)]), *rest]  # ours would hide another one
+    if "tools" in sys.modules:  # the script may import from a tools/ beside it
+        sys.modules["tools"].__path__ = pkgutil.extend_path([], "tools")
     spec = importlib.util.spec_from_file_location("script_" + path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
