@@ -695,6 +695,8 @@ def test_an_error_of_the_code_has_its_traceback():
             *trace, last = launch._describe(error).splitlines()
         assert trace[0].startswith("Traceback") and words in "".join(trace + [last])
         assert advice in last
-    for error in MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"):  # and a setting
+    for error in (MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"),
+                  RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"),
+                  RuntimeError("InvalidCxxCompiler: No working C++ compiler found")):  # a setting
         assert f": error: {type(error).__name__}: {error}" in launch._describe(error)
     assert torch_versions.is_lost_peer(dist.DistBackendError("NCCL error"))
