@@ -101,15 +101,17 @@ path_of_tools() {
 
 # The script imports the common/ beside it; or this folder's, as those in examples/ do.
 find_common() {
-  local beside
+  local beside name
   beside=$(dirname "$script")
-  if [[ -e $beside/common || -e $beside/common.py ]]; then
-    [[ -e $beside/common/launch.py ]] || ! grep -Eq '^ *(from|import) common\b' "$script" ||
-      fail "$script imports common/ of this project, and what is beside it by that name is" \
-        "another one: copy common/ under another name (docs/copying.md has the command)"
-  else
+  if [[ ! -e $beside/common && ! -e $beside/common.py ]]; then
     path_of_tools
+    return
   fi
+  for name in $(sed -nE 's/^ *(from|import) common\.(\w+).*/\2/p' "$script"); do
+    [[ -e $beside/common/$name.py || ! -e $here/common/$name.py ]] ||
+      fail "$script imports common.$name of this project, and what is beside it by the name of" \
+        "common is another one: copy common/ under another name (docs/copying.md has the command)"
+  done
 }
 
 # Start the processes of this machine by torchrun, which watches them.

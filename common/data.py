@@ -160,16 +160,26 @@ def load_batches(dataset, sampler, device, workers=0):
 
 class _Batches(Dataset):
     """The micro-batches of ``dataset``, by lists of indices; or the SettingError that reading one
-    has raised: if a worker raised it, its words would be lost in a traceback."""
+    has raised, or that samples do not make a batch: if a worker raised it, its words would be lost
+    in a traceback."""
 
     def __init__(self, dataset):
         self.dataset = dataset
 
     def __getitem__(self, indices):
         try:
-            return default_collate([self.dataset[index] for index in indices])
+            samples = [self.dataset[index] for index in indices]
         except SettingError as error:
             return error
+        try:
+            return default_collate(samples)
+        except Exception as error:  # of shapes, types, names, or of numbers that are no tensors
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return SettingError(
+                f"samples {', '.join(map(str, indices[:8]))} of the dataset do not make a batch "
+                f"({reason:.200}): tensors of the same name must have one shape and type in all "
+                f"samples; pad sequences in __getitem__, and their targets with -100"
+            )
 
 
 def _leave_group(worker):

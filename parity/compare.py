@@ -338,7 +338,8 @@ def read(path):
             except ValueError:
                 raise ValueError(f"line {number} is cut: did the run crash?") from None
     if not lines:
-        raise ValueError("it has no step: did the run crash before its first record?")
+        raise ValueError("it has no step: is `record` called (in a Trainer with max_grad_norm 0 it "
+                         "is not), or did the run crash before its first record?")
     return lines
 
 

@@ -260,6 +260,18 @@ def test_a_worker_that_stands_still(monkeypatch):
     assert torch_versions.is_a_setting(error.value)
 
 
+@pytest.mark.parametrize("workers, dataset, reason", [
+    (0, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: stack exp"),
+    (1, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: "),  # it cannot resize
+    (0, [{"a": torch.zeros(2)}, {"b": torch.zeros(2)}] * SIZE, "KeyError: "),
+    (0, [None] * SIZE, "TypeError: "),
+])
+def test_samples_that_do_not_make_a_batch(workers, dataset, reason):
+    batches = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("cpu"), workers)
+    with pytest.raises(SettingError, match=f"do not make a batch .{reason}.*with -100"):
+        next(batches)
+
+
 def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):
     """Of 20,000 samples 200, anywhere: the same number of samples, the same first and last."""
     text = np.frombuffer(("seven wizards box " * 40_000).encode(), np.uint8)[: 20_000 * 32 + 1]

@@ -253,8 +253,8 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
      "PET_NNODES PET_NODE_RANK: these are variables of torchrun ... start by torchrun in place of"),
     ("ddp.py", NODES | {"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR is no-such.invalid"),
-    ("other/fsdp.py", {}, "other/fsdp.py imports common/ of this project ... is another one: copy"),
-    ("other/single.py", {}, "other/single.py imports common/ of this project ... docs/copying.md"),
+    ("other/fsdp.py", {}, "other/fsdp.py imports common.data of this project ... is another one: copy"),
+    ("other/single.py", {}, "other/single.py imports common.data of this project ... docs/copying.md"),
     ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
@@ -710,6 +710,8 @@ def test_an_error_of_the_code_has_its_traceback():
             *trace, last = launch._describe(error).splitlines()
         assert trace[0].startswith("Traceback") and words in "".join(trace + [last])
         assert advice in last
-    for error in MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"):  # and a setting
+    for error in (MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"),
+                  RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"),
+                  RuntimeError("InvalidCxxCompiler: No working C++ compiler found")):  # a setting
         assert f": error: {type(error).__name__}: {error}" in launch._describe(error)
     assert torch_versions.is_lost_peer(dist.DistBackendError("NCCL error"))

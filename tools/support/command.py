@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import pkgutil
 import sys
 
 from common.errors import SettingError, printable
@@ -76,15 +77,17 @@ def load(script, needed):
     if path.suffix != ".py" or not path.is_file():
         raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
     beside, rest = path.parent.resolve(), [entry for entry in sys.path if entry != str(ROOT)]
-    own = any((beside / name).exists() for name in ("common", "common.py"))
-    sys.path[:] = [str(beside), *([] if own else [str(ROOT)]), *rest]  # ours would hide another one
+    another = (any((beside / name).exists() for name in ("common", "common.py"))
+               and not (beside / "common" / "launch.py").exists())  # which ours would hide
+    sys.path[:] = [str(beside), *([] if another else [str(ROOT)]), *rest]
+    if "tools" in sys.modules:  # the script may import from a tools/ beside it
+        sys.modules["tools"].__path__ = pkgutil.extend_path([], "tools")
     spec = importlib.util.spec_from_file_location("script_" + path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        missing = str(getattr(error, "name", "")).partition(".")[0] == "common"
-        if missing and not (beside / "common" / "launch.py").exists():
+        if another and str(getattr(error, "name", "")).partition(".")[0] == "common":
             raise SettingError(
                 f"{script} imports {error.name} of this project, and what is beside it by the name "
                 f"of common is another one: copy common/ under another name (docs/copying.md has "
