@@ -116,10 +116,9 @@ def about_float32(it):
 
 def late(it):
     """A hint, if gradients appear, or grow, between ``record`` and the optimizer."""
-    old, appear = ({name for line in lines for rank in line["ranks"]
-                    for name in rank.get("late", ())} for lines in (it.after[:1], it.after[1:]))
-    want, have = (max(factors, default=1.0) for factors in it.given or ([], []))
-    if appear - old or have > max(1.0, want) + 1e-3:
+    ranks = [rank for line in it.after[1:] for rank in line["ranks"]]  # of the run
+    appear = any(rank.get("late") for rank in ranks)
+    if appear or it.given and max(it.given[1], default=1.0) > 1.001:
         return ". They are complete only later: clip, and record, when gradients are reduced"
     return ""
 
@@ -436,7 +435,8 @@ def scaled(it):
     elif it.loss_right and it.dead.any():
         loss = (": the reduction, or the scale of an adapter whose output is still 0, such as "
                 "LoRA's alpha / r; the loss is right")
-    if it.run.alike > it.reference.alike and abs(it.run.alike / it.reference.alike / r - 1) < near:
+    as_alike = it.run.alike / it.reference.alike
+    if it.everywhere and as_alike > 1 and abs(r / as_alike - 1) < near:
         loss += f"; {same_samples(it.run)}"
     if it.given and it.given[1] and r < 1 and {round(x, 4) for x in it.given[1]} == {1.0}:
         loss += "; or the run clips by hand, by another norm"
