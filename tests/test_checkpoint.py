@@ -100,7 +100,7 @@ def test_an_average_of_sharded_weights(folder, mesh):
 
 @on_ranks(2)
 def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
-    """An average of the rows of a rank, as a plain tensor: today's first save would be the last."""
+    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone."""
     weight, other = nn.Parameter(torch.ones(2)), torch.tensor([[1.0], [1.0 + rank]]).T
     for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
         tensors = {"weight": weight, "same": torch.ones(3), name: tensor}
