@@ -93,7 +93,7 @@ def main(argv=None):
     sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    arrange_buckets(replica, sampler, *dataset[0])  # DDP: a resumed run has the same bits
+    arrange_buckets(replica, sampler, dataset[0])  # DDP: a resumed run has the same bits
     report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
     for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout

@@ -21,6 +21,7 @@ EVEN = 6  # measured: rounding of one parameter beside that of another 5; tanh f
 FLOAT32_INSIDE = 2**-16  # measured: rotary angles in float32 1e-6; a wrong eps of a norm 5e-5
 MISSING = 1e-3  # a gradient that is so much shorter is missing; what is left is rounding
 EXPLAINED = 0.1  # of a difference, what a cause may leave over
+ROUNDINGS = 8  # of a tensor, between two steps of sound runs
 SAME_OUTPUT = 8  # roundings of the mean square of a module's output; measured: 0.3
 
 
@@ -113,6 +114,15 @@ def about_float32(it):
             "as a softmax, a norm or rotary angles, give --float32-inside")
 
 
+def late(it):
+    """A hint, if gradients appear, or grow, between ``record`` and the optimizer."""
+    ranks = [rank for line in it.after[1:] for rank in line["ranks"]]  # of the run
+    appear = any(rank.get("late") for rank in ranks)
+    if appear or it.given and max(it.given[1], default=1.0) > 1.001:
+        return ". They are complete only later: clip, and record, when gradients are reduced"
+    return ""
+
+
 def outputs_of(run):
     """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the order
     in which modules return."""
@@ -190,8 +200,10 @@ def forward_pass_of(it):
         if module:
             return f"{module}; it was right in the step before: {stale}"
     if module is None:
-        return ("look at the forward pass (outputs of modules are not compared: ranks hold parts "
-                "of them, or they have read other inputs)")
+        why = "ranks hold parts of them, or they have read other inputs"
+        if not all(outputs_of(run) for run in (it.reference, it.run)):
+            why = "they are not recorded: see `modules` in Parity"
+        return f"look at the forward pass (outputs of modules are not compared: {why})"
     if module:
         return module
     want, have = (sum(run.targets) for run in (it.reference, it.run))
@@ -360,27 +372,42 @@ def reduction(it):
     return f"reduction: ranks {ranks} hold different gradients of {group(it, bad)}: {why}"
 
 
+def averaged(run, kind):
+    """[(targets, loss), ...] of what may be averaged: the micro-batches of each rank, those of all
+    ranks together, or the ranks. ``kind``: how targets are counted."""
+    pairs = [[*zip(rank[kind], rank["losses"])] for rank in run.counted
+             if len(rank[kind]) == len(rank["losses"])]
+    together = [*zip(*pairs)] if len({len(own) for own in pairs}) == 1 else []
+    sums = [tuple(map(sum, zip(*own))) for own in together]
+    ranks = [(sum(rank[kind]), sum(rank["losses"])) for rank in run.counted]
+    return [rows for rows in (sum(pairs, []), sums, ranks) if rows]
+
+
+def weighted(run, pairs):
+    """The loss, with those of ``pairs`` weighted by their targets."""
+    counts, losses = torch.tensor(pairs, dtype=torch.float64).T
+    return run.loss * (counts @ losses / counts.sum() / losses.mean()).item()
+
+
 def mean_of_means(it):
     """Whether the loss is right once the losses of ranks, or of micro-batches, are weighted. A
     model may shift the labels itself: then the first of a row is no target."""
     if not it.loss_known or it.loss_right:
         return None
+    want, have = it.reference.loss, it.run.loss
+    room = it.tolerance.loss + it.history.slack
     for kind in "targets", "shifted":
-        of_micro_batches = [pair for rank in it.run.counted
-                            if len(rank[kind]) == len(rank["losses"])
-                            for pair in zip(rank[kind], rank["losses"])]
-        of_ranks = [(sum(rank[kind]), sum(rank["losses"])) for rank in it.run.counted]
-        for pairs in filter(None, (of_micro_batches, of_ranks)):
-            counts, losses = torch.tensor(pairs, dtype=torch.float64).T
-            weighted = it.run.loss * (counts @ losses / counts.sum() / losses.mean()).item()
-            gap = abs(weighted - it.reference.loss)
-            room = it.tolerance.loss + it.history.slack
-            off = abs(it.run.loss - it.reference.loss)
-            if gap <= min(room * abs(it.reference.loss), EXPLAINED * off):
+        right = [weighted(it.reference, pairs) for pairs in averaged(it.reference, kind)]
+        for loss in (weighted(it.run, pairs) for pairs in averaged(it.run, kind)):
+            if abs(loss - want) <= min(room * abs(want), EXPLAINED * abs(have - want)):
                 return "loss: a mean of means: with losses weighted by targets it is right"
-            times = factor(it.run, weighted / (it.reference.loss or math.nan), min(room, 1e-3))
-            if "as many as" in times and abs(weighted - it.run.loss) > room * abs(it.run.loss):
+            times = factor(it.run, loss / (want or math.nan), min(room, 1e-3))
+            if "as many as" in times and abs(loss - have) > room * abs(have):
                 return f"loss: a mean of means, {times}"
+            if any(abs(loss - other) <= room * abs(loss) and abs(loss - have) > room * abs(have)
+                   and abs(other - want) > room * abs(want) for other in right):
+                return ("loss: a mean of means, in the reference too: with losses weighted by "
+                        "targets both are equal")
 
 
 def lost_tie(it):
@@ -408,6 +435,11 @@ def scaled(it):
     elif it.loss_right and it.dead.any():
         loss = (": the reduction, or the scale of an adapter whose output is still 0, such as "
                 "LoRA's alpha / r; the loss is right")
+    as_alike = it.run.alike / it.reference.alike
+    if it.everywhere and as_alike > 1 and abs(r / as_alike - 1) < near:
+        loss += f"; {same_samples(it.run)}"
+    if it.given and it.given[1] and r < 1 and {round(x, 4) for x in it.given[1]} == {1.0}:
+        loss += "; or the run clips by hand, by another norm"
     return f"{whose(it)}: {factor(it.run, r, near)}{loss}"
 
 
@@ -420,7 +452,8 @@ def missing(it):
         return ("missing: the run has none: it records after zero_grad, or gradients are never "
                 "synchronised (FSDP2: set_requires_gradient_sync)")
     if (bad := it.off & (y < MISSING * x)).any():
-        return f"missing: those of {group(it, bad)}{about_the_loss(it)}; or they are frozen"
+        frozen = "" if late(it) else "; or they are frozen"
+        return f"missing: those of {group(it, bad)}{about_the_loss(it)}{frozen}"
 
 
 def explained_by(y, *vectors):
@@ -497,7 +530,7 @@ def gradients(it):
         return None
     for cause in CAUSES_IN_16_BITS if it.tolerance.in_16_bits else CAUSES:
         if message := cause(it):
-            return f"gradients: {message}{about_float32(it)}"
+            return f"gradients: {message}{about_float32(it)}{late(it)}"
 
 
 def loss(it):
@@ -536,13 +569,41 @@ def clipping(it):
         return f"{wrong} not by {max(want):.6g} ({factor(it.run, r, min(0.01, max(limit, 1e-4)))})"
 
 
+def other_tensors(it):
+    """Whether what a run keeps beside its weights, such as an average of them, is that of the
+    reference, and moves as there."""
+    want, have = (run.line.get("others", {}) for run in (it.reference, it.run))
+    for name in it.names_of_others:
+        if want[name]["shape"] != have[name]["shape"]:
+            return (f"shapes: {name}, which is saved too, is {have[name]['shape']}, not "
+                    f"{want[name]['shape']}: if each rank keeps a part, make it a DTensor, as "
+                    f"torch.zeros_like does of a parameter that is one")
+    x, y = it.others
+    unlike = y.spread > COPIES * y.length
+    other = distance(x, y) > PROJECTED * x.length if not it.history.compared else unlike & False
+    moved = it.others_moved
+    # Where the gradient of a weight is only rounding, so is an average of this weight.
+    shapes = [str(it.reference.line["values"][name]["shape"]) for name in it.names]
+    inexact = [max((noise for noise, shape in zip(it.inexact.tolist(), shapes)
+                    if shape == str(want[name]["shape"])), default=0.0)
+               for name in it.names_of_others]
+    room = ROUNDINGS * it.tolerance.rounding * x.length + (
+        it.history.slack + torch.tensor(inexact)) * moved
+    for bad, words in [(unlike, "ranks hold different values of"), (other, "other values of"),
+                       (it.others_gap > room, "other ways, since the first step, of")]:
+        if bad.any():
+            names = [*itertools.compress(it.names_of_others, bad)]
+            return (f"saved: {words} {' and '.join(names[:2])} ({len(names)} of {len(bad)} tensors "
+                    f"that are saved beside the weights): an average of stale weights?")
+
+
 # Lists of checks. ``ALWAYS``: of every step. ``CHECKS``: of a step that is finite, and in which
 # rounding has not yet parted the runs. ``AFTER_ROUNDING``: those of them that prove nothing if
 # training has amplified rounding. ``IN_16_BITS``: in place of ``CHECKS``. ``CAUSES``: of gradients
 # that differ; the last one always has an answer.
 ALWAYS = [parameter_names, shapes, types, not_finite, copies_of_weights, initial_weights, samples]
 AFTER_ROUNDING = [mean_of_means, gradients, loss, clipping]
-CHECKS = [update, reduction, *AFTER_ROUNDING]
+CHECKS = [update, reduction, *AFTER_ROUNDING, other_tensors]
 IN_16_BITS = [reduction, gradients]
 CAUSES_IN_16_BITS = [lost_tie, scaled, missing]
 CAUSES = [*CAUSES_IN_16_BITS, not_cleared, nearly_scaled, rounding, unexplained]
@@ -581,6 +642,9 @@ def not_compared(it, lines):
             (factors and max(factors) < CLIPPED, "clipping (it is never active)"),
             (True, "the update after the last step"),
         ]
+    kept = [key for run in (it.reference, it.run) for key in run.line.get("others", {})
+            if key not in it.names_of_others]
+    rows.append((kept, f"{listed(kept[:2])} ({len(kept)} tensors that one run alone saves)"))
     rows += [(count, f"{kind} ({count})") for kind, count in left_out.items()]
     return [sentence for applies, sentence in rows if applies]
 
@@ -588,5 +652,9 @@ def not_compared(it, lines):
 def notes(it, lines):
     """What is no fault by itself, but worth a look, in words."""
     found = sixteen_bits(lines[-1]["ranks"])
+    if it.history.clipped:
+        which, _ = it.history.clipped
+        found.append(f"clipped: the {which} clips by hand, before it is recorded; what gradients "
+                     f"were before is compared")
     found += filter(None, [same_samples(it.run), same_samples(it.reference, " of the reference")])
     return f"\nNote: {'; '.join(found)}" if found else ""

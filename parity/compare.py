@@ -3,6 +3,7 @@ checks of checks.py look at it, causes before their effects, and the first one t
 names what is wrong. How far sound runs are apart stands in ``Tolerance``."""
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -19,7 +20,6 @@ from .record import K
 PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gradients
 AMPLIFIED = 100  # training that has made differences so much larger makes anything of rounding
 SHORT = 0.1  # a gradient that is shorter than this share of the usual one is as inexact as it
-STEPS_APART = 8  # roundings of a weight between two steps of sound runs
 
 
 class Tensors:
@@ -28,7 +28,7 @@ class Tensors:
 
     def __init__(self, recorded, names):
         rows = torch.tensor([recorded[name]["sums"] if name in recorded else [0.0] * (3 + 3 * K)
-                             for name in names], dtype=torch.float64)
+                             for name in names], dtype=torch.float64).view(-1, 3 + 3 * K)
         self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
         self.spread = rows[:, 0]  # (N,) how far apart the copies are that several ranks hold
         self.length = rows[:, 1].sqrt()  # (N,) Euclidean length
@@ -38,6 +38,13 @@ class Tensors:
         self.mean = rows[:, 3 + K : 3 + 2 * K]  # (N, K) sketch of the mean of unlike copies
         self.total = rows[:, 3 + 2 * K :]  # (N, K) sketch of the sum of unlike copies
         self.finite = self.length.isfinite()  # (N,) bool
+
+    def times(self, factor):
+        """The same tensors, multiplied by a number."""
+        scaled = copy.copy(self)
+        for name in "spread", "length", "sketch", "mean", "total":
+            setattr(scaled, name, factor * getattr(self, name))
+        return scaled
 
 
 class Run:
@@ -143,6 +150,8 @@ class History:
         self.infinite = []  # steps in which neither run is finite
         self.parted = []  # steps of which rounding hides too much
         self.first = None  # the weights of both runs in the first step that was compared
+        self.first_others = None  # what the runs keep beside their weights, in that step
+        self.clipped = None  # which of the runs clips by hand, and the length that it clips to
         self.before = None  # the gradients of the reference in the step before
         zeros = torch.zeros(parameters, dtype=torch.float64)
         self.longest = zeros  # (N,) the longest gradient of the reference up to now
@@ -162,6 +171,8 @@ class History:
         self.started, self.largest = self.started or max(share, it.tolerance.eps), largest
         self.compared += 1
         self.first = self.first or (it.reference.weights, it.run.weights)
+        self.first_others = self.first_others or it.others
+        self.clipped = it.clipped or self.clipped
         self.before = x
         self.longest = self.longest.maximum(x.length)
         unseen = self.scale == 0
@@ -178,10 +189,15 @@ class Step:
         self.history, self.tolerance = history, tolerance
         self.slack = history.slack  # as it is in this step
         self.finite = reference.finite and run.finite
+        self.after = after
         # Of both runs: what gradients were scaled by before the optimizer
         self.given = [[x for rank in line["ranks"] for x in rank["factors"]] for line in after]
+        self.clipped = None  # see History
         self.measure_gradients()
+        if self.off.any():
+            self.undo_clipping_by_hand()
         self.measure_weights()
+        self.measure_others()
         self.measure_loss()
 
     def measure_gradients(self):
@@ -200,6 +216,36 @@ class Step:
         self.everywhere = bool((self.off | self.unclear).all())
         # (N,) bool: gradients are 0 in both runs
         self.dead = x.there & (x.length + y.length == 0)
+
+    def undo_clipping_by_hand(self):
+        """If one of the runs clips by hand, before it is recorded, compare what it had before. It
+        does, if one factor makes all gradients right, and if both runs give gradients of the same
+        length to their optimizers: the other run clips after it is recorded."""
+        x, y = self.x.length.norm().item(), self.y.length.norm().item()
+        room = checks.CLIPPED + 4 * self.tolerance.rounding
+        if not (x and y and math.isfinite(x + y)):
+            return
+        if self.given and all(self.given):
+            if any(max(factors) - min(factors) > room * max(factors) for factors in self.given):
+                return
+            want, have = map(max, self.given)  # one factor each
+            by_hand = [abs(scale - 1) < room for scale in (want, have)]
+            if sum(by_hand) != 1 or abs(have * y - want * x) > room * have * y:
+                return
+            clipped = ("run", y) if by_hand[1] else ("reference", x)
+        elif not self.given and self.history.clipped:  # the last step
+            clipped = which, length = self.history.clipped
+            if abs((y if which == "run" else x) - length) > room * length:
+                return
+        else:
+            return
+        before = self.y, self.given
+        self.y, self.clipped = self.y.times(x / y), clipped
+        self.given = self.given and [self.given[0], [y / x * have for have in self.given[1]]]
+        self.measure_gradients()
+        if self.off.any():
+            (self.y, self.given), self.clipped = before, None
+            self.measure_gradients()
 
     def measure_loss(self):
         x, w, history = self.x, self.reference.weights, self.history
@@ -225,12 +271,27 @@ class Step:
         self.moved = tuple(way.norm(dim=1) for way in ways)
         self.gap = (ways[0] - ways[1]).norm(dim=1)  # (N,) the length of the difference of the ways
         # (N,) how far a weight must move to prove anything
-        self.resolved = STEPS_APART * tolerance.rounding * first[0].length
+        self.resolved = checks.ROUNDINGS * tolerance.rounding * first[0].length
         self.strayed = self.gap > self.resolved + (
             history.slack + 2 * history.noise) * torch.maximum(*self.moved)  # (N,) bool
+        # (N,) how far rounding of its gradients may part a weight, as a share of its way
+        self.inexact = 2 * history.noise
         if history.compared:  # where the first gradient is only rounding, so is the way of a weight
             usual = history.scale.norm() / len(self.names) ** 0.5
-            self.strayed &= (history.scale > tolerance.gradients * usual) | (history.scale == 0)
+            known = (history.scale > tolerance.gradients * usual) | (history.scale == 0)
+            self.strayed &= known
+            self.inexact = torch.where(known, self.inexact, math.inf)
+
+    def measure_others(self):
+        """What both runs keep beside their weights, such as an average of them (EMA)."""
+        want, have = (run.line.get("others", {}) for run in (self.reference, self.run))
+        self.names_of_others = [name for name in want if name in have]
+        self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
+        ways = [now.sketch - then.sketch
+                for now, then in zip(self.others, self.history.first_others or self.others)]
+        # (M,) how far they have moved since the first step, and are apart
+        self.others_moved = torch.maximum(*(way.norm(dim=1) for way in ways))
+        self.others_gap = (ways[0] - ways[1]).norm(dim=1)
 
 
 # Saying

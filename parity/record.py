@@ -35,29 +35,37 @@ class Parity:
             Ranks that read the same samples and have the same loss count once, as under tensor
             parallelism.
         dtype: the type of matrix products, if no module's output shows it. For TF32 torch.float16.
+        modules: if ``model`` is a dict: pairs (name, module), as ``model.named_modules()`` gives
+            them. Their outputs show where a forward pass is wrong.
+        others: {name: tensor}, what else the run keeps, such as an average of the weights (EMA).
     """
 
-    def __init__(self, path, model, optimizer=None, where=None, loss="mean", dtype=None):
+    def __init__(self, path, model, optimizer=None, where=None, loss="mean", dtype=None,
+                 modules=(), others=None):
         self.path, self.where, self.loss = os.fspath(path), where, loss
-        self.types, self.dropout, self.squares, self.factors = {dtype} - {None}, [], {}, []
-        self.modules, self.outputs, buffers = {}, {}, 0
+        self.types, self.squares, self.factors, self.late = {dtype} - {None}, {}, [], []
+        self.outputs, self.without = {}, set()  # without: a gradient in ``record``
         if rank() == 0:
             create(self.path)
         COMPILED.clear()
         # While steps are recorded: module outputs show types, and where a forward pass is wrong.
         self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
         if isinstance(model, torch.nn.Module):
-            self.dropout = [f"{name}.{key} = {p}" for name, module in model.named_modules()
-                            for key, p in vars(module).items() if key == "p" or "dropout" in key
-                            if module.training and isinstance(p, float) and 0 < p < 1]
-            named = {WRAPPER.sub("", f"{name}.").rstrip("."): module
-                     for name, module in model.named_modules()}  # a wrapper's name is its module's
-            self.modules = {module: name for name, module in named.items()}
-            buffers = len([*model.buffers()])
+            modules = model.named_modules()
             model = dict(model.named_parameters(remove_duplicate=False))
+        modules = [*modules]
+        self.dropout = [f"{name}.{key} = {p}" for name, module in modules
+                        for key, p in vars(module).items() if key == "p" or "dropout" in key
+                        if module.training and isinstance(p, float) and 0 < p < 1]
+        named = {WRAPPER.sub("", f"{name}.").rstrip("."): module
+                 for name, module in modules}  # a wrapper's name is its module's
+        self.modules = {module: name for name, module in named.items()}
+        buffers = {buffer for _, module in modules for buffer in module.buffers(recurse=False)}
         model = {WRAPPER.sub("", name): p for name, p in model.items()}
         self.parameters = {name: p for name, p in model.items()
                            if p.is_floating_point() or p.is_complex()}
+        self.others = {WRAPPER.sub("", name): x for name, x in (others or {}).items()
+                       if x.is_floating_point() or x.is_complex()}
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         # accelerate wraps an optimizer
         self.optimizers = [getattr(each, "optimizer", each) for each in optimizers if each]
@@ -66,7 +74,8 @@ class Parity:
         given = {id(p) for each in self.optimizers for group in each.param_groups
                  for p in group["params"]}
         self.left_out = {
-            "buffers": buffers, "parameters of whole numbers": len(model) - len(self.parameters),
+            "buffers": len(buffers),
+            "parameters of whole numbers": len(model) - len(self.parameters),
             "tensors of the optimizer that are not recorded": len(
                 given - {id(p) for p in self.parameters.values()})}
 
@@ -123,12 +132,15 @@ class Parity:
         for name, p in self.parameters.items():
             if p.grad is not None:
                 gradients[name], self.squares[name] = self.summed(name, p.grad, noise=True)
+        self.without = self.parameters.keys() - gradients
         states = [x for each in self.optimizers for state in each.state.values()
                   for x in state.values() if torch.is_tensor(x) and x.numel() > 1]
         own = {
             "values": {name: self.summed(name, p)[0] for name, p in self.parameters.items()},
             "gradients": gradients,
-            "losses": [float(x) for x in losses], "factors": self.factors, "dropout": self.dropout,
+            "others": {name: self.summed(name, x)[0] for name, x in self.others.items()},
+            "losses": [float(x) for x in losses], "factors": self.factors, "late": self.late,
+            "dropout": self.dropout,
             "types": {"modules compute": names_of_types(self.types),
                       "the loss is": names_of_types(x.dtype for x in losses if torch.is_tensor(x)),
                       "weights are kept": names_of_types(
@@ -137,13 +149,13 @@ class Parity:
             "samples": samples, "numbers": numbers, "targets": targets, "shifted": shifted,
             "outputs": self.outputs, "left_out": self.left_out,
         }
-        everyone, self.factors, self.outputs = [own], [], {}
+        everyone, self.factors, self.late, self.outputs = [own], [], [], {}
         if dist.is_available() and dist.is_initialized():
             everyone = [None] * dist.get_world_size() if rank() == 0 else None
             dist.gather_object(own, everyone)
         if everyone:
             line = {"step": step, "ranks": everyone, "loss": self.loss,
-                    **{kind: merge(everyone, kind) for kind in ("values", "gradients")}}
+                    **{kind: merge(everyone, kind) for kind in ("values", "gradients", "others")}}
             with open(self.path, "a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -174,11 +186,14 @@ class Parity:
                 for part, offsets in parts], length
 
     def before_step(self, optimizer):
-        """Note how much longer gradients are than in ``record``, at least and at most: steps that
-        are not recorded accuse nobody."""
+        """Note how much longer gradients are than in ``record``, at least and at most, and which
+        have come since: steps that are not recorded accuse nobody."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(self.parameters[name]) in own for name in self.squares):
             self.hook.remove()  # this step is not recorded
+        awaited = {name for name in self.without if id(self.parameters[name]) in own}
+        self.late += [name for name in awaited if self.parameters[name].grad is not None]
+        self.without -= awaited
         large = 1e-12 * max(self.squares.values(), default=0.0)  # others may underflow
         for name, p in self.parameters.items():
             if id(p) in own and p.grad is not None and (old := self.squares.pop(name, 0)) > large:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
+from tests.test_lift import ALL, without
 from tests.test_porting import DATA_PARALLEL, HEADS, REDUCES_UNUSED, UNITS
 from tests.test_refusals import Started, started
 from tools import check as tool
@@ -42,6 +43,57 @@ TIED = ("    layers = model", "    model.lm_head.weight = model.model.embed_toke
 UNCLIPPED = [("    dist.all_reduce(total, group=group)\n", "")]
 NO_CLIPPING = [("torch.nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()",
                 "torch.zeros(())")]
+# The mean of the means of micro-batches, over all ranks
+MEANS = [("model(inputs, targets) / count", "model(inputs, targets) / count_targets("
+          "[(inputs, targets)], dist.group.WORLD) / args.grad_accum")]
+MEANS_OF_STAGES = [("micro_loss / count", "micro_loss / (targets != -100).sum() / M "
+                    "/ args.grad_accum")]
+CLIPPED = "torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)\n"
+BY_HAND = [(CLIPPED, """torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad *= (args.max_norm / grad_norm).clamp(max=1.0)
+""")]
+# Whole, of a seed, as docs/copying.md says
+SEEDED = [("    with torch.device(\"meta\"):\n        whole = ",
+           "    torch.manual_seed(args.seed)\n    whole = "),
+          ("        materialise(part, device, args.seed)\n", "")]
+STEP = "        optimizer.step()\n"
+
+
+def average(kept, update="True"):
+    """An average of the weights (EMA) in fsdp.py: what a rank keeps of p, and when it updates."""
+    return [("keep_vars=True), opt", "keep_vars=True) | ema, opt"),
+            ("    # Data\n", f"""    named = dict(model.named_parameters())
+    ema = {{f"ema.{{k}}": {kept} for k, p in named.items()}}
+
+    # Data
+"""),
+            (STEP, f"""{STEP}        with torch.no_grad():
+            for x, p in zip(ema.values(), named.values()):
+                if {update}:
+                    x.lerp_(p.to_local() if type(x) is torch.Tensor else p, 0.1)
+""")]
+
+
+def in_turn(second):
+    """ddp.py with two optimizers: the second has the head, and a loss of its own."""
+    return [
+        ("decay_groups(model.parameters(), ", "decay_groups(model.model.parameters(), "),
+        ("    # Data\n", """    second = torch.optim.SGD(model.lm_head.parameters(), 0.1)
+
+    # Data
+"""),
+        ("keep_vars=True), optimizer,", "keep_vars=True), [optimizer, second],"),
+        (STEP, f"""{STEP}        replica.zero_grad()
+        for inputs, targets in batch:
+            {second}.backward()
+        second.step()
+        second.zero_grad()
+""")]
+
+
+WHOLE_BATCH = [("        mesh=mesh,  # FSDP: each rank reads its own samples\n", ""),
+               ("count_targets(batch, dist.group.WORLD)", "count_targets(batch)")]
 SAMPLE = [
     # Each rank clips by the norm of its own two stages.
     ("pp.py --against single.py --num-hidden-layers 4 --schedule zbv", UNCLIPPED,
@@ -63,6 +115,11 @@ SAMPLE = [
     ("zero.py --against tied.py --stage 1", [
         TIED, (UNITS, "        [model.model.norm],\n"),
         ("[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
+    ("fsdp.py", MEANS, "DIFFERENT  step 0: loss: a mean of means, in the reference too"),
+    ("ddp.py --against single.py", BY_HAND, EQUAL),
+    ("pp.py --schedule zbv --num-hidden-layers 4", SEEDED, EQUAL),
+    ("fsdp.py", average("p.detach().to_local().clone()"),
+     r"DIFFERENT  step 0: shapes: ema\.model.* make it a DTensor"),
 ]
 LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
 NO_CHECK_OF_CALLS = ("    compare_calls(model,", "    (lambda *_, **__: 0)(model,")
@@ -74,6 +131,25 @@ ROWS = SAMPLE + [
     (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),
     *((f"fsdp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["fsdp.py"] + more, EQUAL)
       for more in ([], [LISTED]) if REDUCES_UNUSED),
+    *((f"{script}.py --against single.py", MEANS, "DIFFERENT  step 0: loss: a mean of means: with")
+      for script in ("fsdp", "zero")),
+    *((f"pp.py --against single.py {more}", MEANS_OF_STAGES,
+       "DIFFERENT  step 0: loss: a mean of means: with")
+      for more in ("", "--schedule zerobubble --num-hidden-layers 4")),
+    ("fsdp.py", average("p.detach().clone()"), EQUAL),
+    ("fsdp.py --steps 3", average("p.detach().clone()", "n == 1"), r"DIFFERENT  step 1: saved: .*"
+     r"ema\.model\.embed_tokens"),
+    ("ddp.py", in_turn("(replica(inputs, targets) / count * n)"), EQUAL),
+    ("ddp.py", in_turn("(replica(inputs, targets) / count)"),
+     "DIFFERENT  step 0, update 2: gradients: all: divided by 2"),
+    ("fsdp.py", WHOLE_BATCH, "DIFFERENT  .* times 2, as many as the ranks.* 2 ranks read the same"),
+    ("zero.py", [("materialise(model, device, args.seed)\n", "materialise(model, device, args.seed)"
+                  "\n    model.model.norm.eps = 1e-3 * n\n")],
+     "DIFFERENT  step 0: .* first module whose output differs is `model.norm`"),
+    ("zero.py", [NO_CLIPPING[0], ("        reduce_gradients(buckets)", "        grad_norm = torch."
+                 "nn.utils.clip_grad_norm_(shards.values(), args.max_norm).full_tensor()\n"
+                 "        reduce_gradients(buckets)")],
+     "DIFFERENT  step 0: .* complete only later: clip"),
     *((command, [], EQUAL) for command in (
         "ddp.py --grad-accum 3", "zero.py", "zero.py --stage 1 --grad-accum 3",
         "fsdp.py --grad-accum 3", "fsdp.py --against single.py --replicate 2 --ranks 4",
@@ -101,9 +177,10 @@ def test_its_status(monkeypatch, verdicts, status):
     found = iter(verdicts.split())
     monkeypatch.setattr(tool, "train", lambda *_: None)
     monkeypatch.setattr(tool, "read", lambda _: [])
-    monkeypatch.setattr(tool, "compare_with", lambda *_: (next(found), "", ""))
+    monkeypatch.setattr(tool, "compare_with",
+                        lambda *args: (next(found) if args[2] else "FAILED", "", ""))
     with pytest.raises(SystemExit) as end:
-        sys.exit(tool.main([f"{ROOT}/fsdp.py"]))
+        sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
     assert end.value.code == status
 
 
@@ -116,6 +193,20 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
             recorded.record(module, [], tmp_path / "run", tool.DEFAULTS)
+
+
+@pytest.mark.parametrize("script", sampled(["pp", "zero", "ddp"], ["pp"]))
+def test_a_copy_without_services(check, tmp_path, script):
+    """Its model is called policy, and ``materialise`` has another name: parameters have the names
+    of its modules, as in single.py."""
+    copy = pathlib.Path(edited(tmp_path / "copy", f"{script}.py"))
+    text = without(ALL, copy.read_text())
+    text = text.replace("import materialise", "import materialise as fill")
+    text = text.replace(" materialise(", " fill(")
+    text = re.sub(r"(?<![.\w-])model(?=[.,()\n]| =)", "policy", text)
+    copy.write_text(text)
+    status, said = check(str(copy), "--against single.py --num-hidden-layers 4")
+    assert status == 0 and re.search(f"2 processes  {EQUAL}", said), said
 
 
 def test_a_copy_uses_its_own_common(check, tmp_path):

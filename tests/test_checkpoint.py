@@ -67,7 +67,11 @@ def test_buffers_agree(folder, rank):
     stage, types = rank // 2, [torch.bfloat16, torch.bool, torch.complex64, torch.int64]
     tensors = {f"stage{stage}.{dtype}": torch.full((2, 3), 10 * (rank % 2) + 1).to(dtype).T
                for dtype in types}
-    tensors |= {"everywhere": torch.full((), float(rank)), "weight": nn.Parameter(torch.zeros(2))}
+    tensors |= {"everywhere": torch.full((), float(rank))}
+    module = nn.Module()
+    for i, tensor in enumerate(tensors.values()):
+        module.register_buffer(str(i), tensor)
+    tensors |= {"weight": nn.Parameter(torch.zeros(2))}
     checkpoints = checkpoints_of(folder, tensors)
     checkpoints.resume()
     checkpoints.save(1)
@@ -92,6 +96,22 @@ def test_an_average_of_sharded_weights(folder, mesh):
     tensors = {"weight": weight, "scale": scale, "ema": average}
     assert checkpoints_of(folder, tensors).resume() == 1
     assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+@on_ranks(2)
+def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
+    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone."""
+    weight, other = nn.Parameter(torch.ones(2)), torch.tensor([[1.0], [1.0 + rank]]).T
+    for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
+        tensors = {"weight": weight, "same": torch.ones(3), name: tensor}
+        checkpoints = checkpoints_of(folder, tensors)
+        checkpoints.resume()
+        with pytest.raises(SettingError, match=f"model.{name} has other values on rank 1 than on "
+                                               f"rank 0.* make it a DTensor"):
+            checkpoints.save(1)
+        assert torch.equal(tensor, tensors[name]) and not (folder / "step-00000001").exists()
+    tensor.data.fill_(2.0)
+    checkpoints.save(1)
 
 
 @on_ranks(2)

@@ -153,6 +153,20 @@ def test_a_restart_does_not_read_what_dead_processes_have_stored(monkeypatch):
         store.set("address", count)
 
 
+@pytest.mark.parametrize("local, found", [("1", {"0100007F"}), ("0", {"0" * 32})])
+def test_the_store_of_one_machine_listens_on_loopback(monkeypatch, local, found):
+    """Also without run.sh, as in check. Of several machines (there LOCAL_WORLD_SIZE is smaller)
+    others must reach it."""
+    with free_port() as port:
+        monkeypatch.setattr(os, "environ", {
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port)})
+        before = listeners([os.getpid()])
+        store = launch._meet(datetime.timedelta(seconds=5))
+        store.set("a", "b")
+        assert store.get("a") == b"b" and listeners([os.getpid()]) - before == found
+
+
 PRETENDED = """case "$1 $2" in  # a Python: it has the requirements, and shows how it is called
   "-P -") echo yes;; "-P -c") echo 10.1.2.3;; -c*) echo yes 3.11.9;; *) echo $PYTHONPATH "$@";;
 esac"""

@@ -76,6 +76,53 @@ TP_OF_CONDITION = [
         "model.embed"""), *IN_ONE,
 ]
 
+# Norms of queries and keys. Of (B, T, heads, K) a rank has its own heads
+NORMS = with_model("with_norms(Transformer(args.config))")
+TP_OF_NORMS = [('        "model.layers.*.self_attn.o_proj"', """\
+        "model.layers.*.self_attn.[qk]_norm": SequenceParallel(
+            sequence_dim=2, use_local_output=True),
+        "model.layers.*.self_attn.o_proj\"""")]
+
+# A plain head: the loop computes the loss of its logits, under tensor parallelism in shards
+PLAIN_HEAD = with_model("with_plain_head(Transformer(args.config))") + [
+    ("model(inputs, targets)", 'torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), '
+     'targets.flatten(), reduction="sum")'), (", model.lm_head)\n", ")\n")]
+TP_OF_HEAD = [
+    ("output_layouts=Replicate()),\n    }", "output_layouts=Shard(-1),\n"
+     "                                   use_local_output=False),\n    }"),
+    ("loss += micro_loss.detach()", "loss += micro_loss.detach().full_tensor()")]
+
+# A recurrence: each rank adds what comes from the parts of the sequence before its own
+RECURRENCE = with_model("with_recurrence(Transformer(args.config))")
+CP_OF_RECURRENCE = [("    # CP: the positions in", """    for layer in layers if n > 1 else []:
+        layer.mesh = mesh["cp"]
+    # CP: the positions in""")]
+
+# A model of one's own in a pipeline: six places name its parts
+OWN = with_model("Own(args.config)")
+OWN_IN_ONE = [("model.model.layers.values()", "model.blocks.values()"), (", model.lm_head)", ")")]
+OWN_STAGES = [
+    ("len(whole.model.layers), n * v", "len(whole.blocks), n * v"),
+    ("layers = part.model.layers.values()", "layers = part.blocks.values()"),
+    (", part.lm_head)", ")"),
+    ("(model.lm_head, model.model.layers[\"0\"])", "(model.head, model.blocks[\"0\"])"),
+    ("""    for name in list(model.model.layers):
+        if int(name) not in layers[stage]:
+            del model.model.layers[name]
+    if stage > 0:
+        model.model.embed_tokens = nn.Identity()
+    if stage < len(layers) - 1:
+        model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
+""", """    for name in list(model.blocks):
+        if int(name) not in layers[stage]:
+            del model.blocks[name]
+    if stage > 0:
+        model.embed, model.places = nn.Identity(), nn.Identity()
+    if stage < len(layers) - 1:
+        model.norm, model.head = nn.Identity(), nn.Identity()
+"""),
+]
+
 
 # Optimizers
 def optimizers(new, parameters="model.parameters()"):
@@ -104,6 +151,10 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
     "condition": (CONDITIONED,
                   {"single.py": IN_ONE, "pp.py": IN_STAGES, "tp.py": TP_OF_CONDITION}, ""),
+    "norms": (NORMS, {"tp.py": TP_OF_NORMS}, ""),
+    "plain head": (PLAIN_HEAD, {"tp.py": TP_OF_HEAD}, ""),
+    "recurrence": (RECURRENCE, {"cp.py": CP_OF_RECURRENCE}, ""),
+    "own stages": (OWN, {"single.py": OWN_IN_ONE, "pp.py": OWN_STAGES}, ""),
     "two optimizers": ([], {
         "single.py": optimizers(TWO), "zero.py": optimizers(TWO, "shards.values()"),
     }, ""),
@@ -111,12 +162,16 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
 SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
     ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
     ("windows", "cp.py --attention ulysses", 2), ("condition", "pp.py", 2),
-    ("condition", "tp.py", 2), ("two optimizers", "single.py", 0),
+    ("condition", "tp.py", 2), ("two optimizers", "single.py", 0), ("norms", "tp.py", 2),
+    ("own stages", "pp.py", 2),
 ]
 ROWS = SAMPLE + [
     ("frozen", "tp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
     ("only layer 1", "hybrid_3d.py --pp 2", 2),
     ("condition", "tp.py --no-sequence-parallel", 2), ("two optimizers", "zero.py", 2),
+    ("norms", "tp.py --no-sequence-parallel", 2), ("plain head", "tp.py", 2),
+    ("plain head", "tp.py --no-sequence-parallel", 2),
+    ("recurrence", "cp.py --attention ulysses", 2), ("own stages", "pp.py --schedule zbv", 2),
 ]
 
 
@@ -144,6 +199,28 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, 
     own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
     assert furthest(of_one, expected.curve()[2:]) < 1e-10
+
+
+NESTED = [("\nimport torch\n", "\nimport torch\nfrom tests.support.ported import *\n"),
+          ("dataset = open_dataset(args)", "dataset = Nested(open_dataset(args))")]
+UNPACKED = [("        seed_step(", "        batch = [(x['text']['tokens'], x['targets']) "
+             "for x in batch]\n        seed_step(")]
+KEYWORDS = [("Transformer(args.config)", "TakesText(args.config)"),
+            ("(batch, dist", "([(None, x['targets']) for x in batch], dist"),
+            ("(inputs, targets) in enum", "micro_batch in enum"),
+            ("replica(inputs, targets)", "replica(**micro_batch)")]
+OF_SCRIPTS = {"single.py": 0, **dict.fromkeys(
+    "ddp.py zero.py fsdp.py tp.py cp.py pp.py hybrid_3d.py ep.py".split(), 2)}
+
+
+@pytest.mark.parametrize("script", sampled([*OF_SCRIPTS], ["ddp.py"]))
+def test_samples_may_be_dicts_in_dicts(once, tmp_path, script):
+    """In ddp.py the model takes them as keywords, elsewhere the loop takes out what it needs."""
+    more = " --num-experts 4" if script == "ep.py" else ""
+    edits = NESTED + (KEYWORDS if script == "ddp.py" else UNPACKED)
+    found = once(edited(tmp_path / "copy", script, *edits), OF_SCRIPTS[script], OPTIONS + more)
+    single = once("ep.py" if more else "single.py", 0, OPTIONS + more)
+    assert furthest(found.curve(), single.curve()) < 1e-10
 
 
 def test_ranks_that_would_add_other_gradients_stop(run, corpus, tmp_path):

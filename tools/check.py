@@ -4,16 +4,20 @@
     bash run.sh check my_tp.py --against single.py --steps 3 --grad-accum 2
 
 It runs the script on this machine's CPUs: on one process, and then on 2, 3 and 4. It records every
-step by parity, and compares: samples, the loss, gradients before they are clipped, weights and what
-clipping does. Nothing else is needed, and no files are left. For each number of processes it prints
-EQUAL; or DIFFERENT, with the first difference and its likely cause; or REFUSED, with the script's
-own words; or FAILED. The status is 0 if it is EQUAL wherever it was compared, and 1 otherwise.
+step by parity, and compares: samples, the loss, gradients before they are clipped, weights, what
+clipping does, and what else the script saves, such as an average of the weights (EMA). Nothing else
+is needed, and no files are left. For each number of processes it prints EQUAL; or DIFFERENT, with
+the first difference and its likely cause; or REFUSED, with the script's own words; or FAILED. Below
+EQUAL stands what was not compared, with the options that compare it. The status is 0 if it is EQUAL
+wherever it was compared, and 1 otherwise.
 
 Other options are those of the script, and stand after it. Unless they say otherwise
-the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension.
+the model is tiny, in float64, and can be cut into 2, 3 or 4 parts along every dimension; the batch
+has 24 samples, in 2 micro-batches.
 
-The script needs a function main(argv), with load_steps from common/, and in it the variables `loss`
-(this rank's part of the loss of the batch) and, without `materialise`, `model`. It uses the common/
+The script needs a function main(argv), with load_steps from common/, and in it the variable `loss`
+(this rank's part of the loss of the batch). Parameters have the names that it gives to Checkpoints;
+without it, those in `materialise`, or in the models that are variables of main. It uses the common/
 beside it, if there is one. In text some targets are left out, so that ranks have different numbers
 of them; let your own data do so too. What a script does wrong on one process too is EQUAL: take
 another one, such as a plain loop, as the reference by --against.
@@ -45,9 +49,11 @@ from tools.support.command import forget_modules, load, make_parser, refuse, run
 from tools.support.recorded import record
 
 PATIENCE = 300  # seconds for the processes of one run
+UNTRIED = "untried.txt"  # the options of the script that have their default
 # What 2, 3 and 4 divide; in names of options that the script may have
 DEFAULTS = {
-    "device": "cpu", "dtype": "float64", "steps": 3, "batch_size": 24, "seq_len": 48,
+    "device": "cpu", "dtype": "float64", "steps": 3, "batch_size": 24, "grad_accum": 2,
+    "seq_len": 48,
     "vocab_size": 264, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
     "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 12, "expert_size": 24,
     "experts_per_token": 2, "warmup_steps": 1, "grad_clip": 0.5, "save_every": 0, "timeout": 60,
@@ -71,8 +77,10 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
     forget_modules()  # the script may have a common/, a parity/ or tools/ of its own beside it
     try:
         module = load(script, ("main", "load_steps"))
-        defaults = DEFAULTS | {"out": str(folder / "out")}
-        record(module, options, recording, defaults, known_only, ignored=True)
+        defaults = DEFAULTS | {"out": folder / "out"}
+        untried = record(module, options, recording, defaults, known_only, ignored=True)
+        if rank == 0:
+            (folder / UNTRIED).write_text(", ".join(untried))
         status = 0
     except BaseException as error:  # SystemExit too
         # By its name: the script may have another class of it, from its own common/.
@@ -140,9 +148,10 @@ def free_port():
             return port
 
 
-def compare_with(reference, path):
-    """(verdict, what to say) of a recording beside the lines of the reference."""
-    said = compare(reference, read(path))
+def compare_with(reference, path, float32_inside):
+    """(verdict, what to say, what stands below an EQUAL) of a recording beside the lines of the
+    reference."""
+    said = compare(reference, read(path), float32_inside)
     verdict, _, rest = said.partition(": ")
     if verdict == "EQUAL":
         return verdict, f"up to {re.search('of gradients is (.*)', said)[1]}", rest
@@ -157,6 +166,8 @@ def main(argv=None):
                         help="numbers of processes (default: 2 3 4)")
     parser.add_argument("--against", metavar="SCRIPT", help="the script whose run on one process "
                         "is the reference (default: SCRIPT itself)")
+    parser.add_argument("--float32-inside", action="store_true", help="allow what a softmax, a norm "
+                        "or rotary angles in float32 make of gradients in float64")
     args, args.options = parser.parse_known_args(argv)
     torch.set_num_threads(1)
     against = args.against or args.script
@@ -173,7 +184,8 @@ def main(argv=None):
         for n in args.ranks:
             try:
                 verdict, said, more = compare_with(
-                    reference, train(args.script, args.options, n, folder / str(n)))
+                    reference, train(args.script, args.options, n, folder / str(n)),
+                    args.float32_inside)
                 notes = more or notes
             except (SettingError, ValueError) as error:
                 verdict = "REFUSED" if getattr(error, "refused", False) else "FAILED"
@@ -181,8 +193,15 @@ def main(argv=None):
             verdicts.append(verdict)
             processes = f"{n} process{'es' * (n > 1)}"
             print(printable(f"{processes:12} {verdict:10} {said}"), flush=True)
+        untried = next(folder.glob(f"[0-9]*/{UNTRIED}"), None)
+        untried = untried.read_text() if untried else ""
     for line in notes.splitlines()[2:]:
         print(line)
+    if "EQUAL" in verdicts and untried:
+        print(f"Not compared, give them to check: {untried}")
+    if "EQUAL" in verdicts and not args.against:
+        print("Not compared: what the script does wrong on one process too; give it another "
+              "reference, such as --against single.py")
     if "EQUAL" not in verdicts or set(verdicts) - {"EQUAL", "REFUSED"}:
         sys.exit(1)
 

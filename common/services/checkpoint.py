@@ -8,6 +8,7 @@ of it is written: a folder named step-NNNNNNNN is always complete, and finite.
 import collections
 import concurrent.futures
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -158,6 +159,7 @@ class Checkpoints:
                 fixed[name] = changeable.pop(name)
         # As a JSON file returns them: tuples become lists, keys become strings.
         self.fixed, self.changeable = json.loads(json.dumps([fixed, changeable], default=str))
+        self.saves = 0
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
         self.had_finished = False  # before this process started
         self.claim = None  # of the run folder, by rank 0
@@ -349,6 +351,10 @@ class Checkpoints:
                 state is not finite. The checkpoints before it are intact.
         """
         self.wait()
+        if not self.saves:
+            buffers = {f"model.{name}" for name in _buffers_of_modules(self.tensors)}
+            refuse_unlike(self.named(), buffers, self.group)
+        self.saves += 1
         _share_buffers(self.tensors, self.group)
         with raise_on_all_ranks(self.group):
             name = not_finite(self.tensors, self.optimizer_of)
@@ -486,6 +492,45 @@ def _share_buffers(tensors, group):
             shared |= zip(new, values[0])
     for name in own:
         tensors[name].copy_(shared[name])
+
+
+def refuse_unlike(tensors, buffers, group):
+    """Raise SettingError on all ranks of ``group`` if a plain tensor has other values on another
+    rank: only those of one rank would be saved. It names the tensor. ``buffers``: names of those
+    that may differ, as BatchNorm's: see ``_share_buffers``."""
+    if group is None:
+        return
+    plain = {name: x for name, x in tensors.items()
+             if not isinstance(x, DTensor) and name not in buffers}
+    own = {name: (tuple(x.shape), _sum_of_bits(x)) for name, x in plain.items()}
+    digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
+    if len(set(gather(digest, group))) == 1:
+        return
+    first = {}  # by name: the first rank that has it, and its values
+    for rank, found in enumerate(gather(own, group)):  # a rank of a pipeline has its stages only
+        for name, values in found.items():
+            before, expected = first.setdefault(name, (rank, values))
+            if values != expected:
+                raise SettingError(
+                    f"{name} has other values on rank {rank} than on rank {before}, and a "
+                    f"checkpoint holds one: if each rank keeps a part of it, make it a DTensor, as "
+                    f"torch.zeros_like(parameter) does; otherwise let the ranks agree"
+                )
+
+
+def _buffers_of_modules(tensors):
+    """The names of those of ``tensors`` that are buffers of modules. Nothing in a tensor tells it
+    from an average of weights: so this asks all modules that exist."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
+    buffers = {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
+    return {name for name, tensor in tensors.items() if id(tensor) in buffers}
+
+
+def _sum_of_bits(tensor):
+    """Of two tensors with other values it differs, but for chance. On a GPU it costs one pass."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(whole).sum(dtype=torch.int64).item()
 
 
 def _settings_of(optimizers):

@@ -1,7 +1,11 @@
 """Equal bits after a resume of DistributedDataParallel (DDP)."""
 
+import collections.abc
+import inspect
+
 import torch
-from torch.utils._pytree import tree_leaves  # torch has no public one
+from torch.utils._pytree import tree_leaves, tree_map  # torch has no public ones
+from torch.utils.data import default_collate
 
 from common.errors import SettingError
 
@@ -18,17 +22,24 @@ def arrange_buckets(replica, sampler, *sample):
     Args:
         replica: the model in DistributedDataParallel.
         sampler: the BatchSampler, which knows how many samples a micro-batch of a rank has.
-        sample: of one sample, the tensors that the model takes.
+        sample: what the loop gives ``replica``, of one sample: such as ``dataset[0]``, or several
+            of its parts. A tuple becomes arguments, a dict becomes keywords if the model has them.
+            They may be nested.
 
     Raises:
-        SettingError: a parameter got no gradient. DDP would wait for it.
+        SettingError: a parameter got no gradient, for which DDP would wait; or the model does not
+            take such a sample.
     """
     before = [buffer.clone() for buffer in replica.buffers()]
     device = next(replica.parameters()).device
     number = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
-    zeros = [x.new_zeros(number, *x.shape, device=device) for x in sample]
+    batch = default_collate([sample[0] if len(sample) == 1 else sample] * number)  # as load_steps
+    zeros = tree_map(
+        lambda x: torch.zeros_like(x, device=device) if torch.is_tensor(x) else x, batch
+    )
+    args, named = arguments_of(replica.module, zeros)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        outputs = tree_leaves(replica(*zeros))
+        outputs = tree_leaves(replica(*args, **named))
         sum(x.sum() for x in outputs if x.requires_grad).backward()
     unused = [name for name, p in replica.module.named_parameters()
               if p.requires_grad and p.grad is None]
@@ -42,3 +53,28 @@ def arrange_buckets(replica, sampler, *sample):
     with torch.no_grad():
         for buffer, value in zip(replica.buffers(), before):
             buffer.copy_(value)
+
+
+def arguments_of(model, batch):
+    """(arguments, keywords) by which ``model`` takes a micro-batch: a tuple or a list as several
+    arguments, a dict by its keywords if it has them, and anything else as one.
+
+    Raises:
+        SettingError: it takes neither.
+    """
+    ways = [((batch,), {})]
+    if isinstance(batch, collections.abc.Mapping):
+        ways.insert(0, ((), dict(batch)))
+    elif isinstance(batch, (list, tuple)):
+        ways = [(tuple(batch), {})]
+    for args, named in ways:
+        try:
+            inspect.signature(model.forward).bind(*args, **named)
+            return args, named
+        except TypeError:
+            continue
+    raise SettingError(
+        f"the model takes {inspect.signature(model.forward)}, and a sample is a "
+        f"{type(batch).__name__}{f' of {list(batch)}' if len(ways) > 1 else ''}: give "
+        f"arrange_buckets what the loop gives replica, such as dataset[0]['x'], dataset[0]['y']"
+    )

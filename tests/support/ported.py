@@ -2,9 +2,13 @@
 to the scripts."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils.data import Dataset
 
-from common.model import Head, Layer, Transformer, rotary_table
+from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotary_table
+from common.model import plain_attention, rotate
 
 # A condition, such as a class or the time of a diffusion model
 
@@ -84,3 +88,125 @@ class Heads(nn.Module):
 def with_heads(model):
     model.lm_head = Heads(model.config)
     return model
+
+
+# Norms of queries and keys, head by head, as in Qwen3
+
+
+class NormedAttention(Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, eps=0.1) for _ in "qk")
+
+    def forward(self, x, cos, sin):
+        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, K)
+                   for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
+        out = self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def with_norms(model):
+    for layer in model.model.layers.values():
+        layer.self_attn = NormedAttention(model.config)
+    return model
+
+
+# A plain head: the loop computes the loss of its logits
+
+
+def with_plain_head(model):
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    return model
+
+
+# A recurrence along the sequence
+
+
+class Recurrent(Layer):
+    """``mesh``: the ranks over which the sequence is split, in contiguous parts."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.into, self.mesh = nn.Linear(config.hidden_size, config.hidden_size), None
+
+    def forward(self, x, cos, sin):
+        return super().forward(x + self.scan(self.into(x)), cos, sin)
+
+    def scan(self, x, decay=0.7):
+        """h[t] = decay h[t-1] + x[t], (B, T, D)."""
+        states = [torch.zeros_like(x[:, 0])]
+        for row in x.unbind(1):
+            states.append(decay * states[-1] + row)
+        h = torch.stack(states[1:], 1)
+        if self.mesh is None:
+            return h
+        ends = DTensor.from_local(states[-1][None], self.mesh, [Shard(0)], run_check=False)
+        ends = ends.full_tensor(grad_placements=[Partial()])  # (ranks, B, D): the last states
+        # Times 0, not left out: the backward pass of this gather is a collective of all ranks.
+        T, later = x.shape[1], self.mesh.get_local_rank() - 1 - torch.arange(len(ends))
+        shares = torch.where(later >= 0, decay ** (T * later.clamp(min=0)), 0).to(x.dtype)
+        before = (shares[:, None, None] * ends).sum(0)
+        return h + decay ** torch.arange(1, T + 1)[:, None].to(x.dtype) * before[:, None]
+
+
+def with_recurrence(model):
+    for name in model.model.layers:
+        model.model.layers[name] = Recurrent(model.config)
+    return model
+
+
+# A model of one's own, which becomes the stages of a pipeline
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(width), 4
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(plain_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """Tokens in, the summed loss out. A stage has nn.Identity for what it lacks, and passes on
+    hidden states."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, width = config, config.hidden_size
+        self.embed, self.places = nn.Embedding(config.vocab_size, width), nn.Embedding(512, width)
+        self.blocks = nn.ModuleDict({str(i): Block(width) for i in range(6)})
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, config.vocab_size)
+
+    def forward(self, x, targets=None):
+        if isinstance(self.embed, nn.Embedding):
+            x = self.embed(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks.values():
+            x = block(x)
+        if isinstance(self.head, nn.Identity):
+            return x
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+# Samples that are dicts in dicts
+
+
+class Nested(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        tokens, targets = self.dataset[index]
+        return {"text": {"tokens": tokens}, "targets": targets}
+
+
+class TakesText(Transformer):
+    def forward(self, text, targets):
+        return super().forward(text["tokens"], targets)
