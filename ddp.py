@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import BatchSampler, load_steps
-from common.launch import launch, start_process_group
+from common.launch import launch, restores_process, start_process_group, undo
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -40,6 +40,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -56,7 +57,9 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    torch._dynamo.config.optimize_ddp = False  # DDP: otherwise it cuts layers' graphs at 25 MB
+    undo.enter_context(  # DDP: otherwise it cuts layers' graphs at 25 MB
+        torch._dynamo.config.patch(optimize_ddp=False)
+    )
     wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16

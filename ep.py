@@ -52,7 +52,9 @@ from common.errors import refuse
 from common.experts import (
     MixtureConfig, Permute, balance_experts, busiest_share, inverse, read_counts, use_experts
 )
-from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
+from common.launch import (
+    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
+)
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -70,6 +72,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser, MixtureConfig)
@@ -188,8 +191,8 @@ def shard_experts(experts, ep_mesh, shard_mesh, dtype=None, reshard_after_forwar
     for name, parameter in list(experts.named_parameters()):
         spread = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(spread, parameter.requires_grad))
-        own = len(spread.to_local())
-    dim = 0 if own % shard_mesh.size(-1) == 0 else 1
+        local_experts = len(spread.to_local())
+    dim = 0 if local_experts % shard_mesh.size(-1) == 0 else 1
     fully_shard(
         experts, mesh=shard_mesh, reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False),

@@ -60,7 +60,9 @@ from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 from common.data import BatchSampler, load_steps
 from common.errors import refuse
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
-from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
+from common.launch import (
+    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
+)
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.model_options import add_model_options
@@ -84,6 +86,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser, MixtureConfig)  # EP

@@ -66,7 +66,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import MAX_LOGITS, Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -98,6 +98,7 @@ V_SHAPED = ("zbv", "dualpipev")  # stages r and 2n-1-r on rank r
 SPLIT_BACKWARD = ("zerobubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -126,8 +127,8 @@ def main(argv=None):
     with torch.device("meta"):
         whole = Transformer(args.config).to(args.param_dtype)
     stage_layers = split_layers(len(whole.model.layers), n * v, cost_of_head(whole))
-    own = stages_of(rank, n, v, args.schedule)
-    parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in own]
+    stages = stages_of(rank, n, v, args.schedule)
+    parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in stages]
     check_stages(whole, parts, group)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
         device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
@@ -147,7 +148,7 @@ def main(argv=None):
     # PP: the targets of a global batch, which each step writes here; the schedule does not scale.
     count = torch.ones((), dtype=torch.int64, device=device)
     schedule = make_schedule(
-        args.schedule, parts, own, len(stage_layers), M, tokens, hidden, output,
+        args.schedule, parts, stages, len(stage_layers), M, tokens, hidden, output,
         lambda micro_loss, targets: micro_loss / count, group, device,
     )
 
@@ -211,7 +212,7 @@ def main(argv=None):
         if checkpoints.stopping:
             break
     checkpoints.finish()
-    return report.close(theory.pp(args, parts, own, n * v))
+    return report.close(theory.pp(args, parts, stages, n * v))
 
 
 def cost_of_head(model):
@@ -274,9 +275,9 @@ def check_stages(whole, parts, group):
     Raises:
         SettingError: it names the parameter and what to do, on all ranks.
     """
-    own = [[name for name, _ in part.named_parameters(remove_duplicate=False)] for part in parts]
+    names = [[name for name, _ in part.named_parameters(remove_duplicate=False)] for part in parts]
     of_ranks = [None] * group.size()
-    dist.all_gather_object(of_ranks, own, group=group)
+    dist.all_gather_object(of_ranks, names, group=group)
     stages = [set(stage) for rank in of_ranks for stage in rank]
     ties = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -292,7 +293,7 @@ def check_stages(whole, parts, group):
 
 
 def make_schedule(
-    name, parts, own, num_stages, M, tokens, hidden, output, loss_fn, group, device
+    name, parts, numbers, num_stages, M, tokens, hidden, output, loss_fn, group, device
 ):
     """Connect this rank's stages to the pipeline.
 
@@ -300,7 +301,7 @@ def make_schedule(
         name: one of ``SCHEDULES``.
         parts: the modules of this rank's stages. The first stage takes tokens, all others hidden
             states; the last returns what ``loss_fn`` takes, all others hidden states.
-        own: the numbers of this rank's stages, of ``num_stages`` in all; see ``stages_of``.
+        numbers: the numbers of this rank's stages, of ``num_stages`` in all; see ``stages_of``.
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model to learn them.
@@ -316,20 +317,20 @@ def make_schedule(
 
     def check_output(part, _, output):
         """A forward hook, for the first output: gloo would abort when it arrives."""
-        found, expected = (
+        returned, expected = (
             f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else f"a {type(x).__name__}"
             for x in (output, hidden)
         )
-        if found != expected:
+        if returned != expected:
             raise SettingError(
-                f"a stage returns {found}, and the next one expects one tensor, {expected}: "
+                f"a stage returns {returned}, and the next one expects one tensor, {expected}: "
                 f"return that, or give make_schedule the shape and type of your hidden states"
             )
         handles.pop(part).remove()
 
     handles = {
         part: part.register_forward_hook(check_output)
-        for stage, part in zip(own, parts) if stage < num_stages - 1
+        for stage, part in zip(numbers, parts) if stage < num_stages - 1
     }
     separate_directions(group)
     stages = [
@@ -338,7 +339,7 @@ def make_schedule(
             input_args=hidden if stage else tokens,
             output_args=hidden if stage < num_stages - 1 else output,
         )
-        for stage, part in zip(own, parts)
+        for stage, part in zip(numbers, parts)
     ]
     if name in V_SHAPED:
         skip_first_messages(stages)
@@ -375,8 +376,8 @@ def describe_stages(schedule, layers, n, v, M):
         f"bubble {bubble(schedule, n, v, M)[1]}"
     )
     for rank in range(n):
-        own = stages_of(rank, n, v, schedule)
-        yield f"rank {rank}: " + " | ".join(describe_stage(layers, stage) for stage in own)
+        stages = stages_of(rank, n, v, schedule)
+        yield f"rank {rank}: " + " | ".join(describe_stage(layers, stage) for stage in stages)
 
 
 def describe_stage(layers, stage):

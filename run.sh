@@ -26,11 +26,15 @@
 # it. Otherwise it makes a virtual environment beside this file, .venv, or for PYTHON one whose name
 # has its version, and installs requirements.txt there, once, with the torch that was measured.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# With these Python would not find common/ beside a script, and cd would go elsewhere.
+unset PYTHONSAFEPATH CDPATH
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # sbatch runs a copy of this file, elsewhere.
 [ -f "$here/requirements.txt" ] || here=${SLURM_SUBMIT_DIR:-$here}
 
 fail() { echo "run.sh: error: $*" >&2; exit 1; }
+
+[ . -ef "$PWD" ] || fail "the working folder was removed: cd to one that is there"
 
 # Refuse a variable that is set, and is no whole number of at least so much. NNODES=1:2: 1 or 2.
 check_number() {
@@ -52,7 +56,8 @@ number = lambda version: [int(part) for part in re.findall("[0-9]+", version)[:2
 for line in open(sys.argv[1]):
     name, least, below = re.split("[<>=,]+", line.strip())
     if name != "pytest" or sys.argv[2] == "test":
-        assert number(least) <= number(version(name)) < number(below)
+        if not number(least) <= number(version(name)) < number(below):
+            sys.exit(1)
 print("yes")
 PYTHON
   )" = yes ]
@@ -87,9 +92,36 @@ show_and_run() {
   exec env "$@"
 }
 
+# PYTHONPATH, such that this folder comes first.
+path_of_tools() {
+  [[ $here != *:* ]] ||
+    fail "the path of this folder, $here, has a colon, which PYTHONPATH cannot hold: move the folder"
+  echo "PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# The script imports the common/ beside it; or this folder's, as those in examples/ do.
+find_common() {
+  local beside name
+  beside=$(dirname "$script")
+  if [[ ! -e $beside/common && ! -e $beside/common.py ]]; then
+    path_of_tools
+    return
+  fi
+  for name in $(sed -nE 's/^ *(from|import) common\.(\w+).*/\2/p' "$script"); do
+    [[ -e $beside/common/$name.py || ! -e $here/common/$name.py ]] ||
+      fail "$script imports common.$name of this project, and what is beside it by the name of" \
+        "common is another one: copy common/ under another name (docs/copying.md has the command)"
+  done
+}
+
 # Start the processes of this machine by torchrun, which watches them.
 run_here() {
-  local processes threads address interface nodes=() variables=()
+  local processes threads address family interface endpoint nodes=() variables=()
+  # torchrun takes its options from these too, and would wait for machines that nobody starts.
+  [[ -z ${!PET_*} || -v NNODES ]] ||
+    fail "${!PET_*}: these are variables of torchrun, which run.sh does not read: start by torchrun" \
+      "in place of run.sh, or set NNODES, NODE_RANK and MASTER_ADDR"
+  unset "${!PET_@}"
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
   # Otherwise torchrun gives each process one thread.
   threads=$(($(nproc) / processes))
@@ -99,28 +131,32 @@ run_here() {
   # Less fragmentation of GPU memory.
   [[ -v PYTORCH_ALLOC_CONF || -v PYTORCH_CUDA_ALLOC_CONF ]] ||
     variables+=("PYTORCH_ALLOC_CONF=expandable_segments:True")
-  # A script without a common/ of its own, such as those in examples/, imports this folder's.
-  [ -d "$(dirname "$script")/common" ] || variables+=("PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}")
+  [ -z "$path" ] || variables+=("$path")
   if [ "${NNODES:-1}" != 1 ]; then
     [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
       fail "NNODES is $NNODES: set NODE_RANK, the number of this machine from 0, and MASTER_ADDR," \
         "the address of machine 0"
     [ "$NODE_RANK" -lt "${NNODES#*:}" ] ||
       fail "NODE_RANK is $NODE_RANK and NNODES is $NNODES: machines are numbered from 0"
-    address=$("$python" -P -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' \
-      "$MASTER_ADDR" 2>/dev/null) ||
+    MASTER_ADDR=${MASTER_ADDR#[} MASTER_ADDR=${MASTER_ADDR%]}
+    address=$("$python" -P -c 'import socket, sys
+found = [(family, address[0]) for family, *_, address in socket.getaddrinfo(sys.argv[1], 0)]
+print(min(found)[1])  # of IPv4, if there is one' "$MASTER_ADDR" 2>/dev/null) ||
       fail "MASTER_ADDR is $MASTER_ADDR: this machine cannot resolve that name"
     # gloo would take the address of this machine's own name, which is 127.0.1.1 on many systems: no
     # other machine can reach that. Take the interface of the most specific route to machine 0.
-    interface=$({ ip route show match "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p' | tail -1
-      } 2>/dev/null || true)
-    [[ -z $interface || $address = 127.* || -v GLOO_SOCKET_IFNAME ]] ||
+    family=() endpoint=$MASTER_ADDR
+    [[ $address != *:* ]] || family=(-6)
+    [[ $endpoint != *:* ]] || endpoint="[$endpoint]"
+    interface=$({ ip "${family[@]}" route show match "$address" |
+      sed -n 's/.* dev \([^ ]*\).*/\1/p' | tail -1; } 2>/dev/null || true)
+    [[ -z $interface || $address = 127.* || $address = ::1 || -v GLOO_SOCKET_IFNAME ]] ||
       variables+=("GLOO_SOCKET_IFNAME=$interface")
     # c10d: when one machine restarts its processes, all machines do. It numbers the machines in the
     # alphabetical order of --local-addr, and all processes connect to the first one's. So machine 0
     # gives its address, and the others a name that sorts behind it, such as ~00001.
     nodes=(
-      "--nnodes=$NNODES" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}"
+      "--nnodes=$NNODES" --rdzv-backend=c10d "--rdzv-endpoint=$endpoint:${MASTER_PORT:-29500}"
       "--rdzv-conf=is_host=$((NODE_RANK == 0)),join_timeout=300,read_timeout=300"
       "--local-addr=$([ "$NODE_RANK" = 0 ] && echo "$MASTER_ADDR" || printf '~%05d' "$NODE_RANK")"
     )
@@ -186,21 +222,23 @@ case $command in
   parity) tool=parity ;;
 esac
 if [ -n "$tool" ]; then
+  path=$(path_of_tools)
   find_python
   # -P: a json.py in the working folder is not Python's.
-  PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m "$tool" "$@"
+  exec env "$path" "$python" -P -m "$tool" "$@"
 fi
 script=$command
 [ -f "$script" ] || script=$here/$command
 [ -f "$script" ] || fail "$command: no such script; there are $(cd "$here" && echo *.py)"
 [[ $script = *.py ]] || fail "$command is no Python script; there are $(cd "$here" && echo *.py)"
+path=$(find_common)
 find_python
 
 if grep -q '\bstart_process(' "$script"; then  # single.py, and copies of it
   [[ ${NPROC:-1} = 1 && ${NNODES:-1} = 1 ]] ||
     fail "single.py is one process: unset NPROC and NNODES, or take a script that shares the work," \
       "such as ddp.py"
-  exec "$python" "$script" "$@"
+  exec env ${path:+"$path"} "$python" "$script" "$@"
 elif [[ -v NNODES || -z ${SLURM_JOB_ID:-} ]]; then
   [[ -v NNODES || ! -v NODE_RANK ]] ||
     fail "NODE_RANK is $NODE_RANK but NNODES is not set: how many machines are there?"

@@ -12,7 +12,7 @@ sequences in the global batch, and T the number of tokens in a sequence.
 import torch
 
 from common.data import BatchSampler, load_steps
-from common.launch import launch, start_process
+from common.launch import launch, restores_process, start_process
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -28,6 +28,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -60,6 +60,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -213,53 +214,42 @@ def parallelize(model, mesh, plan, whole=None):
     stay tied, frozen ones frozen.
 
     Raises:
-        SettingError: the plan splits tied parameters in different ways; or see ``check_plan``.
+        SettingError: the plan does not fit the model; later, in the forward pass: a module gets
+            inputs that its style would drop, or positions that cannot be split.
     """
-    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
-    own = {pattern: style for pattern, style in plan.items() if matching(names, pattern)}
-    ties, trained = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        ties.setdefault(parameter, []).append(name)
-        trained[name] = parameter.requires_grad
-    for pattern, style in own.items():
-        if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-            for module in map(model.get_submodule, matching(names, pattern)):
-                module.register_forward_pre_hook(check_inputs)  # before the style drops some
-    parallelize_module(model, mesh, own, src_data_rank=None)
-    for first, *others in ties.values():  # parallelize_module has untied them
+    here = {pattern: style for pattern, style in plan.items() if matching(model, pattern)}
+    check_calls(model, mesh.size(), here)  # these hooks run before those of the styles
+    before = list(model.named_parameters(remove_duplicate=False))
+    trained = [parameter.requires_grad for _, parameter in before]
+    parallelize_module(model, mesh, here, src_data_rank=None)
+    tie_again(model, before)
+    for (name, _), requires_grad in zip(before, trained):  # SequenceParallel thaws frozen norms
+        model.get_parameter(name).requires_grad_(requires_grad)
+    check_plan(model, plan, whole or model)
+
+
+def tie_again(model, before):
+    """Tie the parameters of ``model`` that parallelize_module has untied. ``before``: its pairs of
+    (name, parameter), in which a tied one has several names."""
+    names = {}
+    for name, parameter in before:
+        names.setdefault(parameter, []).append(name)
+    for first, *others in names.values():
         tied = model.get_parameter(first)
         for other in others:
-            owner, _, attribute = other.rpartition(".")
+            module, _, attribute = other.rpartition(".")
             if getattr(tied, "placements", None) != getattr(
                 model.get_parameter(other), "placements", None
             ):
                 raise SettingError(f"{first} and {other} are tied: the plan must split both alike")
-            setattr(model.get_submodule(owner), attribute, tied)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[name])  # SequenceParallel has thawed frozen norms
-    check_plan(model, mesh.size(), plan, whole or model)
+            setattr(model.get_submodule(module), attribute, tied)
 
 
-def check_inputs(module, inputs):
-    """A hook: PyTorch's styles take the first input of a module, and drop all others in silence."""
-    if len(inputs) > 1:
-        raise SettingError(
-            f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
-            f"PyTorch's style of its plan drops all but the first: give the others by keyword"
-        )
-
-
-def check_plan(model, n, plan, whole):
-    """Check a ``plan`` by which ``model``, a part of ``whole`` or all of it, is split over n ranks.
-
-    Raises:
-        SettingError: the plan names a module that ``whole`` does not have, or leaves out a
-            parameter; later, in the forward pass: the positions cannot be split, or a module gets
-            inputs that its style would drop.
-    """
-    every = [name for name, _ in whole.named_modules()]
+def check_plan(model, plan, whole):
+    """Raise SettingError if a ``plan`` by which ``model``, a part of ``whole`` or all of it, has
+    been split names a module that ``whole`` does not have, or has left out a parameter."""
     for pattern in plan:
-        if not matching(every, pattern):
+        if not matching(whole, pattern):
             raise SettingError(f"the plan names {pattern}, but the model has no such module")
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -268,25 +258,41 @@ def check_plan(model, n, plan, whole):
                 f"are not to be split"
             )
 
-    def check_positions(module, inputs):
+
+def check_calls(model, n, plan):
+    """Let the modules of ``plan`` raise SettingError if they are called with what PyTorch's styles
+    take wrongly, over n ranks."""
+    def check_inputs(module, inputs):  # a style takes the first, and drops all others in silence
+        if len(inputs) > 1:
+            raise SettingError(
+                f"{type(module).__name__} was called with {len(inputs)} inputs by position, and "
+                f"PyTorch's style of its plan drops all but the first: give the others by keyword"
+            )
+
+    def check_positions(module, inputs):  # gloo would abort
         T = inputs[0].shape[1]  # (B, T) or (B, T, D)
-        if T % n:  # gloo would abort
+        if T % n:
             raise SettingError(
                 f"{T} positions cannot be split over {n} tensor-parallel ranks: use a multiple of "
                 f"{n}, or no sequence parallelism"
             )
 
-    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     for pattern, style in plan.items():
-        for module in map(model.get_submodule, matching(names, pattern)):
+        for module in matching(model, pattern):
+            if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
+                module.register_forward_pre_hook(check_inputs)
             if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
                 module.register_forward_pre_hook(check_positions)
 
 
-def matching(names, pattern):
-    """The names of modules that a pattern of a plan matches: ``*`` matches no dot."""
-    found = fnmatch.filter(names, pattern)
-    return [name for name in found if name.count(".") == pattern.count(".")]
+def matching(model, pattern):
+    """The modules whose names match a pattern of a plan: ``*`` matches no dot. A pipeline stage has
+    an Identity in place of a module that it lacks."""
+    return [
+        module for name, module in model.named_modules()
+        if fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+        and not isinstance(module, nn.Identity)
+    ]
 
 
 def wait_for_output(*modules):

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, start_process_group
+from common.launch import launch, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -48,6 +48,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -167,13 +168,13 @@ def make_buckets(model, units, mesh):
     shards = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found = [bucket for bucket in buckets if parameter in bucket.shards]
-            if len(found) != 1:
+            holders = [bucket for bucket in buckets if parameter in bucket.shards]
+            if len(holders) != 1:
                 raise SettingError(
-                    f"{name} is in {len(found)} of the units: it must be in one; put modules that "
-                    f"share a parameter in one unit"
+                    f"{name} is in {len(holders)} of the units: it must be in one; put modules "
+                    f"that share a parameter in one unit"
                 )
-            shards[name] = found[0].shards[parameter]
+            shards[name] = holders[0].shards[parameter]
 
     for i, (unit, bucket) in enumerate(zip(units, buckets)):
         for parameter in bucket.parameters:  # phase 1
@@ -229,8 +230,8 @@ class Bucket:
         for parameter in parameters:
             # 3 ranks, a parameter (8, 4): 3, 3 and 2 rows, all padded to 3 rows of 12 numbers
             rows = -(-len(parameter) // n)  # rounded up
-            own = parameter.detach()[rank * rows : (rank + 1) * rows]
-            self.shards[parameter] = as_shard(own, parameter, mesh)
+            of_rank = parameter.detach()[rank * rows : (rank + 1) * rows]
+            self.shards[parameter] = as_shard(of_rank, parameter, mesh)
             self.padded_sizes.append(rows * parameter[0].numel())
         # Phase 1
         self.due = False  # True: this backward pass has to reduce it
@@ -294,11 +295,13 @@ def start_reduce_scatter(bucket, buckets):
     """Start to average the gradients of ``bucket`` over the ranks, and free ``parameter.grad``."""
     finish_reduce_scatter(buckets)  # only one runs, so that only one bucket's gradients exist twice
     whole = take_gradients(bucket)
-    own = torch.empty_like(whole[0])
+    received = torch.empty_like(whole[0])
     # Over one rank NCCL's AVG may write zeros: https://github.com/pytorch/pytorch/issues/144045
     op = dist.ReduceOp.AVG if len(whole) > 1 else dist.ReduceOp.SUM
-    work = reduce_scatter_single(own, whole.view(-1), op, bucket.mesh.get_group(), async_op=True)
-    bucket.reduce_scatter, bucket.due = (work, own), False
+    work = reduce_scatter_single(
+        received, whole.view(-1), op, bucket.mesh.get_group(), async_op=True
+    )
+    bucket.reduce_scatter, bucket.due = (work, received), False
 
 
 def take_gradients(bucket):
@@ -323,9 +326,9 @@ def finish_reduce_scatter(buckets):
     for bucket in buckets:
         if bucket.reduce_scatter is None:
             continue
-        work, own = bucket.reduce_scatter
+        work, received = bucket.reduce_scatter
         work.wait()
-        for parameter, part in zip(bucket.parameters, own.split(bucket.padded_sizes)):
+        for parameter, part in zip(bucket.parameters, received.split(bucket.padded_sizes)):
             shard = bucket.shards[parameter]
             rows = shard.to_local()
             gradient = part[: rows.numel()].view_as(rows)  # without the padding
@@ -395,11 +398,11 @@ def start_all_gathers(buckets):
 def start_all_gather(bucket):
     """Start to send the rows that this rank has updated, and to receive the others' rows."""
     rows = [shard.to_local().flatten() for shard in bucket.shards.values()]
-    own = torch.cat([
+    updated = torch.cat([
         F.pad(part, (0, size - len(part))) for part, size in zip(rows, bucket.padded_sizes)
     ])
-    whole = own.new_empty(bucket.mesh.size() * len(own))
-    work = all_gather_single(whole, own, bucket.mesh.get_group(), async_op=True)
+    whole = updated.new_empty(bucket.mesh.size() * len(updated))
+    work = all_gather_single(whole, updated, bucket.mesh.get_group(), async_op=True)
     bucket.all_gather = work, whole
 
 

@@ -15,6 +15,7 @@ import tempfile
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map  # torch has no public one
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -136,7 +137,8 @@ class BatchSampler(Sampler):
 def load_batches(dataset, sampler, device, workers=0):
     """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated into
     any structure of tensors, such as a tuple or a dict. ``workers`` processes read ahead; 0: this
-    process reads."""
+    process reads. A worker that stands still ends the run after half of --timeout: before a
+    collective of another rank does, whose error would not name the cause."""
     if workers and len(folder := tempfile.gettempdir()) > 70:
         raise SettingError(
             f"TMPDIR is {folder}: too long for the Unix sockets of --workers; name a folder of at "
@@ -145,6 +147,7 @@ def load_batches(dataset, sampler, device, workers=0):
     loader = DataLoader(
         _Batches(dataset), sampler=sampler, batch_size=None,  # the sampler yields whole batches
         num_workers=workers, pin_memory=device.type == "cuda", worker_init_fn=_leave_group,
+        timeout=distributed_c10d.default_pg_timeout.total_seconds() / 2 if workers else 0,
         generator=torch.Generator(),  # otherwise it would advance the random state of training
     )
     for batch in loader:
@@ -157,16 +160,26 @@ def load_batches(dataset, sampler, device, workers=0):
 
 class _Batches(Dataset):
     """The micro-batches of ``dataset``, by lists of indices; or the SettingError that reading one
-    has raised: if a worker raised it, its words would be lost in a traceback."""
+    has raised, or that samples do not make a batch: if a worker raised it, its words would be lost
+    in a traceback."""
 
     def __init__(self, dataset):
         self.dataset = dataset
 
     def __getitem__(self, indices):
         try:
-            return default_collate([self.dataset[index] for index in indices])
+            samples = [self.dataset[index] for index in indices]
         except SettingError as error:
             return error
+        try:
+            return default_collate(samples)
+        except Exception as error:  # of shapes, types, names, or of numbers that are no tensors
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return SettingError(
+                f"samples {', '.join(map(str, indices[:8]))} of the dataset do not make a batch "
+                f"({reason:.200}): tensors of the same name must have one shape and type in all "
+                f"samples; pad sequences in __getitem__, and their targets with -100"
+            )
 
 
 def _leave_group(worker):

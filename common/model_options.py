@@ -49,7 +49,7 @@ def model_config(args, config_class):
         except ImportError:
             refuse([(True, f"--model {args.model}: common/services/hf_config.py, which reads a "
                      f"config.json, is not here")])
-        config = read_config(args.model)
+        config = read_config(args.model, getattr(args, "seq_len", 0))
     names = {field.name for field in dataclasses.fields(config_class)}
     refuse([(vars(config).keys() - names,
              f"--model {args.model} is a mixture of experts: ep.py and hybrid_3d.py train these")])

@@ -51,6 +51,13 @@ def flag(name):
     return f"--{name.replace('_', '-')}"
 
 
+class _Ignored(argparse.Action):
+    """An option that changes nothing."""
+
+    def __call__(self, *_):
+        pass
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Prints the docstring as it stands, and the default of every option."""
 
@@ -104,12 +111,16 @@ def _add_training(parser):
 
 def _add_device(parser):
     add = parser.add_argument_group("device and arithmetic").add_argument
+    # Some launchers add it. They also set the variable LOCAL_RANK, which says the same.
+    add("--local-rank", "--local_rank", type=at_least(0), action=_Ignored, metavar="N",
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: CUDA if there is a GPU, otherwise the CPU")
     add("--backend", type=backend, default="auto", metavar="NAME", help="what carries the "
         "collectives; auto: nccl on GPUs, gloo on CPUs, and no others fit")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
-        help="fail if a rank does not start, or take part in a collective, for this long")
+        help="fail if a rank does not start, or take part in a collective, for this long; or if a "
+        "data worker gives nothing for half as long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
         "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
         "products in bfloat16, and what is sent of them; weights, optimizer states, sums of "

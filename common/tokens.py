@@ -16,6 +16,23 @@ from common.options import at_least
 
 STANDARD_LIBRARY = "stdlib"
 ADVICE = ": remove it from the data, or see to its rights"
+# How files begin that have no raw ids, in spite of their name: (what they are, what to do).
+WITHOUT_HEADER = "cut it off: tail -c +1025 FILE > NEW"
+CONVERTED = "load them, and write numpy.array(ids, '{0}').tofile(NEW)"
+HEADERS = {
+    (20240520).to_bytes(4, "little"): (
+        "has a header of llm.c (256 int32, the first 20240520) before its ids in uint16",
+        WITHOUT_HEADER),
+    (20240801).to_bytes(4, "little"): (
+        "has a header of llm.c (256 int32, the first 20240801) before its ids in uint32",
+        WITHOUT_HEADER),
+    b"\x93NUMPY": ("is a file of NumPy (.npy)", CONVERTED),
+    b"PK\3\4": ("is a zip file, which torch.save and numpy.savez write", CONVERTED),
+    b"PAR1": ("is a Parquet file", CONVERTED), b"ARROW1": ("is an Arrow file", CONVERTED),
+    b"\x1f\x8b\x08": ("is compressed by gzip", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("is compressed by zstd", "unpack it"),
+    b"MMIDIDX": ("is the index of a dataset of Megatron-LM", "give the .bin file beside it"),
+}
 # Not part of the library proper, or not installed everywhere.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
@@ -40,8 +57,9 @@ class TokenDataset(Dataset):
 
     Raises:
         SettingError: ``data`` does not exist, cannot be read, mixes .bin files with text, has half
-            a token or bytes that are no text, or is too short for one sample; when a sample is
-            read: a token is not in the vocabulary, or a file is missing or has changed.
+            a token, a header, ids of another type or bytes that are no text, or is too short for
+            one sample; when a sample is read: a token is not in the vocabulary, or a file is
+            missing or has changed.
     """
 
     def __init__(self, data, seq_len, token_dtype="auto", vocab_size=None, option="--data"):
@@ -49,18 +67,20 @@ class TokenDataset(Dataset):
         self.files, self.folders = _find_files(data, option)
         self.stamps = []
         binary = [path.suffix.lower() == ".bin" for path in self.files]
+        fitting = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
+        token_dtype = fitting if token_dtype == "auto" else token_dtype
+        self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
         for path, is_binary in zip(self.files, binary):
             with reading(path, ADVICE), open_regular(path) as file:
                 self.stamps.append(_stamp(file))
-                if not is_binary and b"\0" in file.read(2**13):  # as grep and git tell text
-                    raise SettingError(
-                        f"{path} is no text: it has bytes that are 0; write token ids as raw "
-                        f"numbers into a file whose name ends in .bin, or remove it from the data"
-                    )
-        guessed = token_dtype == "auto"
-        if guessed:
-            token_dtype = "uint16" if (vocab_size or 0) <= 2**16 else "uint32"
-        self.dtype = np.dtype(token_dtype if any(binary) else np.uint8)
+                head = file.read(2**15 if is_binary else 2**13)
+            if not is_binary and b"\0" in head:  # as grep and git tell text
+                raise SettingError(
+                    f"{path} is no text: it has bytes that are 0; write token ids as raw "
+                    f"numbers into a file whose name ends in .bin, or remove it from the data"
+                )
+            if is_binary and (problem := _no_ids(head, token_dtype, fitting, vocab_size)):
+                raise SettingError(f"{path} {problem}")
         sizes = np.array([size for _, size, _ in self.stamps], np.int64)
         # file i holds the tokens [bounds[i], bounds[i+1])
         self.bounds = np.concatenate([[0], np.cumsum(sizes // self.dtype.itemsize)])
@@ -76,13 +96,6 @@ class TokenDataset(Dataset):
              f"{seq_len + 1}; give more data or a smaller --seq-len"),
         ])
 
-        some = self.read(0, min(self.tokens, 2**14))
-        if guessed and self.dtype == np.uint16 and not some[1::2].any() and some.any():
-            raise SettingError(
-                f"{option} {data}: every second number is 0, as if uint32 were read as uint16: "
-                f"name the type by --token-dtype"
-            )
-
     def __str__(self):
         return f"{counted(len(self), 'sample')} of {counted(self.seq_len, 'token')} in {self.data}"
 
@@ -96,7 +109,8 @@ class TokenDataset(Dataset):
             # Said here in words; on a GPU the embedding would fail in an assertion of its kernel.
             raise SettingError(
                 f"{self.data} holds token {largest}, beyond a vocabulary of {self.vocab_size}: "
-                f"raise --vocab-size, or see --token-dtype"
+                f"raise --vocab-size to that of the tokenizer; if it has no more, these are no ids "
+                f"in {self.dtype}: see --token-dtype"
             )
         return tokens[:-1], tokens[1:]
 
@@ -117,6 +131,32 @@ class TokenDataset(Dataset):
         return np.concatenate(pieces)
 
 
+def _no_ids(head, dtype, fitting, vocab_size):
+    """Say why a file that begins with ``head`` has no raw ids in ``dtype``, or "". ``fitting``: the
+    type that the vocabulary needs."""
+    for begin, (what, advice) in HEADERS.items():
+        if head.startswith(begin):
+            return f"{what}: a .bin file must hold raw ids alone: {advice.format(fitting)}"
+    words = np.frombuffer(head[: len(head) // 8 * 8], np.uint16).reshape(-1, 4)  # lowest first
+    if len(words) < 4 or (words[:, 0] > 0).mean() < 0.25:  # padding says nothing
+        return ""
+    numbers = words.view(np.uint32)
+    if np.isin(numbers[:, 1], (0, 2**32 - 1)).all():  # the sign
+        return (f"seems to have ids in int64: every second number of 32 bits is 0: write them in "
+                f"{fitting}: numpy.fromfile(FILE, 'int64').astype('{fitting}').tofile(NEW)")
+    low, high = words.reshape(-1, 2).T
+    high = np.where(high < 2**16 - 1, high, 0)
+    # Some vocabularies have more than 2^16 ids, none 2^20.
+    if not high.any() or high.max() < 16 and low.max() >= 2**12:
+        found, why = "uint32", "every second number of 16 bits is 0, or nearly so"
+    else:
+        beyond = vocab_size and words.max() < vocab_size <= numbers.max()
+        found, why = "uint16" if beyond else dtype, "numbers of 32 bits are beyond the vocabulary"
+    if found == dtype:
+        return ""
+    return f"seems to have ids in {found}, and not in {dtype}: {why}: give --token-dtype {found}"
+
+
 def add_text_options(parser):
     """Add the options of the data to a parser of common/options.py."""
     add = parser.add_argument_group("data").add_argument
@@ -135,7 +175,7 @@ def open_dataset(args, option="--data"):
         return None
     dataset = TokenDataset(data, args.seq_len, args.token_dtype, args.config.vocab_size, option)
     if out := getattr(args, "out", None):
-        out = out.resolve()
+        out = pathlib.Path(os.path.realpath(out))  # resolve() fails if links form a loop
         if any(_place(path) in dataset.folders for path in (out, *out.parents) if path.exists()):
             raise SettingError(
                 f"--out {args.out} is inside {option} {data}: its files would be read as data; "

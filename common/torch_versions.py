@@ -35,10 +35,12 @@ GLOO_WORDS = (
     "Timed out waiting", "Application timeout caused pair closure", "Connection closed by peer",
     "Connection reset by peer", "Broken pipe",
 )
-# Words in the errors of a setting that is too large, and of a data worker that was killed, which
-# torch raises as RuntimeError.
+# Words in the errors of a setting that is too large, of a data worker that was killed, stands still
+# or has no shared memory, and of --compile without a compiler, which torch raises as RuntimeError.
 SETTING_WORDS = (
-    "can't allocate memory", "not enough memory", "overflow", "DataLoader worker (pid"
+    "can't allocate memory", "not enough memory", "overflow", "DataLoader worker (pid",
+    "DataLoader timed out", "unable to allocate shared memory", "unable to write to file </torch",
+    "No working C++ compiler", "Failed to find C compiler",
 )
 
 
@@ -50,7 +52,8 @@ def is_lost_peer(error):
 
 
 def is_a_setting(error):
-    """Whether a setting asks for too much memory, or a data worker has ended."""
+    """Whether a setting asks for too much memory or for a compiler that is missing, or a data
+    worker has ended or stands still."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in SETTING_WORDS)
 
 

@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from common.attention import aten, merge, pad_heads, rows, wide
 from common.data import BatchSampler, load_steps
 from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, rank_and_world_size, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, plain_attention, wrap_layers
 from common.model_options import add_model_options
@@ -64,6 +64,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -282,33 +283,33 @@ def set_attention(model, attention, group, replaces, without=()):
             would attend to its own positions only. Or a module has another function there, whose
             window or soft cap would be lost. Or a module of torch.nn looks at other positions.
     """
-    found = []
+    replaced = []
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(f"{handled}.") for handled in without):
             continue
-        kind, own = type(module).__name__, getattr(module, "attention", None)
+        kind, function = type(module).__name__, getattr(module, "attention", None)
         if isinstance(module, MIXING) and getattr(module, "kernel_size", None) not in (1, (1,)):
             raise SettingError(
                 f"{name} ({kind}) looks at other positions, and this rank has a part of them: "
                 f"exchange what it needs, and say so by without=['{name}']"
             )
-        if own is replaces:
-            found.append(module)
-        elif callable(own) and not isinstance(own, nn.Module):
-            other = getattr(own, "__name__", type(own).__name__)
+        if function is replaces:
+            replaced.append(module)
+        elif callable(function) and not isinstance(function, nn.Module):
+            other = getattr(function, "__name__", type(function).__name__)
             raise SettingError(
                 f"{name} ({kind}) computes attention by {other}, which would be lost: use "
                 f"ulysses_attention with attention={other}, and tell set_attention that it "
                 f"replaces {other}; if that computes causal or full attention and no more, only "
                 f"tell it so; if it needs no other positions, name it in without"
             )
-    if not found:
+    if not replaced:
         raise SettingError(
             f"no module of {type(model).__name__} has {replaces.__name__} as its attribute "
             f"attention: let those that compute attention call self.attention(q, k, v, "
             f"is_causal=...), and set it to {replaces.__name__}"
         )
-    for module in found:
+    for module in replaced:
         module.attention = functools.partial(attention, group=group)
 
 

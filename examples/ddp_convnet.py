@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from common.data import BatchSampler, load_steps
-from common.launch import launch, start_process_group
+from common.launch import launch, restores_process, start_process_group
 from common.options import option_parser, parse_options
 from common.step import count_targets, seed_step
 
@@ -26,6 +26,7 @@ from common.services.report import Report
 from common.services.settings import run_settings
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     Checkpoints.add_options(parser)

@@ -44,7 +44,9 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, load_steps
 from common.errors import refuse
-from common.launch import launch, rank_and_world_size, set_timeout, start_process_group
+from common.launch import (
+    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
+)
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -64,6 +66,7 @@ from common.services.settings import run_settings
 from common.services.validation import Validation
 
 
+@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)

@@ -457,18 +457,37 @@ def missing(it):
         return f"missing: those of {group(it, bad)}{about_the_loss(it)}{frozen}"
 
 
+def explained_by(y, *vectors):
+    """(shares, rest): the multiples of ``vectors`` whose sum is nearest to the vector ``y``, and the
+    distance that is left."""
+    matrix = torch.stack(vectors, 1)
+    shares = torch.linalg.pinv(matrix) @ y
+    return shares, (matrix @ shares - y).norm()
+
+
 def not_cleared(it):
-    """Whether gradients are, or hold, those of the step before."""
+    """Whether gradients are, or hold, those of the step before, and no multiple of the right ones
+    explains them as well."""
     if not it.history.compared:
         return None
     x, y, old = (z.sketch[it.off].flatten() for z in (it.x, it.y, it.history.before))
-    shares = torch.linalg.pinv(torch.stack([x, old], 1)) @ y
-    rest = (shares[0] * x + shares[1] * old - y).norm()
-    if rest < EXPLAINED * (y - x).norm():
-        if abs(shares[0]) < EXPLAINED:
+    (own, late), rest = explained_by(y, x, old)
+    if rest < EXPLAINED * min((y - x).norm(), explained_by(y, x)[1]):
+        if abs(own) < EXPLAINED:
             return (f"late: {whose(it)} are those of the step before: a reduction that nobody "
                     f"waits for?")
-        return f"not cleared: {whose(it)} hold {shares[1]:.3g} of those of the step before"
+        return f"not cleared: {whose(it)} hold {late:.3g} of those of the step before"
+
+
+def nearly_scaled(it):
+    """Whether one factor makes the gradients nearly right, in all: a small part of the loss, such
+    as an auxiliary loss, may have another one."""
+    x, y = (z.sketch[it.off].flatten() for z in (it.x, it.y))
+    (r,), rest = explained_by(y, x)
+    if rest < EXPLAINED * (y - x).norm():
+        near = max(1e-3, min(0.1, (rest / y.norm()).item()))
+        r = r.item() if abs(r - 1) < EXPLAINED else float(f"{r:.2g}")
+        return f"{whose(it)}: nearly {factor(it.run, r, near)}{about_the_loss(it)}"
 
 
 def rounding(it):
@@ -588,7 +607,7 @@ AFTER_ROUNDING = [mean_of_means, gradients, loss, clipping]
 CHECKS = [update, reduction, *AFTER_ROUNDING, other_tensors]
 IN_16_BITS = [reduction, gradients]
 CAUSES_IN_16_BITS = [lost_tie, scaled, missing]
-CAUSES = [*CAUSES_IN_16_BITS, not_cleared, rounding, unexplained]
+CAUSES = [*CAUSES_IN_16_BITS, not_cleared, nearly_scaled, rounding, unexplained]
 
 
 # If nothing differs

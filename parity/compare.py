@@ -399,13 +399,14 @@ def read(path):
             except ValueError:
                 raise ValueError(f"line {number} is cut: did the run crash?") from None
     if not lines:
-        raise ValueError("it has no step: did the run crash before its first record?")
+        raise ValueError("it has no step: is `record` called (in a Trainer with max_grad_norm 0 it "
+                         "is not), or did the run crash before its first record?")
     return lines
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m parity", allow_abbrev=False,
-                                     description=manual.splitlines()[0])
+                                     description=(manual or "").partition("\n")[0])
     parser.add_argument("reference", help="the recording of the run that is right")
     parser.add_argument("run", help="the recording that is compared with it")
     parser.add_argument("--table", action="store_true",

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -240,3 +241,30 @@ def test_it_finds_the_bugs_by_example(check, tmp_path, name):
             assert re.search(f"(?m)^Not compared.*{option}", said), said
         status, said = check(copy, needed)
         assert status == 1 and "DIFFERENT" in said, said
+
+
+def test_common_under_another_name(server, tmp_path, corpus, check):
+    """In a project that has a common/ and tools/ of its own, by the command of docs/copying.md: it
+    trains, and check and dry_run use that copy."""
+    for name in "common/mine.py", "tools/helpers.py":
+        (tmp_path / "project" / name).parent.mkdir(parents=True)
+        (tmp_path / "project" / name).touch()
+    copy = shutil.copy(ROOT / "fsdp.py", tmp_path / "project")
+    status, said = check(copy)
+    assert status == 1 and "imports common.data of this project, and what is beside it" in said
+    page = (ROOT / "docs" / "copying.md").read_text()
+    (copying, renaming), = re.findall("(?m)^.* `(cp -r CLONE/common .*?)`, then `(sed .*?)`", page)
+    subprocess.run(f"{copying.replace('CLONE', str(ROOT))}; {renaming}", shell=True, check=True,
+                   cwd=tmp_path / "project")
+    text = pathlib.Path(copy).read_text()
+    pathlib.Path(copy).write_text(text.replace("import torch\n", (
+        "import common.mine, tools.helpers, torch\n"), 1))
+    model = tmp_path / "project" / "parallel" / "model.py"
+    model.write_text(model.read_text() + "\nPRESETS['tiny'].hidden_size = 256\n")
+    result = server.run(copy, 2, f"--steps 1 --no-count --data {corpus}", folder=tmp_path)
+    status, said = check(copy)
+    assert status == 0 and re.search(f"2 processes  {EQUAL}", said), said
+    counted = server.run("tools/dry_run.py", 0, f"--rank 1 2 {copy}", folder=tmp_path,
+                         pass_out=False).output
+    size = re.search("model tiny: ([0-9,]+) parameters", result.output)[0]
+    assert f"{size}, bfloat16" in counted  # as on GPUs

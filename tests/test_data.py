@@ -2,8 +2,12 @@
 
 import argparse
 import collections
+import contextlib
+import datetime
+import gzip
 import os
 import pathlib
+import signal
 import sysconfig
 import tracemalloc
 
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import data
+from common import data, torch_versions
 from common.data import BatchSampler, load_batches, permute
 from common.errors import SettingError
 from common.tokens import TokenDataset, open_dataset
@@ -116,14 +120,57 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     inputs, targets = dataset[3]
     assert inputs.tolist() == list(range(48, 64)) and targets.tolist() == list(range(49, 65))
     assert dataset[61][1][-1] == 992
-    for vocabulary, size in (2**16, 2), (2**16 + 1, 4):  # 16 bits hold ids up to 65,535
-        found = TokenDataset(tmp_path / "tokens.bin", 16, vocab_size=vocabulary)
-        assert found.dtype.itemsize == size
     tokens.astype(np.uint32).tofile(tmp_path / "wide.BIN")
+    for vocabulary, name in (2**16, "tokens.bin"), (2**16 + 1, "wide.BIN"):  # 16 bits: to 65,535
+        assert torch.equal(TokenDataset(tmp_path / name, 16, vocab_size=vocabulary)[3][0], inputs)
     assert torch.equal(TokenDataset(tmp_path / "wide.BIN", 16, "uint32")[3][0], inputs)
-    with pytest.raises(SettingError, match="every second number is 0"):
-        TokenDataset(tmp_path / "wide.BIN", 16)
-    TokenDataset(tmp_path / "wide.BIN", 16, "uint16")  # whoever names the type has looked
+
+
+IDS = np.random.default_rng(0).zipf(1.2, 99_999) % 50_000  # as those of GPT-2
+LONG = np.where(IDS < 30_000, IDS, IDS + 70_000)  # some are beyond 16 bits
+MASKED = np.where(IDS % 50 == 7, -100, IDS)
+HEADER = np.zeros(256, "int32")
+HEADER[:3] = 20240520, 1, len(IDS)
+
+
+@pytest.mark.parametrize("written, dtype, vocabulary, words", [
+    (IDS.astype("uint16"), "auto", 50_257, ""), (IDS.astype("uint32"), "auto", 100_000, ""),
+    (LONG.astype("uint32"), "auto", 128_256, ""), (IDS.astype("int32"), "uint32", 50_257, ""),
+    # Short vocabularies, and padding at the start
+    ((IDS % 5).astype("uint16"), "auto", 5, ""), ((IDS % 2).astype("uint16"), "auto", 2, ""),
+    (np.repeat([7, 0, 9], [1, 99_999, 99]).astype("uint16"), "auto", 256, ""),
+    *[(ids, dtype, vocabulary, f"seems to have ids in int64: .* write them in {fits}")
+      for ids in (IDS, IDS % 256, LONG, MASKED) for dtype, vocabulary, fits in (
+          ("auto", 50_257, "uint16"), ("auto", 100_000, "uint32"), ("uint32", 256, "uint16"))],
+    *[(ids.astype("int32"), dtype, vocabulary, "in uint32, and not in uint16: .*-dtype uint32")
+      for ids in (IDS, IDS % 256, LONG, MASKED)
+      for dtype, vocabulary in (("auto", 50_257), ("uint16", 100_000))],
+    (IDS.astype("uint16"), "auto", 100_000, "in uint16, and not in uint32: .*-dtype uint16"),
+    (IDS.astype("uint16"), "uint32", 50_257, "in uint16, and not in uint32"),
+])
+def test_ids_of_another_type_are_refused(tmp_path, written, dtype, vocabulary, words):
+    """Also if the type was named: the words say which one it seems to be."""
+    written.tofile(tmp_path / "a.bin")
+    refused = pytest.raises(SettingError, match=f"a.bin .*{words}")
+    with refused if words else contextlib.nullcontext():
+        inputs, _ = TokenDataset(tmp_path / "a.bin", 16, dtype, vocabulary)[0]
+        assert inputs.tolist() == written[:16].tolist()
+
+
+def test_files_of_other_tools_are_refused(tmp_path):
+    """By their first bytes; one in a folder of others too."""
+    IDS.astype("uint16").tofile(tmp_path / "a.bin")
+    bad = tmp_path / "b.bin"
+    for save, words in (
+        (lambda: HEADER.tofile(bad), "b.bin has a header of llm.c .*20240520.*tail -c"),
+        (lambda: bad.write_bytes((20240801).to_bytes(4, "little") * 9), "llm.c .* in uint32"),
+        (lambda: np.save(open(bad, "wb"), IDS), "b.bin is a file of NumPy"),
+        (lambda: torch.save(torch.from_numpy(IDS), bad), "b.bin is a zip file, which torch.save"),
+        (lambda: bad.write_bytes(gzip.compress(IDS.tobytes())), "b.bin is compressed by gzip"),
+    ):
+        save()
+        with pytest.raises(SettingError, match=words):
+            TokenDataset(tmp_path, 16)
 
 
 def test_what_is_no_text_is_refused(tmp_path):
@@ -198,6 +245,31 @@ def test_any_structure_of_tensors_is_moved():
     (batch,) = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("meta"))
     assert batch["list"][0].device.type == batch["point"].x.device.type == "meta"
     assert isinstance(batch["point"], Point) and len(batch["text"]) == BATCH
+
+
+class Stuck(list):
+    def __getitem__(self, index):
+        signal.pause()
+
+
+def test_a_worker_that_stands_still(monkeypatch):
+    monkeypatch.setattr(data.distributed_c10d, "default_pg_timeout", datetime.timedelta(seconds=1))
+    batches = load_batches(Stuck("ab"), BatchSampler(2, 1, stop=1), torch.device("cpu"), workers=1)
+    with pytest.raises(RuntimeError, match="DataLoader timed out") as error:
+        next(batches)
+    assert torch_versions.is_a_setting(error.value)
+
+
+@pytest.mark.parametrize("workers, dataset, reason", [
+    (0, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: stack exp"),
+    (1, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: "),  # it cannot resize
+    (0, [{"a": torch.zeros(2)}, {"b": torch.zeros(2)}] * SIZE, "KeyError: "),
+    (0, [None] * SIZE, "TypeError: "),
+])
+def test_samples_that_do_not_make_a_batch(workers, dataset, reason):
+    batches = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("cpu"), workers)
+    with pytest.raises(SettingError, match=f"do not make a batch .{reason}.*with -100"):
+        next(batches)
 
 
 def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):

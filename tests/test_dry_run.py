@@ -262,6 +262,7 @@ def test_it_reads_no_weights(dry_run, tmp_path):
 
 def test_bad_input_is_one_line(dry_run, tmp_path):
     (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "launch.py").touch()
     copy, tool = shutil.copy(ROOT / "fsdp.py", tmp_path), ROOT / "tools" / "bench.py"
     for script, words in (
         (copy, f"{copy} has a common/ of its own"), ("nothing.py", "nothing.py is no script"),

@@ -20,7 +20,7 @@ COMMANDS = [
 
 LOST = "a collective of rank 0 failed ... another process has ended ... --timeout"
 NOT_SAVED = "step 6 is not saved ... is not finite: lower --lr"
-NOT_WRITTEN = "could not be written to ... File too large ... make room"
+NOT_WRITTEN = "could not be written to ... File too large ... raise the limit ... are intact"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on={})"
 STAGES_RETURN = ("changed(common.model.Transformer, 'forward', "
                  "lambda x, *_, **__: {} if x.ndim else x)")  # all stages but the last
@@ -64,12 +64,20 @@ FAULTS = [
     # A disk that is full
     ("ddp.py", 2, "", FULL_DISK.format(0), NOT_WRITTEN, [3]),
     ("ddp.py", 2, "--async-save --save-every 8", FULL_DISK.format(1), NOT_WRITTEN, []),
+    # A wrong mask, of data and of held-out data
+    *[(command, world, "--val-data copy --val-every 1", masked, words, [])
+      for command, world in (("single.py", 0), ("pp.py", 2))
+      for masked, words in (("no_targets()", "the first batch are 0: if all ... -100"),
+                            ("at(2, no_targets)", "no held-out sample has a target"))],
     # Data workers that cannot start, or die, or find other data
     ("single.py", 0, "--workers 1", "tempfile.tempdir = '/tmp' + 67 * '/'",
      "TMPDIR is ... at most 70", []),
     ("single.py", 0, "--workers 2",
      "at(5, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))",
      "DataLoader worker (pid", [3]),
+    ("single.py", 0, "--workers 1",  # one that stands still keeps no run that fails from ending
+     "at(5, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)); "
+     "at(5, lambda: common.errors.refuse([(True, 'my words')]))", "error: my words", [3]),
     ("single.py", 0, "",  # which torch may say while another error is described
      "calls = []; at(2, json.loads, ''); before(common.launch, '_describe', lambda _: "
      "calls or calls.append(1) or torch.empty(2**60))", "can't allocate memory", []),
@@ -98,6 +106,12 @@ def test_a_fault(run, once, corpus, tmp_path, command, world, options, inject, w
         assert not list(result.out.glob("step-*.tmp"))
     if left and words in ("", NOT_WRITTEN):
         goes_on(run(command, world, options), left[-1], once(command, world, OPTIONS))
+
+
+def test_later_batches_without_targets(run, corpus):
+    """They have no weight."""
+    result = run("ddp.py", 2, f"{OPTIONS} --data {corpus}", inject="at(4, no_targets)")
+    assert [bool(record["loss"]) for record in result.history] == [True] * 4 + [False] * 4
 
 
 def goes_on(again, step, whole):

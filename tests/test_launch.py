@@ -5,12 +5,14 @@ this machine. It needs root and packages (see .ci/run); without these its test i
 so.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import importlib
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -19,13 +21,17 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+import ddp
 from common import launch, torch_versions
 from common.errors import SettingError
 from common.options import option_parser, parse_options
@@ -213,6 +219,41 @@ def test_what_run_sh_requires(tmp_path, requirement, enough):
     assert (done.stdout == "yes\n") == enough
 
 
+def test_what_would_mislead_python_or_bash(tmp_path):
+    """Folders by our names, installed elsewhere; variables; a colon, which PYTHONPATH cannot hold;
+    line ends of Windows."""
+    misleading = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2", "PYTHONPATH": str(tmp_path),
+                  "CDPATH": f"{tmp_path}:{tmp_path}/none"}
+    for name in "tools", "common", ROOT.name, "code":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    for name in "beside", "alone":
+        script = tmp_path / "code" / name / "mine.py"
+        script.parent.mkdir()
+        script.write_text("import common.errors  # start_process(\nprint(common.__path__)")
+    (tmp_path / "code" / "beside" / "common").symlink_to(ROOT / "common")
+    (tmp_path / "linked.sh").symlink_to(ROOT / "run.sh")
+    for words, expected in (
+        ("prepare --help", "python -m tools.prepare"),
+        (f"{tmp_path}/code/beside/mine.py", f"['{tmp_path}/code/beside/common']\n"),
+        (f"{tmp_path}/code/alone/mine.py", f"['{ROOT}/common']\n"),
+    ):
+        for run_sh in (f"{ROOT.name}/run.sh", tmp_path / "linked.sh"):
+            output = finish(start(["bash", run_sh, *words.split()], ROOT.parent, **misleading))
+            assert expected in output, output
+    (tmp_path / "a:b").mkdir()
+    for name in "run.sh", "requirements.txt":
+        shutil.copy(ROOT / name, tmp_path / "a:b")
+    (line,) = finish(start(["bash", "a:b/run.sh", "prepare", "--help"], tmp_path)).splitlines()
+    assert "a:b, has a colon" in line
+    gone = 'mkdir gone; cd gone; rmdir ../gone; "$@"'
+    *_, line = finish(start(["bash", "-c", gone, "", *RUN, "ddp.py"], tmp_path)).splitlines()
+    assert line.startswith("run.sh: error: the working folder was removed")
+    names = sh("git ls-files", cwd=ROOT)
+    ends = sh("git check-attr eol --stdin", cwd=ROOT, input=names).splitlines()
+    assert len(ends) > 100 and all(line.endswith(": eol: lf") for line in ends)
+
+
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -223,6 +264,11 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
     ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
     ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 ... NNODES"),
+    ("ddp.py", {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+     "PET_NNODES PET_NODE_RANK: these are variables of torchrun ... start by torchrun in place of"),
+    ("ddp.py", NODES | {"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR is no-such.invalid"),
+    ("other/fsdp.py", {}, "other/fsdp.py imports common.data of this project ... is another one: copy"),
+    ("other/single.py", {}, "other/single.py imports common.data of this project ... docs/copying.md"),
     ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
@@ -230,6 +276,9 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
                 "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
 ])
 def test_what_run_sh_refuses(tmp_path, command, environment, words):
+    (tmp_path / "other" / "common").mkdir(parents=True)  # of somebody else
+    for name in "fsdp.py", "single.py":
+        shutil.copy(ROOT / name, tmp_path / "other")
     process = start([*RUN, *command.split()], tmp_path, **environment)
     (line,) = finish(process).splitlines()
     assert line.startswith("run.sh: error: ") and process.returncode == 1 and in_order(words, line)
@@ -319,13 +368,57 @@ def test_killed_tests_leave_no_rank(tmp_path):
 
 @thorough
 def test_an_error_is_one_line(tmp_path):
-    """Also if the rank that finds it is much faster than rank 0, which torchrun then ends."""
+    """Also if the rank that finds it is much faster than rank 0, which torchrun then ends, and
+    after restarts."""
     copy = edited(tmp_path, "ddp.py", ("import torch\n", "import os, time, torch\n"
                                        "time.sleep(20 * (os.environ['RANK'] == '0'))\n"))
-    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2")
+    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2", MAX_RESTARTS="1")
     _, line = [line for line in finish(process).splitlines() if line.strip()]
     assert process.returncode == 1 and "ddp.py: error: " in line
     assert "--lr" in line and "'fast'" in line
+
+
+# In a process that goes on, such as a notebook
+
+
+def process_state():
+    """What a run might change in its process."""
+    return (
+        dict(os.environ), [*map(signal.getsignal, sorted(signal.valid_signals()))],
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._dynamo.config.optimize_ddp, distributed_c10d.default_pg_timeout,
+        distributed_c10d.default_pg_nccl_timeout, warnings.filters[:], dist.is_initialized(),
+        resource.getrlimit(resource.RLIMIT_NOFILE), torch.UntypedStorage.resize_,
+        is_in_torch_dispatch_mode(), [*torch.nn.modules.module._global_forward_hooks],
+    )
+
+
+def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkeypatch, capsys):
+    """Whether a signal stops it, an error in the step that is counted ends it, or it ends by itself.
+    The next run trains all of its steps; in another thread, where Python allows no handlers, too.
+    """
+    options = f"{SMALL} --steps 4 --log-every 1 --deterministic --profile --data {corpus} --out"
+    handler = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, handler)
+    before, seed_step = process_state(), ddp.seed_step
+
+    def steps(out, do=lambda step: None):
+        monkeypatch.setattr(
+            ddp, "seed_step", lambda seed, step, rank: do(step) or seed_step(seed, step, rank))
+        done = [record["step"] for record in ddp.main([*options.split(), f"{tmp_path}/{out}"])]
+        assert process_state() == before
+        return done
+
+    assert steps("a", lambda step: step == 1 and os.kill(os.getpid(), signal.SIGTERM)) == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        steps("b", lambda step: 1 / (2 - step))
+    assert process_state() == before
+    assert steps("a") == [4]
+    capsys.readouterr()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(steps, "c").result() == [1, 2, 3, 4]
+    assert "not in the main thread of its process: no signal lets" in capsys.readouterr().out
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 # Several machines, by hand: here one machine plays both
@@ -343,6 +436,8 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
      "--nnodes=2 --rdzv-endpoint=host0:29500 --rdzv-conf=is_host=0 --local-addr=~00001 "
      "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
     (HOST0 | {"NNODES": "10:12", "NODE_RANK": "1"}, "--nnodes=10:12"),
+    (HOST0 | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "[::1]", "PET_NNODES": "9"},
+     "--nnodes=2 --rdzv-endpoint=[::1]:29500 --local-addr=::1"),
     (STEP, "--rdzv-endpoint=host0:10007 --rdzv-conf=is_host=0 GLOO_SOCKET_IFNAME=wire"),
     (STEP | {"MASTER_PORT": "1234", "MASTER_ADDR": "host9", "GLOO_SOCKET_IFNAME": "mine"},
      "--rdzv-endpoint=host9:1234"),
@@ -364,6 +459,13 @@ def test_one_machine_of_two(tmp_path, variables, words):
     assert ("GLOO_SOCKET_IFNAME=wire" in output) == ("GLOO_SOCKET_IFNAME" not in variables)
 
 
+def loopback():
+    """The IPv6 address of this machine for itself, if it has one."""
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return "::1"
+    return "127.0.0.1"
+
+
 @thorough
 def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     """A process of the second machine is killed: both resume, and end as if undisturbed."""
@@ -371,7 +473,7 @@ def test_all_machines_start_again_after_a_kill(tmp_path, once, corpus):
     out = tmp_path / "runs" / "ddp"
     with free_port() as port:
         processes = [start([*RUN, "ddp.py", *options], tmp_path, NNODES="2", NODE_RANK=str(rank),
-                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MAX_RESTARTS="1")
+                           MASTER_ADDR=loopback(), MASTER_PORT=str(port), MAX_RESTARTS="1")
                      for rank in (0, 1)]
         wait_until(lambda: out.exists() and list_checkpoints(out))
         os.kill(children(processes[1].pid)[-1], signal.SIGKILL)
@@ -473,16 +575,24 @@ def test_a_batch_job_of_a_real_slurm(slurm, tmp_path, corpus):
 # Variables of other launchers
 
 
-def test_code_beside_the_script_is_compared(monkeypatch, tmp_path):
-    """Also if common/ is somewhere else."""
-    (tmp_path / "beside_it.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("beside_it")
-    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/train.py", "--lr"])
+def test_code_that_is_not_installed_is_compared(monkeypatch, tmp_path):
+    """Beside the script, also if common/ is somewhere else, and anywhere on PYTHONPATH."""
+    for folder in ("script", "path", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"in_{folder[:4]}.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        importlib.import_module(f"in_{folder[:4]}")
+    compiled = types.ModuleType("compiled")  # as torch.compile makes them
+    compiled.__file__ = str(tmp_path / "path" / "in_path.py")
+    monkeypatch.setitem(sys.modules, "compiled", compiled)
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/script/train.py", "--lr"])
     before = launch.source_files()
-    (tmp_path / "beside_it.py").write_text("# edited")
-    after, name = launch.source_files(), "the hash of beside_it.py"
-    assert before[name] != after[name] and "the hash of common/launch.py" in after
+    for file in tmp_path.glob("*/*.py"):
+        file.write_text("# edited")
+    after = launch.source_files()
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"the hash of in_scri.py", "the hash of the module in_path"}
+    assert "the hash of common/launch.py" in after and "the hash of the module torch" not in after
 
 
 def test_a_process_whose_torchrun_has_just_died_ends(monkeypatch):
@@ -593,7 +703,7 @@ def test_groups_of_a_mesh_wait_as_long_as_they_are_told(rank):
 @on_ranks(4)
 def test_deterministic_sets_what_gpus_need():
     """A run with it: test_same_run.py."""
-    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True)
+    args = types.SimpleNamespace(device="cpu", backend="gloo", deterministic=True, timeout=9)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     for start_as in (launch.start_process, launch.start_process_group):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -614,6 +724,8 @@ def test_an_error_of_the_code_has_its_traceback():
             *trace, last = launch._describe(error).splitlines()
         assert trace[0].startswith("Traceback") and words in "".join(trace + [last])
         assert advice in last
-    for error in MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"):  # and a setting
+    for error in (MemoryError("all"), torch.OutOfMemoryError("CUDA out of memory"),
+                  RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"),
+                  RuntimeError("InvalidCxxCompiler: No working C++ compiler found")):  # a setting
         assert f": error: {type(error).__name__}: {error}" in launch._describe(error)
     assert torch_versions.is_lost_peer(dist.DistBackendError("NCCL error"))

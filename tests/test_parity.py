@@ -237,6 +237,8 @@ FAULTS = [
     ("step 0: gradients: missing: the run has none: .*zero_grad", {
         "spoil": torch.nn.Module.zero_grad}),
     ("step 1: gradients: not cleared: all hold 1 of", {"clear": False}),
+    ("step 1: gradients: all: nearly times 2; the loss", {  # but for a small part of the loss
+        "spoil": in_steps([1], lambda model: scale(2)(model) or rolled(1e-2)(model))}),
     ("step 1: gradients: late: all are those of the step before", {
         "edit": lambda lines: lines[1].update(gradients=lines[0]["gradients"])}),
     ("step 0: .*rounding: .*--float32-inside", {"spoil": rolled(5e-8)}),

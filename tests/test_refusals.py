@@ -21,7 +21,8 @@ from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
-MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--num-experts", "--rank"}
+MAY_BE_0 = {"--local-rank", "--warmup-steps", "--seed", "--workers", "--save-every", "--num-experts",
+            "--rank"}
 TEXTS = {"--backend", "--data", "--from", "--val-data", "--out", "--model", "--stage"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
@@ -89,6 +90,8 @@ single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
 single 0 --model nowhere | --model nowhere ... choose from tiny, small ... config.json
 single 0 --model file | file cannot be read (JSONDecodeError
 single 0 --device cuda | --device cuda ... no GPU ... --device cpu
+ddp 2 --local-rank=1 | it starts
+ddp 2 --local_rank 0 | it starts
 single 0 --profile --steps 3 | --steps 3 ... at least 4
 single 0 --from '' | --from: ... empty
 single 0 --from done | --from ... done is no checkpoint: name one, such as ... step-00000002
@@ -99,7 +102,7 @@ single 0 --data with-loop | loop cannot be read
 single 0 --data odd.bin | odd.bin has 301 bytes
 single 0 --data empty | --data empty holds 0 tokens ... --seq-len 128 takes 129
 single 0 --data mixed | mixed mixes .bin files
-single 0 --data big.bin | token 256, beyond a vocabulary of 256: raise --vocab-size
+single 0 --data big.bin | token 256, beyond a vocabulary of 256: raise --vocab-size ... no ids
 single 0 --val-data '' | --val-data: ... empty
 single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
@@ -265,6 +268,7 @@ CONNECTIONS = [
      "rank 0 cannot connect ... MASTER_ADDR no-such-machine.invalid, MASTER_PORT"),
     ({"RANK": "1"}, "rank 1 cannot connect ... --timeout"),
     ({"MASTER_PORT": "{taken}"}, "MASTER_PORT {taken} ( ... ddress already in use ... a free port"),
+    ({"MASTER_PORT": "{taken}", "RANK": "1"}, "(what answers there is no store"),
     ({"MASTER_PORT": "-5"}, "MASTER_PORT is '-5'"),
     ({"WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": None, "MASTER_ADDR": "no-such-machine.invalid"},
      "rank 0 cannot connect"),  # with 2 ranks on each of 2 machines, not through this one alone

@@ -17,14 +17,18 @@ from common.errors import SettingError
 from common.experts import use_experts
 from common.materialise import materialise
 from common.model import Transformer
-from common.services import checkpoint_files
+from common.model_options import add_model_options
+from common.options import option_parser, parse_options
+from common.services import checkpoint_files, run_folder
 from common.services.hf_config import read_config
+from common.tokens import add_text_options
 from tests.support.sample import sampled
 from tests.test_run_folder import hash_again
 from tests.test_same_run import furthest
 from tools.huggingface import export, import_hf
 from tools.huggingface.weights import load_weights
 
+GENERATION = "generation_config.json"
 NEEDS = "pip install -r examples/requirements.txt"
 safetensors = pytest.importorskip("safetensors.torch", reason=NEEDS)
 transformers = pytest.importorskip("transformers", reason=NEEDS)
@@ -55,9 +59,10 @@ def save(folder, dtype=torch.float32, shard="5GB", kind="Llama", **config):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with shards in bfloat16 and scaled angles."""
+    """A folder with shards in bfloat16, scaled angles and special tokens."""
     folder = tmp_path_factory.mktemp("llama")
-    save(folder, torch.bfloat16, "20KB", rope_scaling=dict(SCALING))
+    save(folder, torch.bfloat16, "20KB", rope_scaling=dict(SCALING), bos_token_id=1,
+         eos_token_id=[2, 5])
     assert len(list(folder.glob("*.safetensors"))) == 5
     return folder
 
@@ -82,6 +87,10 @@ def change(path, **values):
     path = path / "config.json"
     config = json.loads(path.read_text()) | values
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def contents(folder, name):
+    return json.loads((folder / name).read_text())
 
 
 def resave(path, edit):
@@ -196,20 +205,20 @@ def trained(start, llama):
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("source, options, dtype, length, files", [
-    ("", "", torch.float32, 128, ["model.safetensors"]),  # the newest checkpoint
-    ("step-00000001", "--dtype bfloat16 --max-shard-size 0.00003", torch.bfloat16, 128, SHARDS),
-    # Imported weights are exported as they came. They have no --seq-len.
-    ("step-00000000", "", torch.bfloat16, 2048, ["model.safetensors"]),
+@pytest.mark.parametrize("source, options, dtype, files", [
+    ("", "", torch.float32, ["model.safetensors"]),  # the newest checkpoint
+    ("step-00000001", "--dtype bfloat16 --max-shard-size 0.00003", torch.bfloat16, SHARDS),
+    # Imported weights are exported as they came.
+    ("step-00000000", "", torch.bfloat16, ["model.safetensors"]),
 ])
 def test_transformers_reads_what_is_exported(
-    trained, llama, tmp_path, source, options, dtype, length, files
+    trained, llama, tmp_path, source, options, dtype, files
 ):
-    """Ours reads it too."""
+    """Ours reads it too. What config.json said, and generate needs, is as it was."""
     folder = tmp_path / "new" / "hf"
     export.main([str(trained / source), str(folder), *options.split()])
     index = ["model.safetensors.index.json"] * (len(files) > 1)
-    assert sorted(os.listdir(folder)) == ["config.json", *files, *index]
+    assert sorted(os.listdir(folder)) == ["config.json", GENERATION, *files, *index]
     begin = (folder / files[0]).read_bytes()[:8]
     assert int.from_bytes(begin, "little") % 8 == 0  # so that the tensors are aligned
     expected = checkpoint_files.read(trained / (source or "step-00000002"))
@@ -220,9 +229,42 @@ def test_transformers_reads_what_is_exported(
     for name in index:
         size = json.loads((folder / name).read_text())["metadata"]["total_size"]
         assert size == sum(tensor.nbytes for tensor in found.state_dict().values())
-    config = found.config
-    assert (found.dtype, config.max_position_embeddings, config.eos_token_id,
-            config.bos_token_id) == (dtype, length, None, None)
+    name = str(dtype).removeprefix("torch.")
+    assert contents(folder, "config.json") == contents(llama, "config.json") | {
+        "dtype": name, "tie_word_embeddings": False}
+    assert contents(folder, GENERATION) == contents(llama, GENERATION)
+    assert found.dtype == dtype and found.generation_config.eos_token_id == [2, 5]
+
+
+def test_the_config_of_a_run_that_has_changed_it(trained, llama, tmp_path):
+    """Also of one that began with a checkpoint of the run that has imported the weights."""
+    config, imported = read_config(llama), export.folder_of_import(trained / "step-00000002")
+    assert imported == trained
+    later = tmp_path / "step-00000002"
+    run_folder.Claim(tmp_path, None, "0" * 16, str(trained / "step-00000002")).take()
+    assert export.folder_of_import(later) == trained
+    change = functools.partial(dataclasses.replace, config)
+    found = contents(llama, "config.json") | {"dtype": "float16", "tie_word_embeddings": False}
+    theta = {"rope_theta": 7.0, "rope_scaling": SCALING, "max_position_embeddings": 300}
+    for new, seq_len, values in (
+        (config, 256, {}), (change(vocab_size=9), None, {"vocab_size": 9}),
+        (change(rope_theta=7.0), 300, theta),
+    ):
+        expected = {name: value for name, value in found.items()
+                    if name != "rope_parameters" or values != theta}
+        assert export.huggingface_config(new, torch.float16, seq_len, trained) == expected | values
+    plain = export.huggingface_config(config, torch.float16, 64)  # no weights were imported
+    assert plain["max_position_embeddings"] == 128 and plain["eos_token_id"] is None
+
+
+def test_sequences_longer_than_those_of_the_model(llama, capsys):
+    for length, said in (256, ""), (257, "--seq-len 257 is above max_position_embeddings 256 in "):
+        parser = option_parser("")
+        add_model_options(parser)
+        add_text_options(parser)
+        parse_options(parser, ["--model", str(llama), "--seq-len", str(length)])
+        found = capsys.readouterr().err
+        assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_a_file_has_at_most_so_many_bytes():

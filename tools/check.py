@@ -45,7 +45,7 @@ from common.errors import SettingError, printable
 from common.options import at_least
 from common.torch_versions import is_lost_peer
 from parity.compare import compare, read
-from tools.support.command import load, make_parser, refuse, run
+from tools.support.command import forget_modules, load, make_parser, refuse, run
 from tools.support.recorded import record
 
 PATIENCE = 300  # seconds for the processes of one run
@@ -74,9 +74,7 @@ def be_rank(script, options, folder, rank, world_size, port, known_only):
     # After a fork, torch makes its pool of threads anew: let no two threads do so at once.
     torch.set_num_threads(1)
     recording = folder / "run.parity"
-    # This process has the tools' common/. A copy of a script may have one of its own.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
-        del sys.modules[name]
+    forget_modules()  # the script may have a common/, a parity/ or tools/ of its own beside it
     try:
         module = load(script, ("main", "load_steps"))
         defaults = DEFAULTS | {"out": folder / "out"}

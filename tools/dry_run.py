@@ -26,9 +26,11 @@ import argparse
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import pathlib
+import pkgutil
 import sys
 import threading
 import traceback
@@ -46,7 +48,7 @@ from common.services import counting
 from common.services.counting import bytes_table
 from tools.support import pretend, stand_ins
 from tools.support.command import (
-    ROOT, check_json, find, load, make_parser, refuse, run, write_json
+    ROOT, check_json, find, forget_modules, load, make_parser, package_of, refuse, run, write_json
 )
 
 PRELOADED = [  # what takes long to import; the first optimizer of a script imports torch._dynamo
@@ -66,6 +68,36 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     Raises:
         SettingError: the script refuses its options, cannot be used, or reads a tensor's value.
     """
+    count_it = count_with_these
+    if (package := package_of(script) or "common") != "common":
+        count_it = tools_with(package, script).count_with_these
+    try:
+        return count_it(script, options, world_size, rank, nproc_per_node, device, progress)
+    except ValueError as error:
+        if type(error).__name__ == "SettingError":  # maybe that of a copy
+            raise SettingError(str(error)) from None
+        raise
+
+
+def tools_with(package, script):
+    """This module, imported again with ``package``, the copy of common/ beside a script, in place of
+    common/: the names that it replaces are then those that the script imports."""
+    sys.path.insert(0, str(find(script).resolve().parent))
+    copy = {"common": importlib.import_module(package)}
+    for found in pkgutil.walk_packages(copy["common"].__path__, f"{package}."):
+        name = f"common{found.name.removeprefix(package)}"
+        copy[name] = importlib.import_module(found.name)
+    del sys.path[0]
+    forget_modules()
+    sys.modules.update(copy)
+    tools = importlib.import_module("tools.dry_run")
+    for name in copy:  # the script may have another common/
+        del sys.modules[name]
+    return tools
+
+
+def count_with_these(script, options, world_size, rank, nproc_per_node, device, progress):
+    """``count`` with the common/ that this module has imported."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % nproc_per_node),
         "LOCAL_WORLD_SIZE": str(min(world_size, nproc_per_node)), "CUDA_VISIBLE_DEVICES": "",
@@ -185,7 +217,7 @@ def main(argv=None):
     if args.rank is not None and args.rank >= args.world_size:
         refuse(f"--rank {args.rank}: the ranks of {args.world_size} are 0 to {args.world_size - 1}")
     own = find(args.script).resolve().parent / "common"
-    if own.is_dir() and not own.samefile(ROOT / "common"):
+    if (own / "launch.py").exists() and not own.samefile(ROOT / "common"):
         refuse(f"{args.script} has a common/ of its own, and this dry_run would count with another "
                f"one: copy tools/ to {own.parent} too, and run that one")
     job = args.script, args.options, args.world_size

@@ -35,7 +35,8 @@ def read_documents(path, bar, size=2**16):
             for number, piece in enumerate(filter(str.strip, pieces), 1):
                 bar.update(len(piece.encode()))
                 text = json.loads(piece)["text"] if jsonl else piece
-                yield text, zlib.crc32(text.encode())
+                if text.strip():
+                    yield text, zlib.crc32(text.encode())
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             refuse(f"{path}, near document {number}: no UTF-8, or no text in JSON ({error!r})")
 
@@ -69,7 +70,8 @@ def main(argv=None):
     for name in names:
         refuse_existing(name)
     size = sum(map(os.path.getsize, args.files))
-    with new_file(names[0]) as train, new_file(names[1]) as val, \
+    with new_file(names[0], replace=False) as train, \
+            new_file(names[1], replace=False) as val, \
             tqdm(total=size, unit="B", unit_scale=True) as bar:
         documents = (found for path in args.files for found in read_documents(path, bar))
         while batch := list(itertools.islice(documents, 64)):  # the cores share it
@@ -78,6 +80,9 @@ def main(argv=None):
             for (_, place), encoding in zip(batch, found):
                 file = val if place < args.val * 2**32 else train
                 file.write(np.array([*encoding.ids, end], dtype))
+        if not train.tell():
+            refuse(f"--val {args.val}: all documents are in val.bin: give a smaller share"
+                   if val.tell() else f"{', '.join(args.files)}: no text, so there are no tokens")
     for name in names:
         print(f"{name}: {os.path.getsize(name) // np.dtype(dtype).itemsize:,} tokens")
     print(f"give the scripts --data {names[0]} --token-dtype {dtype} --vocab-size {vocab_size}")

@@ -39,6 +39,81 @@ from common.services.signals import catch_stop_signals, stop_requested
 A_NEW_RUN = f"for a new run {ANOTHER}"
 
 
+# One checkpoint, written and read. ``tensors`` are the trained tensors of this rank by name, whole
+# or DTensors; ``optimizer_of`` has the optimizer of each of them that is trained.
+
+
+def named_tensors(tensors, optimizer_of):
+    """What a checkpoint holds, by name: each tensor, and each state that its optimizer keeps.
+
+    Raises:
+        SettingError: a state is not a tensor.
+    """
+    named = {}
+    for name, tensor in tensors.items():
+        named[f"model.{name}"] = tensor.detach()
+        states = optimizer_of[tensor].state.get(tensor, {}) if tensor in optimizer_of else {}
+        for state, value in states.items():
+            if not isinstance(value, torch.Tensor):
+                raise SettingError(
+                    f"{state} of the optimizer is {value!r:.40}, and checkpoints hold tensors "
+                    f"only: let the optimizer keep a tensor"
+                )
+            named[f"optimizer.{name}.{state}"] = value
+    return named
+
+
+def write_checkpoint(folder, named, *, step, fixed, changeable, group=None, plans=None):
+    """Write ``named`` tensors into a folder, which all ranks of ``group`` see, after ``step`` steps
+    of a run with these settings. Each rank writes its shards; of what several ranks hold, one of
+    them writes each part. When all ranks have, rank 0 completes the folder.
+
+    ``plans``: any object that stands for this group and these names: given again, DCP takes the
+    plan that it has made. Raises OSError, or CheckpointException if any rank cannot write.
+    """
+    writer, planner = HashingWriter(folder), dcp.DefaultSavePlanner(enable_plan_caching=True)
+    # DCP keeps plans by the name of the planner's class. Those of another group of ranks must not
+    # be taken: two ranks would write one file.
+    planner._cached_plans_key = plans or object()
+    dcp.save(named, storage_writer=writer, planner=planner, process_group=group)
+    hashes = gather(writer.sums, group)
+    if _rank() == 0:
+        complete(folder, dict(collections.ChainMap(*hashes)), step=step, fixed=fixed,
+                 changeable=changeable)
+
+
+@torch.no_grad()
+def read_checkpoint(reader, stored, tensors, optimizer_of, group=None):
+    """Read what ``open_checkpoint`` has found, ``stored``, into ``tensors`` and the states of their
+    optimizers, in place. Each rank of ``group`` reads its parts, however they were sharded."""
+    for key, entry in stored.items():  # an optimizer has no states before its first step
+        name, _, state = key.removeprefix("optimizer.").rpartition(".")
+        tensor = tensors.get(name)
+        if key.startswith("optimizer.") and tensor in optimizer_of:
+            optimizer_of[tensor].state[tensor][state] = (
+                torch.zeros_like(tensor) if entry.size == tensor.shape else
+                torch.zeros(entry.size, dtype=entry.properties.dtype, device=tensor.device)
+            )
+    named = named_tensors(tensors, optimizer_of)
+    wanted = {name: tensor for name, tensor in named.items() if name in stored}
+    dcp.load(wanted, storage_reader=reader, process_group=group)
+
+
+def not_finite(tensors, optimizer_of):
+    """The name of the first parameter or state with a number that is not finite, or None. A buffer,
+    such as a mask, may hold -inf."""
+    buffers = {f"model.{name}" for name, tensor in tensors.items() if _is_buffer(tensor)}
+    for name, value in named_tensors(tensors, optimizer_of).items():
+        value = value.to_local() if isinstance(value, DTensor) else value
+        if name not in buffers and value.is_floating_point() and value.numel():
+            # aminmax needs little memory, and returns NaN if there is one.
+            if not torch.stack(value.aminmax()).isfinite().all():
+                return name
+
+
+# The checkpoints of a run: when to save, what to remove, what to refuse
+
+
 class Checkpoints:
     """The checkpoints of one run. All ranks call each method.
 
@@ -62,14 +137,14 @@ class Checkpoints:
         self.folder, self.tensors = pathlib.Path(folder), tensors
         self.stop, self.every, self.keep, self.in_background = stop, every, keep, in_background
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.owner = {
+        self.optimizer_of = {
             parameter: optimizer for optimizer in optimizers
             for group in optimizer.param_groups for parameter in group["params"]
         }
         for name, tensor in tensors.items():
-            if tensor.requires_grad and tensor not in self.owner:
+            if tensor.requires_grad and tensor not in self.optimizer_of:
                 raise SettingError(f"{name} is trained, but by none of the optimizers to be saved")
-        for parameter in self.owner.keys() - set(tensors.values()):
+        for parameter in self.optimizer_of.keys() - set(tensors.values()):
             raise SettingError(
                 f"an optimizer updates a parameter of shape {tuple(parameter.shape)} that is not "
                 f"among the tensors to be saved: add it to them"
@@ -118,8 +193,8 @@ class Checkpoints:
     # Resuming
 
     def resume(self, source=None):
-        """Lock the run folder, and load its newest checkpoint if it has one. Otherwise a run begins,
-        or begins again: with ``source``, the path of a checkpoint of another run, from there.
+        """Lock the run folder, and load its newest checkpoint if it has one. Otherwise a run
+        begins, or begins again: with ``source``, the path of another run's checkpoint, from there.
         Returns the number of steps done. From now on signals ask the run to stop.
 
         A run that has finished is loaded too: the loop then has no step, and ``finish`` says so.
@@ -130,7 +205,7 @@ class Checkpoints:
                 ranks have different settings, or the checkpoint cannot be loaded.
         """
         refuse_differences(self.on_all_ranks, self.group)
-        unwritable = f"--out {self.folder} cannot be written", "choose another folder"
+        unwritable = f"--out {self.folder} cannot be written", "or choose another folder"
         chosen = None
         with raise_on_all_ranks(self.group, *unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +262,6 @@ class Checkpoints:
                     )
                 time.sleep(0.1)
 
-    @torch.no_grad()
     def load(self, checkpoint):
         """Load a checkpoint in place: into the tensors and the states of their optimizers."""
         advice = f"there is no older checkpoint: {A_NEW_RUN}"
@@ -204,10 +278,8 @@ class Checkpoints:
         unknown = set.intersection(*gather(names - self.tensors.keys(), self.group))
         with raise_on_all_ranks(self.group):
             self.compare(checkpoint, stored, saved[FIXED], unknown)
-        self.make_states(stored)
         with raise_on_all_ranks(*unreadable):
-            wanted = {name: tensor for name, tensor in self.named().items() if name in stored}
-            dcp.load(wanted, storage_reader=reader, process_group=self.group)
+            read_checkpoint(reader, stored, self.tensors, self.optimizer_of, self.group)
         changed = [
             f"{name} was {saved[CHANGEABLE][name]}, is {value}"
             for name, value in self.changeable.items()
@@ -249,17 +321,6 @@ class Checkpoints:
                 f"{', '.join(sorted(unknown))}"
             )
 
-    def make_states(self, stored):
-        """Allocate the stored optimizer states: an optimizer has none before its first step."""
-        for key, entry in stored.items():
-            name, _, state = key.removeprefix("optimizer.").rpartition(".")
-            tensor = self.tensors.get(name)
-            if key.startswith("optimizer.") and tensor in self.owner:
-                self.owner[tensor].state[tensor][state] = (
-                    torch.zeros_like(tensor) if entry.size == tensor.shape else
-                    torch.zeros(entry.size, dtype=entry.properties.dtype, device=tensor.device)
-                )
-
     # Saving
 
     def after_step(self, step, grad_norm):
@@ -296,13 +357,16 @@ class Checkpoints:
         self.saves += 1
         _share_buffers(self.tensors, self.group)
         with raise_on_all_ranks(self.group):
-            if name := self.not_finite():
+            name = not_finite(self.tensors, self.optimizer_of)
+            if not math.isfinite(self.norms):
+                name = "a gradient norm"
+            if name:
                 raise SettingError(
                     f"step {step} is not saved, since {name} is not finite: lower --lr if training "
                     f"diverged, or look at the data; the checkpoints before it are intact"
                 )
         if self.in_background:
-            for name, tensor in self.named().items():
+            for name, tensor in named_tensors(self.tensors, self.optimizer_of).items():
                 if name not in self.staged:
                     self.staged[name] = torch.empty_like(
                         tensor, device="cpu", pin_memory=tensor.is_cuda
@@ -310,13 +374,12 @@ class Checkpoints:
                 self.staged[name].copy_(tensor)
             self.saving = self.background.submit(self.write, self.staged, step)
         else:
-            self.write(self.named(), step)
+            self.write(named_tensors(self.tensors, self.optimizer_of), step)
 
-    def write(self, tensors, step):
-        """Write ``tensors``, each rank its shards; of what several ranks hold, one of them writes
-        each part. When all ranks have, rank 0 completes the folder and renames it."""
+    def write(self, named, step):
+        """Write the checkpoint under a temporary name, and rename it when it is complete."""
         failed = (f"the checkpoint of step {step} could not be written to {self.folder}",
-                  "the ones before it are intact: make room and start again")
+                  "then start again: the ones before it are intact")
         temporary = self.temporary(self.path(step), "tmp")
         try:
             with raise_on_all_ranks(self.background_group, *failed):
@@ -324,17 +387,11 @@ class Checkpoints:
                     self.claim.check()
                     temporary.mkdir()
             with raise_on_all_ranks(self.background_group, *failed):
-                writer = HashingWriter(temporary)
-                planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-                # DCP keeps plans by the name of the planner's class. Those of another group of
-                # ranks must not be taken: two ranks would write one file.
-                planner._cached_plans_key = self.plans
-                dcp.save(tensors, storage_writer=writer, planner=planner,
-                         process_group=self.background_group)
-                of_ranks = gather(writer.sums, self.background_group)
+                write_checkpoint(
+                    temporary, named, step=step, fixed=self.fixed, changeable=self.changeable,
+                    group=self.background_group, plans=self.plans,
+                )
                 if _rank() == 0:
-                    complete(temporary, dict(collections.ChainMap(*of_ranks)), step=step,
-                             fixed=self.fixed, changeable=self.changeable)
                     self.claim.check()
                     temporary.rename(self.path(step))
         except SettingError:
@@ -379,34 +436,6 @@ class Checkpoints:
         """The name of a checkpoint of this run that is being written, or removed."""
         return checkpoint.with_name(f"{checkpoint.name}.{self.run}.{kind}")
 
-    def named(self):
-        """All tensors of a checkpoint, by their names in it."""
-        named = {}
-        for name, tensor in self.tensors.items():
-            named[f"model.{name}"] = tensor.detach()
-            states = self.owner[tensor].state.get(tensor, {}) if tensor in self.owner else {}
-            for key, value in states.items():
-                if not isinstance(value, torch.Tensor):
-                    raise SettingError(
-                        f"{key} of the optimizer is {value!r:.40}, and checkpoints hold tensors "
-                        f"only: let the optimizer keep a tensor"
-                    )
-                named[f"optimizer.{name}.{key}"] = value
-        return named
-
-    def not_finite(self):
-        """The name of the first thing that is not finite, although it must be."""
-        if not math.isfinite(self.norms):
-            return "a gradient norm"
-        # A buffer, such as a mask, may hold -inf.
-        buffers = {f"model.{name}" for name, tensor in self.tensors.items() if _is_buffer(tensor)}
-        for name, value in self.named().items():
-            value = value.to_local() if isinstance(value, DTensor) else value
-            if name not in buffers and value.is_floating_point() and value.numel():
-                # aminmax needs little memory, and returns NaN if there is one.
-                if not torch.stack(value.aminmax()).isfinite().all():
-                    return name
-
 
 # Ranks
 
@@ -423,7 +452,7 @@ def raise_on_all_ranks(group, failed="", advice=""):
     except SettingError as error:
         problem = str(error)
     except (OSError, dcp.CheckpointException) as error:  # the latter on all ranks if one fails
-        problem = f"{failed} ({reason(error)}): {advice}"
+        problem = f"{failed} {reason(error)}; {advice}"
     if problem := next(filter(None, gather(problem, group)), None):
         raise SettingError(problem)
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # each i
 
 from common.errors import SettingError
 from common.files import SMALL, open_regular, read_text, reading
-from common.services.new_files import new_file
+from common.services.new_files import new_file, remedy
 from common.services.run_folder import CHECKPOINT
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
@@ -148,7 +148,7 @@ class SafeReader(dcp.FileSystemReader):
         try:
             dcp.load(tensors, storage_reader=self, no_dist=True)
         except (OSError, dcp.CheckpointException) as error:
-            raise Damaged(f"{self.path} cannot be read ({reason(error)})") from None
+            raise Damaged(f"{self.path} cannot be read {reason(error)}") from None
         return tensors
 
     def read_tensor(self, name):
@@ -186,11 +186,11 @@ def _memory_format(kind, name):
 
 
 def reason(error):
-    """What an OSError or a CheckpointException says."""
+    """What an OSError or a CheckpointException says, and what to do then."""
     if isinstance(error, OSError):
-        return error.strerror or error
+        return f"({error.strerror or error}): {remedy(error)}"
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {str(cause) or type(cause).__name__}"
+    return f"(rank {rank}: {str(cause) or type(cause).__name__}): {remedy(cause)}"
 
 
 # Writing

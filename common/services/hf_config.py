@@ -28,15 +28,21 @@ NEEDED = (
 )
 
 
-def read_config(path):
-    """The ModelConfig of a config.json, or of the folder that holds it.
+def read_config(path, seq_len=0):
+    """The ModelConfig of a config.json, or of the folder that holds it. It says so if ``seq_len``
+    is above the model's max_position_embeddings.
 
     Raises:
         SettingError: it cannot be read, lacks a dimension, or is of another architecture.
     """
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
-    return config_from(read_json(path), path)
+    found = read_json(path)
+    longest = found.get("max_position_embeddings")
+    if type(longest) is int and seq_len > longest:
+        _note(f"--seq-len {seq_len} is above max_position_embeddings {longest} in {path}: weights "
+              f"that are imported have not seen such positions")
+    return config_from(found, path)
 
 
 def config_from(found, path):

@@ -5,6 +5,7 @@ overwritten, and no link is followed.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -14,12 +15,14 @@ from common.errors import SettingError
 
 
 @contextlib.contextmanager
-def new_file(path, mode="wb", run=""):
+def new_file(path, mode="wb", run="", replace=True):
     """Yields a new file, which takes the place of ``path`` at the end of the block, when it is on
     disk. After an error nothing is left of it. A link at ``path`` is replaced, not followed.
 
     ``run``: the id of the run that writes. What a killed process leaves has it in its name, so that
     the next start of the run can remove it: see ``remove_left_over``.
+
+    Raises SettingError if not ``replace``, and ``path`` exists at the end of the block.
     """
     temporary = path.with_name(f".{path.name}.{run}.{secrets.token_hex(4)}.tmp")
     encoding = None if "b" in mode else "utf-8"
@@ -29,10 +32,20 @@ def new_file(path, mode="wb", run=""):
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+            (os.replace if replace else link)(temporary, path)
         except BaseException:  # Ctrl-C too
             temporary.unlink(missing_ok=True)
             raise
+
+
+def link(temporary, path):
+    """Give a file its name, unless something has that name meanwhile."""
+    try:
+        os.link(temporary, path)
+    except OSError:  # some file systems have no links
+        refuse_existing(path)
+        os.replace(temporary, path)
+    temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -54,6 +67,20 @@ def new_folder(path):
     except BaseException:  # Ctrl-C too
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remedy(error):
+    """What helps if a file cannot be read or written because of ``error``."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "make room"
+    if number == errno.EFBIG:
+        return "raise the limit of a file's size (ulimit -f)"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "let this user read and write there"
+    if number in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT):
+        return "see to what is at that path"
+    return "see to its disk"
 
 
 def refuse_existing(path):

@@ -1,12 +1,13 @@
 """The folder of a run, --out.
 
-A folder with the file ``run-id`` has a run, and a start continues it. A folder that is empty, or not
-there, becomes that of a new run. Anything else is refused. A run removes only its own older
+A folder with the file ``run-id`` has a run, and a start continues it. A folder that is empty, or
+not there, becomes that of a new run. Anything else is refused. A run removes only its own older
 checkpoints, and what a kill has left of its own. It moves nothing, and writes only while ``run-id``
 is what its last start wrote: if another start has taken the folder's name, it ends.
 
 ``lock`` is an empty file, which the process of rank 0 locks. ``run-id`` holds the id of the run,
-which its resumes keep, and of its last start; and the checkpoint of another run from which it began.
+which its resumes keep, and of its last start; and the checkpoint of another run from which it
+began.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ import time
 
 from common.errors import SettingError
 from common.files import read_text, reading
+from common.launch import undo
 from common.options import not_empty
 from common.services.new_files import new_file
 
@@ -141,11 +143,14 @@ def claim_folder(folder, source=None):
 
 def lock_folder(folder):
     """The open file ``lock``, locked. It is a record lock: children do not inherit it, and NFS has
-    it too. On a file system without locks ``Claim.check`` alone guards the run."""
+    it too. On a file system without locks ``Claim.check`` alone guards the run. ``undo`` of
+    common/launch.py closes it: if a later run of this process has the folder, a file that is closed
+    late would release its lock too."""
     file = open(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     for _ in range(50):  # the run before may just be ending
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.callback(file.close)
             return file
         except (BlockingIOError, PermissionError):  # another process holds it
             time.sleep(0.1)

@@ -2,16 +2,30 @@
 
 import os
 import signal
+import threading
 import time
+
+from common.launch import undo
 
 _first_signal = None  # its time
 
 
 def catch_stop_signals():
     """From now on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask this process to stop:
-    ``stop_requested()``. A second signal ends it at once. Call it in the main thread."""
+    ``stop_requested()``. A second signal ends it at once. When ``main`` ends, its decorator
+    ``restores_process`` puts back the handlers."""
+    global _first_signal
+    _first_signal = None  # one that has ended an earlier run is over
+    if threading.current_thread() is not threading.main_thread():  # Python refuses handlers there
+        if os.environ.get("RANK", "0") == "0":
+            print("this run is not in the main thread of its process: no signal lets it save and "
+                  "stop", flush=True)
+        return
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays so (nohup)
+        handler = signal.getsignal(number)
+        # An ignored signal stays so (nohup); None: C has set a handler, which cannot be put back.
+        if handler not in (signal.SIG_IGN, None):
+            undo.callback(signal.signal, number, handler)
             signal.signal(number, _note)
 
 

@@ -70,6 +70,12 @@ def ignored():
     changed(TokenDataset, "__getitem__", ignore)
 
 
+def no_targets():
+    """A wrong mask."""
+    changed(TokenDataset, "__getitem__", lambda sample, *_: (
+        sample[0], torch.full_like(sample[1], -100)))
+
+
 def in_mode():
     """Layers are in training mode where they train, and no others. Autocast keeps no weights."""
     before(common.model.Layer, "forward", lambda layer, *_: common.errors.refuse([

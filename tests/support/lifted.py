@@ -163,13 +163,13 @@ def use_cp(model, batches, mesh):
 def use_pp(model, batches, mesh, name="zbv"):
     """Four stages on two ranks: the first and the last one on rank 0."""
     group, n, M = mesh.get_group(), mesh.size(), 4
-    own = pp.stages_of(mesh.get_rank(), n, 2, name)
-    parts = [model[stage] for stage in own]
+    numbers = pp.stages_of(mesh.get_rank(), n, 2, name)
+    parts = [model[stage] for stage in numbers]
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")  # a micro-batch
     hidden, logits = (torch.empty(2, 8, size, dtype=torch.double, device="meta")
                       for size in (16, 64))
     schedule = pp.make_schedule(
-        name, parts, own, len(model), M, tokens, hidden, logits,
+        name, parts, numbers, len(model), M, tokens, hidden, logits,
         lambda logits, targets: mean_loss(logits, targets) / M, group, CPU,
     )
     parameters = [p for part in parts for p in part.parameters()]

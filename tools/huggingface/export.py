@@ -4,8 +4,10 @@
     bash run.sh export runs/fsdp/step-00000200 exported --dtype bfloat16
 
 From a run folder it takes the newest checkpoint. Any script may have saved it, on any number of
-ranks. It writes config.json, and model.safetensors or shards with an index. Checkpoints contain no
-tokenizer: copy one into the folder. One process is enough, without a GPU or further packages.
+ranks. It writes config.json, and model.safetensors or shards with an index. If the run began with
+imported weights, config.json is the imported one, with what the run has changed, and
+generation_config.json comes too. Checkpoints contain no tokenizer: copy one into the folder. One
+process is enough, without a GPU or further packages.
 
 It reads, converts and writes one tensor after the other. So it does not need memory for the model
 or for a shard, but for some four times the largest tensor.
@@ -21,12 +23,14 @@ from tqdm import tqdm
 from common.errors import SettingError
 from common.options import at_least
 from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
-from common.services.hf_config import config_from
+from common.services.hf_config import config_from, read_json
 from common.services.new_files import new_file, new_folder, refuse_existing
+from common.services.run_folder import read_run_id
 from tools.huggingface.weights import DTYPES, check_shapes, parts_of, shapes_of
 from tools.support.command import make_parser, run
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ROPE = {"rope_theta", "rope_scaling"}
 
 
 def find_checkpoint(path):
@@ -45,13 +49,44 @@ def find_checkpoint(path):
     return checkpoints[-1]
 
 
-def huggingface_config(config, dtype, seq_len):
-    """The content of a config.json. Its names are from before transformers 5, which still reads
-    them. Our data has no special tokens."""
-    length = seq_len
+def folder_of_import(checkpoint):
+    """The run folder into which import_hf.py has written the weights from which the run of
+    ``checkpoint`` began, maybe through other runs; None: the run began without such weights."""
+    folders = [checkpoint.absolute().parent]
+    for folder in folders:
+        run, _, source = read_run_id(folder)
+        if run and (folder / "config.json").exists():
+            return folder
+        if source and (before := pathlib.Path(source).parent) not in folders:
+            folders.append(before)
+    return None
+
+
+def huggingface_config(config, dtype, seq_len, imported=None):
+    """The content of a config.json: that of the folder ``imported``, with what the run has changed.
+    Without such a folder the names are from before transformers 5, which still reads them. Our data
+    has no special tokens. ``seq_len``: that of the run, or None."""
+    values, found = described(config), {"bos_token_id": None, "eos_token_id": None}
+    length = seq_len or 2048  # imported weights have none: the default of transformers
     if scaling := config.rope_scaling:
         longest = scaling["factor"] * scaling["original_max_position_embeddings"]
         length = max(length, int(longest))
+    if imported:
+        path = imported / "config.json"
+        found = read_json(path)
+        before = described(config_from(found, path))
+        values = {name: value for name, value in values.items() if before.get(name) != value}
+        length = max(found.get("max_position_embeddings") or length, seq_len or 0)
+    if ROPE & values.keys():  # the run has changed it
+        values |= {name: getattr(config, name) for name in ROPE}
+        found.pop("rope_parameters", None)  # where transformers 5 has both
+    types = {"dtype", "torch_dtype"} & found.keys() or {"torch_dtype"}
+    return found | values | {"max_position_embeddings": length, "tie_word_embeddings": False} | (
+        dict.fromkeys(types, str(dtype).removeprefix("torch.")))
+
+
+def described(config):
+    """What a config.json says of a ModelConfig."""
     values = dict(vars(config))
     experts, chosen, size = (values.pop(name, None) for name in (
         "num_experts", "experts_per_token", "expert_size"))
@@ -61,9 +96,7 @@ def huggingface_config(config, dtype, seq_len):
                    "intermediate_size": size}
     return {
         "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-        "max_position_embeddings": length, "bos_token_id": None, "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."), **values,
+        "attention_bias": False, "mlp_bias": False, **values,
     }
 
 
@@ -144,10 +177,11 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     check_is_complete(checkpoint, config, reader, stored)
     parts = parts_of(config)
     shapes = {name: shape for name, (_, _, shape) in parts.items()}
-    seq_len = settings.get("seq_len") or 2048  # imported weights have none: Hugging Face's default
     dtype = dtype or stored["model.model.embed_tokens.weight"].properties.dtype
     if dtype not in NAMES:
         raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
+    imported = folder_of_import(checkpoint)
+    config_json = huggingface_config(config, dtype, settings.get("seq_len"), imported)
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
     shards = split(sizes, max_shard_size)
     files = ["model.safetensors"] if len(shards) == 1 else [
@@ -169,8 +203,15 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: path for path, names in zip(files, shards) for name in names},
             })
-        write_json(temporary / "config.json", huggingface_config(config, dtype, seq_len))
+        write_json(temporary / "config.json", config_json)
+        copy_generation_config(imported, temporary)
     return files
+
+
+def copy_generation_config(source, folder):
+    """It says when ``generate`` of transformers stops. A model may have none."""
+    if source and (path := source / "generation_config.json").exists():
+        write_json(folder / path.name, read_json(path))
 
 
 def write_json(path, content):

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 fsdp.py --model runs/mine --out runs/mine
 
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
-files. The tool writes runs/mine/step-00000000, the weights alone, and runs/mine/config.json, the
-dimensions for --model. Any script resumes from them, on any number of ranks, with a fresh
+files. The tool writes runs/mine/step-00000000, the weights alone, runs/mine/config.json, the
+dimensions for --model, and generation_config.json if there is one. Any script resumes from them, on any number of ranks, with a fresh
 optimizer. The numbers keep their types until a script reads them. One process is enough, without a
 GPU. It needs one more package: ``pip install safetensors``.
 
@@ -29,7 +29,7 @@ from common.services.hf_config import read_config, read_json
 from common.services.new_files import new_folder, refuse_existing
 from common.services.run_folder import Claim, new_id
 from common.services.settings import config_settings
-from tools.huggingface.export import write_json
+from tools.huggingface.export import copy_generation_config, write_json
 from tools.huggingface.weights import Weights
 from tools.support.command import make_parser, run
 
@@ -85,6 +85,7 @@ def import_weights(folder, out):
         Claim(temporary, None, new_id()).take()
         found = read_json(folder / "config.json")
         write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
+        copy_generation_config(folder, temporary)
     return config
 
 

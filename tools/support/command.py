@@ -1,10 +1,13 @@
 """The command line of the tools. This file does not import torch, which would take seconds."""
 
 import argparse
+import ast
+import contextlib
 import importlib.util
 import json
 import os
 import pathlib
+import pkgutil
 import sys
 
 from common.errors import SettingError, printable
@@ -44,6 +47,26 @@ def find(script):
     return path if path.exists() else ROOT / script
 
 
+def package_of(script):
+    """The name of the copy of common/ beside a script from which it imports ``launch``; None: there
+    is none."""
+    path = find(script)
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        for node in ast.walk(ast.parse(path.read_text())):
+            package, _, last = (getattr(node, "module", None) or "").rpartition(".")
+            folder = path.parent.joinpath(*package.split("."))
+            if last == "launch" and package and (folder / "launch.py").exists():
+                return package
+
+
+def forget_modules():
+    """Let the next import of a module of this repository import it again, or another one of that
+    name."""
+    own = {path.stem for path in ROOT.iterdir()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+        del sys.modules[name]
+
+
 def load(script, needed):
     """Import a script by its path. ``needed``: names that it must have.
 
@@ -53,12 +76,23 @@ def load(script, needed):
     path = find(script)
     if path.suffix != ".py" or not path.is_file():
         raise SettingError(f"{script} is no script: give the path of a .py file, such as fsdp.py")
-    sys.path[:0] = [str(path.parent.resolve()), str(ROOT)]
+    beside, rest = path.parent.resolve(), [entry for entry in sys.path if entry != str(ROOT)]
+    another = (any((beside / name).exists() for name in ("common", "common.py"))
+               and not (beside / "common" / "launch.py").exists())  # which ours would hide
+    sys.path[:] = [str(beside), *([] if another else [str(ROOT)]), *rest]
+    if "tools" in sys.modules:  # the script may import from a tools/ beside it
+        sys.modules["tools"].__path__ = pkgutil.extend_path([], "tools")
     spec = importlib.util.spec_from_file_location("script_" + path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        if another and str(getattr(error, "name", "")).partition(".")[0] == "common":
+            raise SettingError(
+                f"{script} imports {error.name} of this project, and what is beside it by the name "
+                f"of common is another one: copy common/ under another name (docs/copying.md has "
+                f"the command)"
+            ) from None
         raise SettingError(
             f"{script} cannot be imported: {type(error).__name__}: {error}"
         ) from None

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import inspect
 import sys
 from unittest import mock
 
@@ -117,9 +118,8 @@ def record(module, options, path, defaults=None, known_only=False, ignored=False
         untried.extend(not_tried(parser, known))
         return known, [] if known_only else unknown
 
-    checkpoint = sys.modules.get("common.services.checkpoint")  # a script may go without it
     replaced = [(module, "load_steps", load_steps), (module, "materialise", materialise),
-                (getattr(checkpoint, "Checkpoints", None), "__init__", make_checkpoints),
+                (getattr(module, "Checkpoints", None), "__init__", make_checkpoints),
                 (torch.optim.Optimizer, "__init__", make_optimizer),
                 (torch.autograd, "backward", backward), (torch.autograd, "grad", grad),
                 (argparse.ArgumentParser, "parse_known_args", parse),
@@ -144,8 +144,8 @@ def around(original, replacement):
 
 def variables_of(module):
     """The variables of the script's ``main``, which is running."""
-    frame = sys._getframe()
-    while frame and frame.f_code is not module.main.__code__:
+    frame, code = sys._getframe(), inspect.unwrap(module.main).__code__
+    while frame and frame.f_code is not code:
         frame = frame.f_back
     return frame.f_locals if frame else {}
 
