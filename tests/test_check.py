@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled
 from tests.test_lift import ALL, without
@@ -117,7 +118,6 @@ SAMPLE = [
         ("[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
     ("fsdp.py", MEANS, "DIFFERENT  step 0: loss: a mean of means, in the reference too"),
     ("ddp.py --against single.py", BY_HAND, EQUAL),
-    ("pp.py --schedule zbv --num-hidden-layers 4", SEEDED, EQUAL),
     ("fsdp.py", average("p.detach().to_local().clone()"),
      r"DIFFERENT  step 0: shapes: ema\.model.* make it a DTensor"),
 ]
@@ -131,6 +131,7 @@ ROWS = SAMPLE + [
     (f"ddp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["ddp.py"], EQUAL),
     *((f"fsdp.py {ACCUMULATE}", HEADS + DATA_PARALLEL["fsdp.py"] + more, EQUAL)
       for more in ([], [LISTED]) if REDUCES_UNUSED),
+    ("pp.py --schedule zbv --num-hidden-layers 4", SEEDED, EQUAL),
     *((f"{script}.py --against single.py", MEANS, "DIFFERENT  step 0: loss: a mean of means: with")
       for script in ("fsdp", "zero")),
     *((f"pp.py --against single.py {more}", MEANS_OF_STAGES,
@@ -216,6 +217,30 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
     (tmp_path / "copy" / "common" / "step.py").write_text("1 / 0")
     status, said = check(copy)
     assert status == 1 and "ZeroDivisionError" in said, said
+
+
+# Bugs of docs/bugs.md that the bare command does not find, and what it must be given
+NEEDS = {"03": "--against single.py", "05": "--against single.py", "09": "--against single.py",
+         "11": "--attention allgather", "12": f"--against {ROOT}/ep.py",
+         "19": f"--against {ROOT}/examples/cp_documents.py --separator 32",
+         "24": "--against single.py"}
+# And some of those that only several micro-batches show
+PATCHED = {bug.name: bug for bug in bugs() if bug.name[:2] in [*NEEDS, "02", "16", "17"]}
+
+
+@pytest.mark.parametrize("name", sampled([*PATCHED], ["16-no-sync-on-the-last"]))
+def test_it_finds_the_bugs_by_example(check, tmp_path, name):
+    """Or says which options find them."""
+    bug, needed = PATCHED[name], NEEDS.get(name[:2])
+    script = bug.run.split()[0]
+    copy = edited(tmp_path / "copy", pathlib.Path(script).name, *bug.edits, source=script)
+    status, said = check(copy)
+    assert status == (not needed), said
+    if needed:
+        for option in re.findall("--[a-z]+", needed):
+            assert re.search(f"(?m)^Not compared.*{option}", said), said
+        status, said = check(copy, needed)
+        assert status == 1 and "DIFFERENT" in said, said
 
 
 def test_common_under_another_name(server, tmp_path, corpus, check):

@@ -307,12 +307,21 @@ def test_a_save_in_the_background(tmp_path, monkeypatch):
 def test_buckets_are_arranged_without_a_trace():
     """Buffers and the random state of DDP are afterwards as before. It takes a micro-batch."""
     model, shapes = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), []
-    model.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    model[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    sampler = BatchSampler(9, 8, 2, world_size=2)
     state, before = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
     for unused in (False, True):
         replica = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
-        arrange_buckets(replica, BatchSampler(9, 8, 2, world_size=2), torch.ones(3))
+        arrange_buckets(replica, sampler, torch.ones(3))
         model.unused = nn.LayerNorm(1)
         model.forward = lambda x: model[:3](x)
+    for sample in (torch.ones(3),), {"x": torch.ones(3)}:
+        arrange_buckets(replica, sampler, sample)
+    model.forward = lambda x, y=None: model[:3](x["deep"])
+    arrange_buckets(replica, sampler, {"deep": torch.ones(3)})
+    arrange_buckets(replica, sampler, {"x": {"deep": torch.ones(3)}, "y": "text"})
+    model.forward = lambda x, y: None
+    with pytest.raises(SettingError, match=r"takes \(x, y\), and a sample is a dict of \['a'\]"):
+        arrange_buckets(replica, sampler, {"a": torch.ones(3)})
     assert torch.equal(torch.get_rng_state(), state) and set(shapes) == {(2, 3)}, shapes
     assert all(map(torch.equal, model.buffers(), before))

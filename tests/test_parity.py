@@ -77,6 +77,23 @@ def scale(by, *names):
     return spoil
 
 
+def clip(norm):
+    def spoil(model):
+        total = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
+        for p in model.parameters():
+            p.grad *= (norm / total).clamp(max=1.0)
+    return spoil
+
+
+def later(hold, name="0.weight"):
+    """The gradient of a parameter comes after the record."""
+    def spoil(model):
+        p = model.get_parameter(name)
+        hold["grad"], p.grad = p.grad, None
+    return {"spoil": spoil,
+            "change": lambda _, model: setattr(model.get_parameter(name), "grad", hold["grad"])}
+
+
 def in_steps(numbers, spoil):
     """Do it in some steps of 4 alone."""
     steps = itertools.count()
@@ -161,6 +178,8 @@ IMAGES = torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 # Faults that no bug in tests/bugs shows: what parity says of them, what the run has of its own,
 # what both runs have, options of parity
+UNTOUCHED = {"change": lambda *_: None}
+CLIPS_LATER = {"change": lambda _, model: clip(0.01)(model)}
 FAULTS = [
     # The same steps, parameters, types and samples
     ("steps: .* next one is 2 in the run and 1 in the reference", {"every": 2}),
@@ -260,6 +279,9 @@ FAULTS = [
     (r"step 0: loss: .* .times 1\.0001", {"edit": loss_off}, FLOAT32 | {
         "loss_of": lambda model, x: 1e-4 * model(x).square().mean()}),
     # Clipping
+    ("step 0: gradients: missing: those of 0.weight.* complete only later: clip", later({})),
+    ("step 0: gradients: all: times .*; or the run clips by hand, by another norm$",
+     UNTOUCHED | {"spoil": clip(0.02)}, CLIPS_LATER),
     ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
         "change": lambda _, model: scale(0.5, "2.weight")(model),
         "parts": lambda model: [model[0], model[2]]}),
@@ -278,6 +300,11 @@ FAULTS = [
 ]
 # The same of runs that are equal
 SOUND = [
+    # One of them clips by hand, before it is recorded: also in the last step
+    ("EQUAL.* 3 updates.*Note: clipped: the run clips by hand", UNTOUCHED | {"spoil": clip(0.01)},
+     CLIPS_LATER),
+    ("EQUAL.* 3 updates.*Note: clipped: the reference clips", CLIPS_LATER | {
+        "spoil": lambda _: None}, UNTOUCHED | {"spoil": clip(0.01)}),
     ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 .*: clipping .it is never active.; "
      "the update after the last step$", {}),
     ("EQUAL.* 0 updates, .*: updates and clipping .one step", {}, {"steps": 1}),

@@ -115,10 +115,11 @@ def free_port():
         yield held.getsockname()[1]
 
 
-def edited(folder, script, *edits):
-    """Write a copy of ``script`` into ``folder``, beside a link to common/, with ``edits``, pairs
-    (text that stands in it once, new text). Returns its path, as ProcessServer.run takes it."""
-    text = (ROOT / script).read_text()
+def edited(folder, script, *edits, source=None):
+    """Write a copy of ``script``, or of ``source``, into ``folder``, beside a link to common/, with
+    ``edits``, pairs (text that stands in it once, new text). Returns its path, as ProcessServer.run
+    takes it."""
+    text = (ROOT / (source or script)).read_text()
     for before, after in edits:
         assert text.count(before) == 1, before
         text = text.replace(before, after)

@@ -118,9 +118,8 @@ def record(module, options, path, defaults=None, known_only=False, ignored=False
         untried.extend(not_tried(parser, known))
         return known, [] if known_only else unknown
 
-    checkpoint = sys.modules.get("common.services.checkpoint")  # a script may go without it
     replaced = [(module, "load_steps", load_steps), (module, "materialise", materialise),
-                (getattr(checkpoint, "Checkpoints", None), "__init__", make_checkpoints),
+                (getattr(module, "Checkpoints", None), "__init__", make_checkpoints),
                 (torch.optim.Optimizer, "__init__", make_optimizer),
                 (torch.autograd, "backward", backward), (torch.autograd, "grad", grad),
                 (argparse.ArgumentParser, "parse_known_args", parse),
