@@ -84,6 +84,7 @@ find_python() {
   "${PYTHON:-python3}" -P -m venv "$environment"
   "$python" -P -m pip install --disable-pip-version-check \
     "torch==${torch:-2.13.0}" -r "$here/requirements.txt"
+  echo "run.sh: to use it yourself, for torchrun: source $(printf %q "$environment")/bin/activate" >&2
 }
 
 # Print a command, which may begin with variables, so that it can be typed again, and run it.
