@@ -96,7 +96,7 @@ show_and_run() {
 # PYTHONPATH, such that this folder comes first.
 path_of_tools() {
   [[ $here != *:* ]] ||
-    fail "the path of this folder, $here, has a colon, which PYTHONPATH cannot hold: move the folder"
+    fail "the path of this folder, $here, has a colon, which PYTHONPATH cannot hold: move it"
   echo "PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}"
 }
 
@@ -120,8 +120,8 @@ run_here() {
   local processes threads address family interface endpoint nodes=() variables=()
   # torchrun takes its options from these too, and would wait for machines that nobody starts.
   [[ -z ${!PET_*} || -v NNODES ]] ||
-    fail "${!PET_*}: these are variables of torchrun, which run.sh does not read: start by torchrun" \
-      "in place of run.sh, or set NNODES, NODE_RANK and MASTER_ADDR"
+    fail "${!PET_*}: these are variables of torchrun, which run.sh does not read: start by" \
+      "torchrun in place of run.sh, or set NNODES, NODE_RANK and MASTER_ADDR"
   unset "${!PET_@}"
   processes=${NPROC:-$("$python" -P -c 'import torch; print(torch.cuda.device_count() or 2)')}
   # Otherwise torchrun gives each process one thread.

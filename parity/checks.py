@@ -458,8 +458,8 @@ def missing(it):
 
 
 def explained_by(y, *vectors):
-    """(shares, rest): the multiples of ``vectors`` whose sum is nearest to the vector ``y``, and the
-    distance that is left."""
+    """(shares, rest): the multiples of ``vectors`` whose sum is nearest to the vector ``y``, and how
+    far it stays from it."""
     matrix = torch.stack(vectors, 1)
     shares = torch.linalg.pinv(matrix) @ y
     return shares, (matrix @ shares - y).norm()

@@ -267,8 +267,8 @@ NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     ("ddp.py", {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
      "PET_NNODES PET_NODE_RANK: these are variables of torchrun ... start by torchrun in place of"),
     ("ddp.py", NODES | {"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR is no-such.invalid"),
-    ("other/fsdp.py", {}, "other/fsdp.py imports common.data of this project ... is another one: copy"),
-    ("other/single.py", {}, "other/single.py imports common.data of this project ... docs/copying.md"),
+    ("other/fsdp.py", {}, "other/fsdp.py imports common.data of this ... is another one: copy"),
+    ("other/single.py", {}, "other/single.py imports common.data of this ... docs/copying.md"),
     ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
     ("nothing.py", {}, "nothing.py: no such script"), ("", {}, "say what to run"),
     ("single.py", {"NPROC": "4"}, "single.py is one process: unset NPROC"),
@@ -394,8 +394,8 @@ def process_state():
 
 
 def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkeypatch, capsys):
-    """Whether a signal stops it, an error in the step that is counted ends it, or it ends by itself.
-    The next run trains all of its steps; in another thread, where Python allows no handlers, too.
+    """Whether a signal stops it, an error in the counted step ends it, or it ends by itself. The
+    next run trains all of its steps; in another thread, where Python allows no handlers, too.
     """
     options = f"{SMALL} --steps 4 --log-every 1 --deterministic --profile --data {corpus} --out"
     handler = lambda *_: None  # noqa: E731

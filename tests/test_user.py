@@ -26,7 +26,7 @@ def result(once):
 
 def test_the_terminal(result):
     bars = [line for line in result.lines if "|" in line and "/5 [" in line]
-    start, model, batch, data, final, traces, *table = [
+    start, model, batch, data, final, traces, *table, note = [
         line for line in result.lines if line not in bars]
     assert start == "ddp.py: 2 processes on cpu (gloo), rank grid dp 2"
     assert re.fullmatch(r"model tiny: [\d,]+ parameters, float32", model)
@@ -38,6 +38,7 @@ def test_the_terminal(result):
     assert traces == f"traces of a few steps: {result.out}/trace-rank*.json"
     assert re.split("  +", table[0]) == [
         "bytes on rank 0", "after backward", "at the peak", "theory"]
+    assert note.startswith("in all is less than the sum")
     rows = [re.split(r"  +", line) for line in table[1:]]
     assert [(row[0], " = " in row[-1]) for row in rows] == [
         ("parameters", True), ("gradients", True), ("optimizer states", True),
