@@ -87,7 +87,8 @@ def about_the_loss(it):
         return f"; the loss is wrong too ({have:.7g}, not {want:.7g}): {forward_pass_of(it)}"
     module = wrong_module(it)
     look = f", but {module}" if module else ": look at the backward pass and the reduction"
-    return f"; the loss is right ({have:.7g} and {want:.7g}){look}"
+    right = "right within rounding" if it.room else "right"
+    return f"; the loss is {right} ({have:.7g} and {want:.7g}){look}"
 
 
 def where_it_begins(it):
@@ -123,6 +124,13 @@ def late(it):
     return ""
 
 
+def about_updates(it):
+    """A hint: in 16 bits rounding may hide an update that differs, and not what follows from it."""
+    if not it.room or not it.history.compared:
+        return ""
+    return ". Or the update before it differs by less than shows: learning rate, decay, optimizer"
+
+
 def outputs_of(run):
     """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the order
     in which modules return."""
@@ -134,8 +142,10 @@ def outputs_of(run):
     return {name: (square / max(numbers, 1), numbers) for name, (square, numbers) in sums.items()}
 
 
-def room_of_outputs(it):
+def room_of_outputs(it, name=None):
     """How far the mean squares of a module's outputs may be apart, relative."""
+    if it.room:
+        return it.room.outputs.get(name, max(it.room.outputs.values(), default=0))
     return max(SAME_OUTPUT * it.tolerance.eps, PROJECTED) + it.history.slack
 
 
@@ -171,7 +181,7 @@ def wrong_module(it):
         return None
     before, room, summed = "the first of all", room_of_outputs(it), False
     wrong = [name for name in both
-             if not abs(have[name][0] - want[name][0]) <= room * want[name][0]]
+             if not abs(have[name][0] - want[name][0]) <= room_of_outputs(it, name) * want[name][0]]
     right = {name.partition("[")[0] for name in both} - {name.partition("[")[0] for name in wrong}
     for name in both:
         called = f"`{'' if name.partition('[')[0] else 'the model itself'}{name}`"
@@ -360,7 +370,8 @@ def update(it):
 def reduction(it):
     """Whether ranks that hold the same part of a parameter hold the same gradient of it."""
     y = it.y
-    bad = y.spread > it.tolerance.gradients * (y.length + it.floor) + it.loose
+    room = it.tolerance.gradients * (y.length + it.floor) + it.loose
+    bad = y.spread > (it.allowed if it.room else room)
     if not bad.any():
         return None
     i = (bad * y.length).argmax()
@@ -396,6 +407,8 @@ def mean_of_means(it):
         return None
     want, have = it.reference.loss, it.run.loss
     room = it.tolerance.loss + it.history.slack
+    if it.room:
+        room = it.room.loss / (abs(want) or 1.0)
     for kind in "targets", "shifted":
         right = [weighted(it.reference, pairs) for pairs in averaged(it.reference, kind)]
         for loss in (weighted(it.run, pairs) for pairs in averaged(it.run, kind)):
@@ -425,10 +438,11 @@ def scaled(it):
     x, y = it.x, it.y
     i = (it.off * (x.length + y.length)).argmax()
     r = ((x.sketch[i] @ y.sketch[i]).sign() * y.length[i] / x.length[i]).item()
-    limit = it.tolerance.gradients * (y.length + abs(r) * it.floor) + abs(r) * it.loose
+    limit = abs(r) * it.allowed
     if not r or not (distance(x, y, r) <= limit)[it.off | it.everywhere].all():
         return None
-    near = max(1e-3, min(0.1, 2 * it.tolerance.gradients))
+    share = it.allowed[i] / x.length[i] if it.room else it.tolerance.gradients
+    near = max(1e-3, min(0.1, 2 * float(share)))
     loss = about_the_loss(it)
     if it.loss_known and not it.loss_right and abs(it.loss_ratio / r - 1) < min(near, abs(r - 1)):
         loss = "; the loss too"
@@ -458,8 +472,8 @@ def missing(it):
 
 
 def explained_by(y, *vectors):
-    """(shares, rest): the multiples of ``vectors`` whose sum is nearest to the vector ``y``, and how
-    far it stays from it."""
+    """(shares, rest): the multiples of ``vectors`` whose sum is nearest to the vector ``y``, and
+    how far it stays from it."""
     matrix = torch.stack(vectors, 1)
     shares = torch.linalg.pinv(matrix) @ y
     return shares, (matrix @ shares - y).norm()
@@ -471,12 +485,16 @@ def not_cleared(it):
     if not it.history.compared:
         return None
     x, y, old = (z.sketch[it.off].flatten() for z in (it.x, it.y, it.history.before))
-    (own, late), rest = explained_by(y, x, old)
-    if rest < EXPLAINED * min((y - x).norm(), explained_by(y, x)[1]):
-        if abs(own) < EXPLAINED:
+    (share, of_old), rest = explained_by(y, x, old)
+    left = EXPLAINED
+    if it.room:  # rounding is left over, too
+        left = max(left, min(0.5, (it.allowed[it.off].norm() / (y - x).norm()).item() / 4))
+    if rest < left * min((y - x).norm(), explained_by(y, x)[1]) and (
+            abs(of_old) > (EXPLAINED if it.room else 0)):
+        if abs(share) < EXPLAINED:
             return (f"late: {whose(it)} are those of the step before: a reduction that nobody "
                     f"waits for?")
-        return f"not cleared: {whose(it)} hold {late:.3g} of those of the step before"
+        return f"not cleared: {whose(it)} hold {of_old:.3g} of those of the step before"
 
 
 def nearly_scaled(it):
@@ -495,7 +513,7 @@ def rounding(it):
     even over the parameters; the difference that another formula makes is not."""
     share = (distance(it.x, it.y) / it.x.length)[it.off]
     middle, most = share.median(), share.max()
-    if it.everywhere and it.loss_right and most < EVEN * share.min():
+    if not it.room and it.everywhere and it.loss_right and most < EVEN * share.min():
         for word, low in ("bfloat16", 2**-11), ("float16", 2**-15), ("float32", 2**-28):
             if low < middle and most < 64 * low:
                 return (f"rounding: they differ by {middle:.0e}, as if {word} was in between (see "
@@ -529,9 +547,10 @@ def gradients(it):
     them show."""
     if not it.off.any():
         return None
-    for cause in CAUSES_IN_16_BITS if it.tolerance.in_16_bits else CAUSES:
+    for cause in CAUSES if it.exact else CAUSES_IN_16_BITS:
         if message := cause(it):
-            return f"gradients: {message}{about_float32(it)}{late(it)}"
+            hint = about_updates(it) if cause is unexplained else ""
+            return f"gradients: {message}{about_float32(it)}{late(it)}{hint}"
 
 
 def loss(it):
@@ -540,10 +559,12 @@ def loss(it):
         same = same_samples(it.run)
         if it.history.compared:
             return (f"loss: it is {it.run.loss}, not {it.reference.loss}, and gradients differ by "
-                    f"no more than {it.share.max():.0e}: {forward_pass_of(it)}")
+                    f"no more than {it.share.max():.0e}: {forward_pass_of(it)}{about_updates(it)}")
+        or_else = f"; or, as rounding hides small faults: {forward_pass_of(it)}" if it.room else ""
         return (f"loss: it is {it.run.loss}, not {it.reference.loss} "
                 f"({factor(it.run, it.loss_ratio, 1e-3)}), and the gradients agree: "
-                f"{same and f'{same}, or '}how the losses of ranks or micro-batches are averaged")
+                f"{same and f'{same}, or '}how the losses of ranks or micro-batches are averaged"
+                f"{or_else}")
 
 
 def clipping(it):
@@ -566,6 +587,8 @@ def clipping(it):
     r = (high * y.length.norm() / (max(want) * x.length.norm())).item()
     room = it.tolerance.gradients + CLIPPED + it.history.slack
     limit = room * (1 + torch.as_tensor(it.history.longest).norm() / x.length.norm())
+    if it.room:
+        limit = CLIPPED + (it.room.lengths.norm() / x.length.norm()).item()
     if 0 < r < math.inf and abs(r - 1) > limit:
         return f"{wrong} not by {max(want):.6g} ({factor(it.run, r, min(0.01, max(limit, 1e-4)))})"
 
@@ -633,6 +656,8 @@ def not_compared(it, lines):
         (both and alone, f"{listed(alone)} (in one batch alone)"),
         (not it.loss_known, "the loss (it is not recorded)"),
         (idle, f"gradients of {idle} parameters (0 or None in both runs)"),
+        (it.room and it.hidden.any(),
+         f"gradients of {it.hidden.sum()} parameters (rounding hides them)"),
     ]
     if it.history.compared == 1:
         rows.append((True, "updates and clipping (one step is compared)"))

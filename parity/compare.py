@@ -13,13 +13,13 @@ from collections import Counter
 import torch
 
 from . import __doc__ as manual
-from . import checks, record
+from . import checks, noise, record
 from .record import K
 
+STEP = {"step", "ranks", "loss", "values", "gradients"}  # what each line has
 # Limits, relative. What is said to be measured are many sound runs and many faults.
 PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gradients
 AMPLIFIED = 100  # training that has made differences so much larger makes anything of rounding
-SHORT = 0.1  # a gradient that is shorter than this share of the usual one is as inexact as it
 
 
 class Tensors:
@@ -38,6 +38,8 @@ class Tensors:
         self.mean = rows[:, 3 + K : 3 + 2 * K]  # (N, K) sketch of the mean of unlike copies
         self.total = rows[:, 3 + 2 * K :]  # (N, K) sketch of the sum of unlike copies
         self.finite = self.length.isfinite()  # (N,) bool
+        self.numbers = torch.tensor([recorded[name]["held"] if name in recorded else 1
+                                     for name in names]).clamp(min=1)  # (N,)
 
     def times(self, factor):
         """The same tensors, multiplied by a number."""
@@ -117,6 +119,8 @@ class Tolerance:
         weights = checks.coarsest(ranks, "weights are kept")
         self.rounding = torch.finfo(getattr(torch, weights)).eps  # of one number of a weight
         self.in_16_bits = self.eps > 2**-12
+        of_loss = checks.coarsest(ranks, "the loss is") or "float32"
+        self.of_loss = max(checks.COPIES, 2 * torch.finfo(getattr(torch, of_loss)).eps)  # measured
         float32_inside = float32_inside and self.eps < 2**-23
         if float32_inside:
             self.type, self.eps = f"{self.type} with float32 inside", 2**-23
@@ -146,6 +150,7 @@ class History:
         self.slack = 0.0  # how far rounding of earlier steps has parted the runs, relative
         self.started = 0.0  # the largest difference of gradients in the first step, relative
         self.largest = 0.0  # the largest one up to now
+        self.times = 0.0  # the largest one up to now, as a share of what may be, if measured
         self.compared = 0  # steps
         self.infinite = []  # steps in which neither run is finite
         self.parted = []  # steps of which rounding hides too much
@@ -169,6 +174,7 @@ class History:
         rounding = min(it.tolerance.gradients, 10 * max(largest, it.tolerance.eps))
         self.slack = max(2 * (0.8 * rounding) ** 0.5, 10 * growth * largest)
         self.started, self.largest = self.started or max(share, it.tolerance.eps), largest
+        self.times = max(self.times, it.times)
         self.compared += 1
         self.first = self.first or (it.reference.weights, it.run.weights)
         self.first_others = self.first_others or it.others
@@ -181,18 +187,20 @@ class History:
 
 
 class Step:
-    """One step of both runs, and what is off in it. ``after``: the lines of the next step."""
+    """One step of both runs, and what is off in it. ``after``: the lines of the next step;
+    ``room``: a noise.Room, or None."""
 
-    def __init__(self, names, reference, run, after, history, tolerance):
+    def __init__(self, names, reference, run, after, history, tolerance, room=None):
         self.names, self.reference, self.run = names, reference, run  # N parameters
         self.x, self.y = reference.gradients, run.gradients
-        self.history, self.tolerance = history, tolerance
+        self.history, self.tolerance, self.room = history, tolerance, room
         self.slack = history.slack  # as it is in this step
         self.finite = reference.finite and run.finite
         self.after = after
         # Of both runs: what gradients were scaled by before the optimizer
         self.given = [[x for rank in line["ranks"] for x in rank["factors"]] for line in after]
         self.clipped = None  # see History
+        self.exact = bool(room) or not tolerance.in_16_bits  # all can be compared
         self.measure_gradients()
         if self.off.any():
             self.undo_clipping_by_hand()
@@ -204,13 +212,24 @@ class Step:
         x, y, history = self.x, self.y, self.history
         apart = checks.distance(x, y)
         # (N,) short gradients are as inexact as one of this length
-        self.floor = SHORT * x.length.norm() / len(self.names) ** 0.5 + history.longest
+        self.floor = noise.SHORT * x.length.norm() / len(self.names) ** 0.5 + history.longest
         # (N,) what earlier steps allow: weights differ by rounding already
         self.loose = history.slack * (history.longest + x.length)
         # (N,) how far gradients may be apart
         self.allowed = self.tolerance.gradients * (x.length + self.floor) + self.loose
+        if self.room:
+            self.allowed = self.room.gradients
         self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
         self.off = apart > self.allowed  # (N,) bool: gradients differ
+        if self.room:  # errors of many numbers mostly cancel in a length
+            self.off |= (x.length - y.length).abs() > self.room.lengths
+        self.times = (apart / self.allowed.clamp(min=1e-300)).max().item()
+        # (N,) bool: rounding hides the gradient
+        self.hidden = (x.length > 0) & (x.length <= self.allowed)
+        # Whether rounding of the steps before hides too much
+        self.parted = history.slack > PARTED
+        if self.room:
+            self.parted = bool(history.compared and 2 * self.hidden.sum() > (x.length > 0).sum())
         # (N,) bool: too short to prove anything
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
@@ -259,6 +278,8 @@ class Step:
             # Each part rounds by itself; the parts may cancel.
             parts = max(self.reference.parts, self.run.parts)
             room += self.tolerance.loss * parts + self.tolerance.cancelled
+            if self.room:
+                room = self.room.loss + self.tolerance.of_loss * parts
             self.loss_right = bool(abs(have - want) <= room < math.inf)
             self.loss_ratio = have / (want or math.nan)
 
@@ -276,7 +297,10 @@ class Step:
             history.slack + 2 * history.noise) * torch.maximum(*self.moved)  # (N,) bool
         # (N,) how far rounding of its gradients may part a weight, as a share of its way
         self.inexact = 2 * history.noise
-        if history.compared:  # where the first gradient is only rounding, so is the way of a weight
+        if self.room:
+            self.resolved = self.room.ways
+            self.strayed = self.gap > self.resolved
+        elif history.compared:  # the way of a weight is rounding where its first gradient is
             usual = history.scale.norm() / len(self.names) ** 0.5
             known = (history.scale > tolerance.gradients * usual) | (history.scale == 0)
             self.strayed &= known
@@ -297,29 +321,32 @@ class Step:
 # Saying
 
 
-def compare(one, two, float32_inside=False, full_precision=False):
+def compare(one, two, float32_inside=False, full_precision=False, nudged=()):
     """Say that run ``two`` equals the reference ``one``, or what differs first. Both are lists of
     recorded lines. The answer begins with EQUAL, DIFFERENT, NOTHING PROVEN or NOTHING TO COMPARE.
 
     Args:
         float32_inside: allow, in float64, what a softmax or a norm in float32 makes of it.
         full_precision: weights or optimizer states in 16 bits are a fault.
+        nudged: in 16 bits: recordings of the reference with nudged weights, which show what
+            rounding does. Raises ValueError if they are something else.
     """
     if full_precision and (coarse := checks.sixteen_bits(two[-1]["ranks"])):
         return f"DIFFERENT: types: {', '.join(coarse)}"
     names, tolerance = names_to_compare(one, two), Tolerance(one, two, float32_inside)
+    rooms = rooms_of(names, one, nudged, tolerance) if nudged else itertools.repeat(None)
     counted = [ranks_that_count(lines) for lines in (one, two)]
     history, last = History(len(names)), None
     steps = [*itertools.takewhile(lambda lines: lines[0]["step"] == lines[1]["step"],
                                   zip(one, two))]
-    for lines, after in zip(steps, [*steps[1:], ()]):
+    for lines, after, room in zip(steps, [*steps[1:], ()], rooms):
         runs = [Run(line, names, own) for line, own in zip(lines, counted)]
-        it = Step(names, *runs, after, history, tolerance)
+        it = Step(names, *runs, after, history, tolerance, room)
         if message := first_fault(it):
             return message
         if not it.finite:
             history.infinite.append(lines[0]["step"])
-        elif history.slack > PARTED:
+        elif it.parted:
             history.parted.append(lines[0]["step"])
         else:
             history.add(it)
@@ -337,15 +364,39 @@ def compare(one, two, float32_inside=False, full_precision=False):
     return verdict(last, one + two)
 
 
+def rooms_of(names, one, nudged, tolerance):
+    """[noise.Room of each step]. Raises ValueError unless ``nudged`` are recordings of the
+    reference with nudged weights: others would hide faults, or invent them."""
+    if not tolerance.in_16_bits:
+        raise ValueError(f"the runs compute in {tolerance.type}: compare them without it")
+    if len(nudged) < 2:
+        raise ValueError("give two recordings or more, with nudge=1 and nudge=2")
+    runs = []
+    for i, lines in enumerate([one, *nudged]):
+        if len(lines) < len(one):
+            raise ValueError(f"recording {i} has {len(lines)} steps, the reference {len(one)}")
+        counted = ranks_that_count(lines)
+        runs.append([Run(line, names, counted) for line in lines[:len(one)]])
+        first = runs[i][0]
+        if any(first.weights.sketch.equal(other[0].weights.sketch) for other in runs[:i]):
+            raise ValueError(f"the weights of recording {i} are not nudged: give Parity nudge={i}")
+        it = Step(names, runs[0][0], first, (), History(len(names)), tolerance)
+        for check in checks.parameter_names, checks.shapes, checks.types, checks.samples:
+            if message := check(it):
+                raise ValueError(f"recording {i} is another run: {message}")
+    return noise.measure(runs, tolerance)
+
+
 def first_fault(it):
     """What the first check says that finds something in a step, or None."""
     step, history, found = it.reference.line["step"], it.history, checks.ALWAYS
-    if it.finite and history.slack <= PARTED:
-        found = found + (checks.IN_16_BITS if it.tolerance.in_16_bits else checks.CHECKS)
+    if it.finite and not it.parted:
+        found = found + (checks.CHECKS if it.exact else checks.IN_16_BITS)
     for check in found:
         if not (message := check(it)):
             continue
-        if check in checks.AFTER_ROUNDING and history.largest > AMPLIFIED * history.started > 0:
+        amplified = history.largest > AMPLIFIED * history.started > 0 and not it.room
+        if check in checks.AFTER_ROUNDING and amplified:
             return (f"NOTHING TO COMPARE from step {step} on: the runs differ, and it may be "
                     f"rounding, which training has amplified "
                     f"{history.largest / history.started:.0e} times: lower the learning rate, or "
@@ -366,11 +417,22 @@ def verdict(it, lines):
     what = (f"{n} {'rank' if n == 1 else 'ranks'} against {m}, {len(it.names)} parameters, "
             f"{updates} updates, {it.tolerance.type}")
     notes = checks.notes(it, lines)
-    if it.tolerance.in_16_bits:
+    if not it.exact:
         return (f"NOTHING PROVEN: {what}\nFactors, missing gradients and samples agree. Nothing "
                 f"else can be compared in 16 bits.\nRecord in float32: it finds 99 % of the faults "
-                f"in the same time.{notes}")
+                f"in the same time. Or give --noise: it finds 92 %.{notes}")
     left = checks.not_compared(it, lines)
+    if it.room:
+        seen = (it.x.length > 0) & ~it.hidden
+        if 2 * seen.sum() < (it.x.length > 0).sum():
+            return (f"NOTHING TO COMPARE: {what}\nRounding hides most gradients: they are not "
+                    f"larger than {noise.TIMES} times what it does to nudged runs{notes}")
+        shares = (it.allowed / it.x.length)[seen]
+        return (f"EQUAL within rounding: {what}\nGradients differ by at most "
+                f"{noise.TIMES * it.history.times:.1f} times what rounding does to nudged runs; "
+                f"more than {noise.TIMES} times is a fault. Unless it is a factor, no fault shows "
+                f"that changes half of the gradients by less than {shares.median():.0%} and the "
+                f"others by less than {shares.max():.0%}\nNot compared: {'; '.join(left)}{notes}")
     return (f"EQUAL: {what}\nIn the first step gradients may differ by {it.tolerance.gradients:.1e}"
             f", the loss by {it.tolerance.loss:.1e}, then gradients and updates by "
             f"{it.slack:.1e}; the largest difference of gradients is "
@@ -398,6 +460,8 @@ def read(path):
                 lines.append(json.loads(text))
             except ValueError:
                 raise ValueError(f"line {number} is cut: did the run crash?") from None
+            if not isinstance(lines[-1], dict) or not STEP <= lines[-1].keys():
+                raise ValueError(f"line {number} is no step of a recording: record it again")
     if not lines:
         raise ValueError("it has no step: is `record` called (in a Trainer with max_grad_norm 0 it "
                          "is not), or did the run crash before its first record?")
@@ -415,16 +479,22 @@ def main(argv=None):
                         help="in float64: allow what a softmax or a norm in float32 makes of it")
     parser.add_argument("--full-precision", action="store_true",
                         help="weights or optimizer states that are kept in 16 bits are a fault")
+    parser.add_argument("--noise", nargs="+", default=[], metavar="NUDGED",
+                        help="in 16 bits: two or more recordings of the reference with nudge=1, 2")
     args = parser.parse_args(argv)
     recordings = []
-    for path in args.reference, args.run:
+    for path in args.reference, args.run, *args.noise:
         try:
             recordings.append(read(path))
         except (OSError, ValueError) as error:
             parser.error(f"{path}: {error}")
     if os.path.samefile(args.reference, args.run):
         parser.error(f"{args.reference} and {args.run} are the same file: name two recordings")
-    message = compare(*recordings, args.float32_inside, args.full_precision)
+    recordings, nudged = recordings[:2], recordings[2:]
+    try:
+        message = compare(*recordings, args.float32_inside, args.full_precision, nudged)
+    except ValueError as error:
+        parser.error(f"--noise: {error}")
     if args.table:
         named = [i for i, line in enumerate(recordings[0])
                  if message.startswith(f"DIFFERENT: step {line['step']}: ")]

@@ -38,15 +38,16 @@ class Parity:
         modules: if ``model`` is a dict: pairs (name, module), as ``model.named_modules()`` gives
             them. Their outputs show where a forward pass is wrong.
         others: {name: tensor}, what else the run keeps, such as an average of the weights (EMA).
+        nudge: 1, 2, ...: move each weight at random by up to one rounding of ``dtype``, by default
+            of bfloat16. Two such recordings of the reference show what rounding does: --noise.
     """
 
     def __init__(self, path, model, optimizer=None, where=None, loss="mean", dtype=None,
-                 modules=(), others=None):
+                 modules=(), others=None, nudge=0):
         self.path, self.where, self.loss = os.fspath(path), where, loss
         self.types, self.squares, self.factors, self.late = {dtype} - {None}, {}, [], []
         self.outputs, self.without = {}, set()  # without: a gradient in ``record``
-        if rank() == 0:
-            create(self.path)
+        self.file = create(self.path) if rank() == 0 else None
         COMPILED.clear()
         # While steps are recorded: module outputs show types, and where a forward pass is wrong.
         self.hook = torch.nn.modules.module.register_module_forward_hook(self.after_forward)
@@ -73,11 +74,22 @@ class Parity:
             each.register_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
         given = {id(p) for each in self.optimizers for group in each.param_groups
                  for p in group["params"]}
+        if nudge:
+            self.nudge(nudge, dtype or torch.bfloat16)
         self.left_out = {
             "buffers": len(buffers),
             "parameters of whole numbers": len(model) - len(self.parameters),
             "tensors of the optimizer that are not recorded": len(
                 given - {id(p) for p in self.parameters.values()})}
+
+    @torch.no_grad()
+    def nudge(self, seed, dtype):
+        """Move each number of each weight by up to one rounding, on all ranks alike."""
+        for i, p in enumerate({id(p): p for p in self.parameters.values()}.values()):
+            p = p.to_local() if hasattr(p, "to_local") else p
+            random = torch.Generator(p.device).manual_seed(10**6 * seed + i)
+            by = torch.rand(p.shape, generator=random, device=p.device) * 2 - 1
+            p.copy_(p * (1 + torch.finfo(dtype).eps / 2 * by))
 
     @torch.no_grad()
     def after_forward(self, module, inputs, output):
@@ -114,7 +126,8 @@ class Parity:
                 list, dict or dataclass of them, nested as you like. The targets are what is called
                 labels or targets, or the last.
 
-        Raises ValueError if no forward pass has shown in which type the model computes.
+        Raises ValueError if no forward pass has shown in which type the model computes, or if the
+        file is gone.
         """
         if not self.optimizers:
             self.hook.remove()
@@ -156,8 +169,9 @@ class Parity:
         if everyone:
             line = {"step": step, "ranks": everyone, "loss": self.loss,
                     **{kind: merge(everyone, kind) for kind in ("values", "gradients", "others")}}
-            with open(self.path, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            refuse_another(self.path, self.file)
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
 
     def parts(self, name, tensor):
         """(shape of the whole, [(part, offsets), ...]) of what this rank holds of a tensor."""
@@ -243,8 +257,18 @@ def create(path):
             head = file.buffer.read(len(HEAD)).decode(errors="replace")
         if head not in ("", HEAD):
             raise ValueError(f"Parity: {path} exists, and is no recording: name another file")
-    with open(path, "w") as file:
-        file.write(f"{HEAD}{FORMAT}}}\n")
+        os.unlink(path)  # its own run, if it still records, notices it
+    file = open(path, "x")  # another file that has come meanwhile is not overwritten
+    file.write(f"{HEAD}{FORMAT}}}\n")
+    file.flush()
+    return file
+
+
+def refuse_another(path, file):
+    """Raise ValueError if ``path`` is no more the open ``file``."""
+    if not os.path.exists(path) or not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+        raise ValueError(f"Parity: {path} was removed or replaced while this run recorded it: give "
+                         f"each run a file of its own, and record it again")
 
 
 def mix(x):

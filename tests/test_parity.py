@@ -26,7 +26,7 @@ def train(path, make=lambda: torch.nn.Sequential(
           loss_of=lambda model, x: model(x).square().mean(), optimizer=torch.optim.SGD, lr=0.1,
           steps=4, every=1, clear=True, start=lambda _: None, spoil=lambda _: None,
           change=lambda *_: None, of=lambda model: model, parts=lambda model: [model],
-          batch_of=None, edit=lambda _: None):
+          batch_of=None, edit=lambda _: None, nudge=0):
     """Record a training, each batch in ``accumulate`` parts, with ``spoil(model)`` before each
     record and ``change(step, model)`` before each update. Returns what is recorded, after
     ``edit(lines)``."""
@@ -34,7 +34,7 @@ def train(path, make=lambda: torch.nn.Sequential(
     model = make().to(dtype)
     start(model)
     optimizers = [optimizer(part.parameters(), lr) for part in parts(model)]
-    recorded = recording.Parity(path, of(model), optimizers)
+    recorded = recording.Parity(path, of(model), optimizers, nudge=nudge)
     for step in range(steps):
         batch = [x.to(dtype) if x.is_floating_point() else x for x in data()]
         batches = [*zip(*(x.chunk(accumulate) for x in batch))]
@@ -489,12 +489,76 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
 
 
+def wide():
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+
+def in_16_bits(path, nudge=0, **options):
+    return train(path, **{"make": wide, "data": lambda: [torch.randn(16, 16)], "lr": 0.5,
+                          "dtype": torch.bfloat16, "nudge": nudge} | options)
+
+
+def draw(model, generator=torch.Generator()):
+    """Gradients that are other ones in each run."""
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+
+
+IN_16_BITS = [
+    ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
+        "accumulate": 2}),
+    # Losses of nudged runs all round to the same number.
+    ("EQUAL within rounding", {"accumulate": 2}, {
+        "loss_of": lambda model, x: model(x).square().mean() + 1}),
+    ("NOTHING TO COMPARE: 1 rank against 1, .* Rounding hides most gradients", {}, {"spoil": draw}),
+    ("DIFFERENT: step 0: gradients: those of 2.weight: times 1.5", {
+        "spoil": scale(1.5, "2.weight")}),
+    ("DIFFERENT: step 0: gradients: all: times 1.02", {"spoil": scale(1.02)}),
+    ("DIFFERENT: step 2: gradients: all: ", {"spoil": in_steps([2], scale(0.5))}),
+    ("DIFFERENT: step 0: ", {"loss_of": lambda model, x: model(x)[1:].square().mean()}),
+    ("DIFFERENT: step 1: gradients: not cleared: all hold 1", {"clear": False}),
+    ("DIFFERENT: step 1: update: weights of 0.weight and 2.weight have moved differently, by up "
+     "to 0.5 of their way .times 1.9", {
+         "optimizer": lambda own, lr: torch.optim.SGD(own, 2 * lr)}),
+    ("DIFFERENT: step 1: gradients: .* Or the update before it differs by less than shows", {
+        "lr": 0.55}),
+]
+
+
+@pytest.mark.parametrize("row", IN_16_BITS, ids=[row[0] for row in IN_16_BITS])
+def test_measured_noise(tmp_path, row):
+    """In 16 bits nudged runs show what rounding does, and what is more is a fault."""
+    expected, other, both, *_ = *row, {}
+    one, two, *nudged = [
+        in_16_bits(tmp_path / f"{i}", nudge, **both | more)
+        for i, (nudge, more) in enumerate([(0, {}), (0, other), (1, {}), (2, {})])]
+    says = compare(one, two, nudged=nudged).replace("\n", " ")
+    assert re.match(expected, says), says
+
+
+def test_noise_that_is_none(tmp_path, capsys):
+    """What is no nudged run of the reference is refused: it would hide faults, or invent them."""
+    paths = [str(tmp_path / name) for name in ("one", "two", "same", "other", "short", "nudged")]
+    one, two, same, other, short, nudged = paths
+    in_16_bits(one), in_16_bits(two), in_16_bits(same), in_16_bits(nudged, 1)
+    train(other, dtype=torch.bfloat16), in_16_bits(short, 2, steps=2)
+    for noise, expected in [
+            ([nudged], "two recordings or more"), ([nudged, nudged], "recording 2 are not nudged"),
+            ([same, nudged], "recording 1 are not nudged: give Parity nudge=1"),
+            ([nudged, short], "recording 2 has 2 steps, the reference 4")]:
+        with pytest.raises(SystemExit):
+            main([one, two, "--noise", *noise])
+        assert expected in " ".join(capsys.readouterr().err.split())
+
+
 FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
 
 
 @pytest.mark.parametrize("name, text, expected", [
     ("no-such-file", "", "No such file"), ("./one", "", "are the same file"),
-    ("cut", f'{FIRST}{{"step": 0}}\n{{"st', "line 3 is cut"),
+    ("cut", f'{FIRST}{{"st', "line 2 is cut"),
+    ("null", f"{FIRST}null\n", "line 2 is no step"),
+    ("keys", f'{FIRST}{{"step": 0}}\n', "line 2 is no step"),
     ("notes.md", "# Notes\n", "record it again"),
     ("older", FIRST.replace(str(recording.FORMAT), "0"), "record it again"),
     ("crashed", FIRST, "did the run crash before its first record"),
@@ -510,6 +574,16 @@ def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
         with pytest.raises(ValueError, match="notes.md exists, and is no recording: name another"):
             train(tmp_path / name)
         assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize("lose", [
+    os.unlink, lambda path: recording.create(path), lambda path: os.rename(path, f"{path}-old")])
+def test_a_recording_that_is_lost_meanwhile(tmp_path, lose):
+    """Removed, begun anew by another run, or moved: no step is written elsewhere."""
+    path = tmp_path / "one"
+    with pytest.raises(ValueError, match="one was removed or replaced while this run recorded"):
+        train(path, change=lambda step, _: step == 1 and lose(path))
+    assert not path.exists() or path.read_text() == FIRST
 
 
 TRAINER = """
