@@ -353,7 +353,7 @@ class Checkpoints:
         self.wait()
         if not self.saves:
             buffers = {f"model.{name}" for name in _buffers_of_modules(self.tensors)}
-            refuse_unlike(self.named(), buffers, self.group)
+            refuse_unlike(named_tensors(self.tensors, self.optimizer_of), buffers, self.group)
         self.saves += 1
         _share_buffers(self.tensors, self.group)
         with raise_on_all_ranks(self.group):
