@@ -236,8 +236,8 @@ class Checkpoints:
         """Rank 0: lock the folder. Returns the checkpoint to load or None, the id of the run, and
         the text of run-id."""
         if source and not re.fullmatch(CHECKPOINT, os.path.basename(source)):
-            found = list_checkpoints(source)
-            example = found[-1] if found else "runs/a/step-00000100"
+            others = list_checkpoints(source)
+            example = others[-1] if others else "runs/a/step-00000100"
             raise SettingError(f"--from {source} is no checkpoint: name one, such as {example}")
         self.claim = claim_folder(self.folder, source)
         checkpoints = list_checkpoints(self.folder)
@@ -353,7 +353,8 @@ class Checkpoints:
         self.wait()
         if not self.saves:
             buffers = {f"model.{name}" for name in _buffers_of_modules(self.tensors)}
-            refuse_unlike(named_tensors(self.tensors, self.optimizer_of), buffers, self.group)
+            named = named_tensors(self.tensors, self.optimizer_of)
+            refuse_unlike(named, buffers, self.group)
         self.saves += 1
         _share_buffers(self.tensors, self.group)
         with raise_on_all_ranks(self.group):
@@ -404,8 +405,8 @@ class Checkpoints:
     def remove_oldest(self):
         """Remove the oldest checkpoints beyond ``keep``, but no imported weights. One that cannot
         be removed stays."""
-        own = [path for path in list_checkpoints(self.folder) if step_of(path) != IMPORTED]
-        for old in own[: -self.keep]:
+        trained = [path for path in list_checkpoints(self.folder) if step_of(path) != IMPORTED]
+        for old in trained[: -self.keep]:
             try:  # Rename first: if the removal is killed, the rest must not look complete.
                 renamed = old.rename(self.temporary(old, "old"))
                 self.background.submit(remove_checkpoint, renamed)
@@ -470,8 +471,8 @@ def refuse_differences(settings, group):
     """Raise SettingError on all ranks of ``group`` unless all have the same ``settings``, a dict.
     They gather hashes, and the settings only if these differ."""
     settings = {name: str(value) for name, value in settings.items()}
-    own = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
-    if len(set(gather(own, group))) > 1:
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+    if len(set(gather(digest, group))) > 1:
         first, *others = gather(settings, group)
         for rank, other in enumerate(others, 1):
             if difference := name_difference(first, other, rank):
@@ -483,14 +484,14 @@ def _share_buffers(tensors, group):
     ranks, and DCP would save copies of different ranks."""
     if group is None:
         return
-    own = [name for name, tensor in tensors.items() if _is_buffer(tensor)]
+    buffers = [name for name, tensor in tensors.items() if _is_buffer(tensor)]
     shared = {}
-    for rank, names in enumerate(gather(own, group)):
+    for rank, names in enumerate(gather(buffers, group)):
         if new := [name for name in names if name not in shared]:
             values = [[tensors[name].cpu() for name in new] if rank == _rank() else None]
             dist.broadcast_object_list(values, rank, group)
             shared |= zip(new, values[0])
-    for name in own:
+    for name in buffers:
         tensors[name].copy_(shared[name])
 
 
@@ -502,13 +503,13 @@ def refuse_unlike(tensors, buffers, group):
         return
     plain = {name: x for name, x in tensors.items()
              if not isinstance(x, DTensor) and name not in buffers}
-    own = {name: (tuple(x.shape), _sum_of_bits(x)) for name, x in plain.items()}
-    digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
+    sums = {name: (tuple(x.shape), _sum_of_bits(x)) for name, x in plain.items()}
+    digest = hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
     if len(set(gather(digest, group))) == 1:
         return
     first = {}  # by name: the first rank that has it, and its values
-    for rank, found in enumerate(gather(own, group)):  # a rank of a pipeline has its stages only
-        for name, values in found.items():
+    for rank, of_rank in enumerate(gather(sums, group)):  # one of a pipeline has its stages only
+        for name, values in of_rank.items():
             before, expected = first.setdefault(name, (rank, values))
             if values != expected:
                 raise SettingError(

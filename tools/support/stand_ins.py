@@ -274,6 +274,7 @@ class Report(report.Report):
     def __init__(self, found, number, progress, args, *rest, **options):
         self.found, self.number = found, number
         found["description"] = []
+        report.say = lambda line: found["description"].append(str(line))  # of whatever rank
         super().__init__(args, *rest, **options)
         # All micro-batches are run, which takes minutes for a stage of a large pipeline.
         micro_batches = getattr(args, "microbatches", 1) or args.pp
@@ -287,10 +288,10 @@ class Report(report.Report):
             " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
         )
         if getattr(args, "cpu_offload", False):
-            self.say("counted: what is on the GPU; parameters, gradients and optimizer states are "
-                     "in host memory")
+            report.say("counted: what is on the GPU; parameters, gradients and optimizer states "
+                       "are in host memory")
         if getattr(getattr(args, "config", None), "num_experts", 0):
-            self.say("assumed: all experts get equally many tokens")
+            report.say("assumed: all experts get equally many tokens")
         if self.mesh is not None:
             found["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
             if "pp" in found["grid"]:
@@ -302,9 +303,6 @@ class Report(report.Report):
             if isinstance(out, torch.Tensor) and out.requires_grad:
                 out.register_hook(lambda _: self.bar.update() and None)  # in its backward pass
                 break
-
-    def say(self, line):
-        self.found["description"].append(str(line))
 
     def steps(self, numbered):
         for step, batch in numbered:
