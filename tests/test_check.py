@@ -220,8 +220,7 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
 
 
 # Bugs of docs/bugs.md that the bare command does not find, and what it must be given
-NEEDS = {"03": "--against single.py", "05": "--against single.py", "09": "--against single.py",
-         "11": "--attention allgather", "12": f"--against {ROOT}/ep.py",
+NEEDS = {"09": "--against single.py", "11": "--attention allgather",
          "19": f"--against {ROOT}/examples/cp_documents.py --separator 32",
          "24": "--against single.py"}
 # And some of those that only several micro-batches show
