@@ -15,11 +15,12 @@ import tempfile
 
 import numpy as np
 import torch
-from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map  # torch has no public one
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from common.errors import SettingError
+
+LONG = 300  # seconds: below --timeout, so that the error names the worker and no collective
 
 
 def permute(indices, size, key):
@@ -137,8 +138,7 @@ class BatchSampler(Sampler):
 def load_batches(dataset, sampler, device, workers=0):
     """Yields the micro-batches of this rank on ``device``: samples of ``dataset``, collated into
     any structure of tensors, such as a tuple or a dict. ``workers`` processes read ahead; 0: this
-    process reads. A worker that stands still ends the run after half of --timeout: before a
-    collective of another rank does, whose error would not name the cause."""
+    process reads. A worker that gives nothing for ``LONG`` seconds ends the run."""
     if workers and len(folder := tempfile.gettempdir()) > 70:
         raise SettingError(
             f"TMPDIR is {folder}: too long for the Unix sockets of --workers; name a folder of at "
@@ -147,7 +147,7 @@ def load_batches(dataset, sampler, device, workers=0):
     loader = DataLoader(
         _Batches(dataset), sampler=sampler, batch_size=None,  # the sampler yields whole batches
         num_workers=workers, pin_memory=device.type == "cuda", worker_init_fn=_leave_group,
-        timeout=distributed_c10d.default_pg_timeout.total_seconds() / 2 if workers else 0,
+        timeout=LONG if workers else 0,
         generator=torch.Generator(),  # otherwise it would advance the random state of training
     )
     for batch in loader:

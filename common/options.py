@@ -119,8 +119,7 @@ def _add_device(parser):
     add("--backend", type=backend, default="auto", metavar="NAME", help="what carries the "
         "collectives; auto: nccl on GPUs, gloo on CPUs, and no others fit")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
-        help="fail if a rank does not start, or take part in a collective, for this long; or if a "
-        "data worker gives nothing for half as long")
+        help="fail if a rank does not start, or take part in a collective, for this long")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto", help="auto: "
         "bfloat16 on GPUs that have it, otherwise float32; bfloat16: hidden states and matrix "
         "products in bfloat16, and what is sent of them; weights, optimizer states, sums of "

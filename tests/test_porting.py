@@ -60,7 +60,7 @@ CONDITIONED = with_model("Conditioned(args.config)")
 CONDITION = "inputs[:, 0] % 4"
 IN_ONE = [("model(inputs, targets)", f"model(inputs, {CONDITION}, targets)")]
 IN_STAGES = [
-    ("    check_stages(whole,", "    for stage, part in zip(own, parts):\n        if stage:\n"
+    ("    check_stages(whole,", "    for stage, part in zip(stages, parts):\n        if stage:\n"
      "            del part.model.classes\n    check_stages(whole,"),
     ("        hidden = torch.empty(*tokens.shape, args",
      "        classes = torch.empty(len(tokens), dtype=torch.int64)\n"
