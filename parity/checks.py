@@ -677,10 +677,10 @@ def not_compared(it, lines):
 
 def notes(it, lines):
     """What is no fault by itself, but worth a look, in words."""
-    found = sixteen_bits(lines[-1]["ranks"])
+    notes = sixteen_bits(lines[-1]["ranks"])
     if it.history.clipped:
         which, _ = it.history.clipped
-        found.append(f"clipped: the {which} clips by hand, before it is recorded; what gradients "
+        notes.append(f"clipped: the {which} clips by hand, before it is recorded; what gradients "
                      f"were before is compared")
-    found += filter(None, [same_samples(it.run), same_samples(it.reference, " of the reference")])
-    return f"\nNote: {'; '.join(found)}" if found else ""
+    notes += filter(None, [same_samples(it.run), same_samples(it.reference, " of the reference")])
+    return f"\nNote: {'; '.join(notes)}" if notes else ""

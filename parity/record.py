@@ -365,14 +365,14 @@ def read(batch):
     not count: rows may be padded."""
     samples, targets, shifted, numbers = collections.defaultdict(list), [], [], 0
     for micro_batch in batch:
-        found = [*leaves(micro_batch)]
-        named = dict(found)
-        last = [x for name, x in found if re.search("labels|targets", name)] or [*named.values()]
+        tensors = [*leaves(micro_batch)]
+        named = dict(tensors)
+        last = [x for name, x in tensors if re.search("labels|targets", name)] or [*named.values()]
         for x in last[-1:]:
             targets.append(int((x != -100).sum()))
             shifted.append(int((x[:, 1:] != -100).sum()) if x.ndim > 1 else targets[-1])
-        numbers += max((x.numel() for _, x in found), default=0)
-        for name, x in found:
+        numbers += max((x.numel() for _, x in tensors), default=0)
+        for name, x in tensors:
             prefix, key = re.fullmatch(r"(.*?)([^.]*)", name).groups()
             mask = named.get(f"{prefix}attention_mask")
             if key in ("input_ids", "position_ids") and mask is not None and mask.shape == x.shape:
@@ -401,12 +401,12 @@ def fingerprints(x):
 def merge(everyone, kind):
     """{name: its tensor}, from what all ranks have recorded of weights or of gradients. A region
     counts once: ranks that hold it must agree. If not, ``ranks`` says who agrees with whom."""
-    tensors, found = {}, collections.defaultdict(lambda: collections.defaultdict(dict))
+    tensors, rows = {}, collections.defaultdict(lambda: collections.defaultdict(dict))
     for rank, own in enumerate(everyone):
         for name, parts in own.pop(kind).items():
             for shape, offsets, size, row in parts:
-                found[name, shape][offsets, size][rank] = row
-    for (name, shape), regions in found.items():
+                rows[name, shape][offsets, size][rank] = row
+    for (name, shape), regions in rows.items():
         apart, ranks = [], ""
         once, mean, total = torch.zeros(3, 2 + K, dtype=torch.float64)
         for copies in regions.values():

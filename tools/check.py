@@ -166,8 +166,8 @@ def main(argv=None):
                         help="numbers of processes (default: 2 3 4)")
     parser.add_argument("--against", metavar="SCRIPT", help="the script whose run on one process "
                         "is the reference (default: SCRIPT itself)")
-    parser.add_argument("--float32-inside", action="store_true", help="allow what a softmax, a norm "
-                        "or rotary angles in float32 make of gradients in float64")
+    parser.add_argument("--float32-inside", action="store_true", help="allow what a softmax, a "
+                        "norm or rotary angles in float32 make of gradients in float64")
     args, args.options = parser.parse_known_args(argv)
     torch.set_num_threads(1)
     against = args.against or args.script

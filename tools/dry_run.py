@@ -80,13 +80,13 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
 
 
 def tools_with(package, script):
-    """This module, imported again with ``package``, the copy of common/ beside a script, in place of
-    common/: the names that it replaces are then those that the script imports."""
+    """This module, imported again with ``package``, the copy of common/ beside a script, in place
+    of common/: the names that it replaces are then those that the script imports."""
     sys.path.insert(0, str(find(script).resolve().parent))
     copy = {"common": importlib.import_module(package)}
-    for found in pkgutil.walk_packages(copy["common"].__path__, f"{package}."):
-        name = f"common{found.name.removeprefix(package)}"
-        copy[name] = importlib.import_module(found.name)
+    for module in pkgutil.walk_packages(copy["common"].__path__, f"{package}."):
+        name = f"common{module.name.removeprefix(package)}"
+        copy[name] = importlib.import_module(module.name)
     del sys.path[0]
     forget_modules()
     sys.modules.update(copy)
@@ -168,9 +168,9 @@ def threads():
     return concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
-def most(found):
+def most(counts):
     """Of several results of ``count``, the one of the rank with the highest peak."""
-    return max(found, key=lambda counted: counted["peak"]["in all"])
+    return max(counts, key=lambda counted: counted["peak"]["in all"])
 
 
 def lines_of(counted, device_memory):
@@ -228,8 +228,8 @@ def main(argv=None):
         first = as_rank(0, progress=True)
         others = first.get("stages", [0])[1:]
         with threads() as pool:
-            found = pool.map(as_rank, others)
-            counted = most([first, *tqdm(found, "other stages", len(others), leave=False,
+            counts = pool.map(as_rank, others)
+            counted = most([first, *tqdm(counts, "other stages", len(others), leave=False,
                                          disable=not others)])
     counted.pop("stages", None)
     chosen = counted.pop("chosen")

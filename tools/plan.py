@@ -82,10 +82,10 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
         return [Strategy("ep.py" if experts else "single.py", 1)], left_out
     if experts:
         left_out["all scripts but ep.py and hybrid_3d.py, which train no experts"] += 1
-        found = [Strategy(f"ep.py --ep {n}", devices)
-                 for n in divisors(devices) if experts % n == 0]
+        strategies = [Strategy(f"ep.py --ep {n}", devices)
+                      for n in divisors(devices) if experts % n == 0]
     else:
-        found = one_strategy_each(devices, nproc_per_node)
+        strategies = one_strategy_each(devices, nproc_per_node)
     for tp, cp, pp in grids(devices):
         dp = devices // (tp * cp * pp)
         if tp > nproc_per_node:
@@ -102,20 +102,20 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
             ep = largest_ep(devices // pp, nproc_per_node, experts)
             sizes = {"--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep}
             options = [f"{option} {size}" for option, size in sizes.items() if size > 1]
-            found.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp, pp))
-    return found, left_out
+            strategies.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp, pp))
+    return strategies, left_out
 
 
 def one_strategy_each(devices, nproc_per_node):
     """The scripts of one strategy, for a model without experts."""
-    found = [Strategy(command, devices) for command in WHOLE]
+    strategies = [Strategy(command, devices) for command in WHOLE]
     if devices > nproc_per_node:
-        found.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
+        strategies.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
     for command in SPLIT:
         stages_per_rank = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
-        found.append(Strategy(command, 1, pp, pp * stages_per_rank))
-    return found
+        strategies.append(Strategy(command, 1, pp, pp * stages_per_rank))
+    return strategies
 
 
 def grids(devices):
@@ -153,14 +153,14 @@ def evaluate(strategy, options, args):
     Raises:
         SettingError: the script refuses these options.
     """
-    script, *own = strategy.command.split()
-    words = [*own, *options, "--batch-size", str(args.batch_size)]
-    found = []
+    script, *chosen = strategy.command.split()
+    words = [*chosen, *options, "--batch-size", str(args.batch_size)]
+    counts = []
     for rank in ranks_to_count(strategy, args):
-        found.append(cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node))
-        if not fits(found[-1], args):
+        counts.append(cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node))
+        if not fits(counts[-1], args):
             break
-    return dry_run.most(found)
+    return dry_run.most(counts)
 
 
 def fits(counted, args):
@@ -216,16 +216,16 @@ def search(strategy, options, args):
 
     def first_that_fits(checkpointing):
         """The variant with the fewest accumulation steps; if none fits, the last counted."""
-        found = counted_at = None
+        last = counted_at = None
         for i, variant in enumerate(variants(strategy, args.batch_size)):
-            if found and least_peak(found[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
+            if last and least_peak(last[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
                 continue
-            own = [*variant, *checkpointing]
-            command, counted_at = " ".join([strategy.command, *own]), i
-            found = command, evaluate(strategy, [*own, *options], args)
-            if fits(found[1], args):
+            chosen = [*variant, *checkpointing]
+            command, counted_at = " ".join([strategy.command, *chosen]), i
+            last = command, evaluate(strategy, [*chosen, *options], args)
+            if fits(last[1], args):
                 break
-        return found
+        return last
 
     rows = []
     for checkpointing in [], [AGAIN, "selective"], [AGAIN]:

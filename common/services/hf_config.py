@@ -37,57 +37,57 @@ def read_config(path, seq_len=0):
     """
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
-    found = read_json(path)
-    longest = found.get("max_position_embeddings")
+    content = read_json(path)
+    longest = content.get("max_position_embeddings")
     if type(longest) is int and seq_len > longest:
         _note(f"--seq-len {seq_len} is above max_position_embeddings {longest} in {path}: weights "
               f"that are imported have not seen such positions")
-    return config_from(found, path)
+    return config_from(content, path)
 
 
-def config_from(found, path):
+def config_from(content, path):
     """The ModelConfig that a dict describes, the content of the config.json ``path``.
 
     Raises:
         SettingError: see ``read_config``.
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     if kind not in ("llama", "mixtral"):
         raise SettingError(
             f"{path} has model_type {kind!r}: only Llama is supported, and Mixtral, which have "
             f"'llama' and 'mixtral'"
         )
     if kind == "mixtral":
-        found = _with_experts(found, path)
-    found = _with_rope(found, path)
+        content = _with_experts(content, path)
+    content = _with_rope(content, path)
     for name, plain in PLAIN.items():
-        value = found.get(name)
+        value = content.get(name)
         if value != plain and value is not None:
             raise SettingError(
                 f"{path} has {name} {value!r}: only Llama is supported, which has {plain!r}"
             )
-    if found.get("tie_word_embeddings"):
+    if content.get("tie_word_embeddings"):
         _note(f"{path} has tie_word_embeddings: here the head is a weight of its own; weights that "
               f"are imported start it with the values of the embedding")
-    config_class = MixtureConfig if found.get("num_experts") else ModelConfig
+    config_class = MixtureConfig if content.get("num_experts") else ModelConfig
     fields = [field for field in dataclasses.fields(config_class)
-              if field.name in NEEDED or found.get(field.name) is not None]
+              if field.name in NEEDED or content.get(field.name) is not None]
     for field in fields:
-        _check_field(field, found.get(field.name), path)
+        _check_field(field, content.get(field.name), path)
     try:
-        return config_class(**{field.name: found[field.name] for field in fields})
+        return config_class(**{field.name: content[field.name] for field in fields})
     except SettingError as error:
         raise SettingError(f"{path}: {error}") from None
 
 
-def _with_experts(found, path):
-    """``found`` of a Mixtral, under the names of MixtureConfig."""
-    found = MIXTRAL | found
-    if found.get("output_router_logits"):
+def _with_experts(content, path):
+    """``content`` of a Mixtral, under the names of MixtureConfig."""
+    content = MIXTRAL | content
+    if content.get("output_router_logits"):
         _note(f"{path} has output_router_logits: with it transformers adds an auxiliary loss "
               f"that balances the experts. Here nothing adds one: balance them by --balance-rate")
-    return found | {"num_experts": found["num_local_experts"],
-                    "experts_per_token": found["num_experts_per_tok"]}
+    return content | {"num_experts": content["num_local_experts"],
+                      "experts_per_token": content["num_experts_per_tok"]}
 
 
 def _note(words):
@@ -96,17 +96,17 @@ def _note(words):
         print(printable(words), file=sys.stderr)
 
 
-def _with_rope(found, path):
-    """``found`` with rope_theta and rope_scaling as ModelConfig has them: transformers 5 writes
+def _with_rope(content, path):
+    """``content`` with rope_theta and rope_scaling as ModelConfig has them: transformers 5 writes
     rope_theta inside rope_parameters, older ones write it beside it."""
-    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise SettingError(f"{path}: rope_scaling is {rope!r:.80}: it must be a dict")
     inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {key: rope[key] for key in rope if key not in (*inner, "rope_type", "type")}
     if kind == "default" and not scaling:
-        return found | inner | {"rope_scaling": None}
+        return content | inner | {"rope_scaling": None}
     numbers = all(type(value) in (int, float) and value > 0 for value in scaling.values())
     if kind != "llama3" or scaling.keys() != set(ROPE_SCALING) or not numbers:
         raise SettingError(
@@ -114,7 +114,7 @@ def _with_rope(found, path):
             f"(Llama 3.1) is supported, with numbers above 0 as {', '.join(ROPE_SCALING)}"
         )
     scaling = {"rope_type": kind} | {key: scaling[key] for key in ROPE_SCALING}
-    return found | inner | {"rope_scaling": scaling}
+    return content | inner | {"rope_scaling": scaling}
 
 
 def _check_field(field, value, path):
@@ -136,7 +136,7 @@ def read_json(path):
         SettingError: it cannot be read, or holds something else.
     """
     with reading(path):
-        found = json.loads(read_text(path))
-    if not isinstance(found, dict):
+        content = json.loads(read_text(path))
+    if not isinstance(content, dict):
         raise SettingError(f"{path} is no config.json of a model")
-    return found
+    return content

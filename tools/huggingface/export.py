@@ -66,22 +66,22 @@ def huggingface_config(config, dtype, seq_len, imported=None):
     """The content of a config.json: that of the folder ``imported``, with what the run has changed.
     Without such a folder the names are from before transformers 5, which still reads them. Our data
     has no special tokens. ``seq_len``: that of the run, or None."""
-    values, found = described(config), {"bos_token_id": None, "eos_token_id": None}
+    values, content = described(config), {"bos_token_id": None, "eos_token_id": None}
     length = seq_len or 2048  # imported weights have none: the default of transformers
     if scaling := config.rope_scaling:
         longest = scaling["factor"] * scaling["original_max_position_embeddings"]
         length = max(length, int(longest))
     if imported:
         path = imported / "config.json"
-        found = read_json(path)
-        before = described(config_from(found, path))
+        content = read_json(path)
+        before = described(config_from(content, path))
         values = {name: value for name, value in values.items() if before.get(name) != value}
-        length = max(found.get("max_position_embeddings") or length, seq_len or 0)
+        length = max(content.get("max_position_embeddings") or length, seq_len or 0)
     if ROPE & values.keys():  # the run has changed it
         values |= {name: getattr(config, name) for name in ROPE}
-        found.pop("rope_parameters", None)  # where transformers 5 has both
-    types = {"dtype", "torch_dtype"} & found.keys() or {"torch_dtype"}
-    return found | values | {"max_position_embeddings": length, "tie_word_embeddings": False} | (
+        content.pop("rope_parameters", None)  # where transformers 5 has both
+    types = {"dtype", "torch_dtype"} & content.keys() or {"torch_dtype"}
+    return content | values | {"max_position_embeddings": length, "tie_word_embeddings": False} | (
         dict.fromkeys(types, str(dtype).removeprefix("torch.")))
 
 
@@ -104,18 +104,18 @@ def check_is_complete(checkpoint, config, reader, stored):
     """Raise SettingError unless the checkpoint has all parameters of the model that ``config``
     describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
     """
-    found = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-             if name.startswith("model.")}
+    shapes = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
+              if name.startswith("model.")}
     # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
-    found = {name: size for name, size in found.items() if name.partition(".")[2] not in found}
-    for name in [name for name in found if name.endswith(".mlp.bias")]:
+    shapes = {name: size for name, size in shapes.items() if name.partition(".")[2] not in shapes}
+    for name in [name for name in shapes if name.endswith(".mlp.bias")]:
         if reader.read_tensor(f"model.{name}").any():
             raise SettingError(
                 f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has no "
                 f"such bias: train with --balance-rate 0"
             )
-        del found[name]
-    check_shapes(found, shapes_of(config), checkpoint)
+        del shapes[name]
+    check_shapes(shapes, shapes_of(config), checkpoint)
 
 
 def split(sizes, most):

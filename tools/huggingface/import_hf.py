@@ -83,8 +83,8 @@ def import_weights(folder, out):
         complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
                  changeable={})
         Claim(temporary, None, new_id()).take()
-        found = read_json(folder / "config.json")
-        write_json(temporary / "config.json", found | {"tie_word_embeddings": False})
+        content = read_json(folder / "config.json")
+        write_json(temporary / "config.json", content | {"tie_word_embeddings": False})
         copy_generation_config(folder, temporary)
     return config
 

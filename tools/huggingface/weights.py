@@ -157,18 +157,18 @@ def parts_of(config):
     return parts
 
 
-def check_shapes(found, expected, where):
+def check_shapes(shapes, expected, where):
     """Compare two dicts of shapes by name.
 
     Raises:
         SettingError: a tensor is missing, unexpected or of another shape; it names the first one.
     """
-    for name in expected | found:
-        if name not in found:
+    for name in expected | shapes:
+        if name not in shapes:
             raise SettingError(f"{where} lacks the tensor {name}")
         if name not in expected:
             raise SettingError(f"{where} has the tensor {name}, unlike a Llama of its config")
-        if found[name] != expected[name]:
+        if shapes[name] != expected[name]:
             raise SettingError(
-                f"{where} has {name} of shape {found[name]}, and its config needs {expected[name]}"
+                f"{where} has {name} of shape {shapes[name]}, and its config needs {expected[name]}"
             )

@@ -269,12 +269,12 @@ class Validation:
 
 
 class Report(report.Report):
-    """Puts what it counts into the dict ``found``. It shows a progress bar, and reads no loss."""
+    """Puts what it counts into the dict ``counted``. It shows a progress bar, and reads no loss."""
 
-    def __init__(self, found, number, progress, args, *rest, **options):
-        self.found, self.number = found, number
-        found["description"] = []
-        report.say = lambda line: found["description"].append(str(line))  # of whatever rank
+    def __init__(self, counted, number, progress, args, *rest, **options):
+        self.found, self.number = counted, number
+        counted["description"] = []
+        report.say = lambda line: counted["description"].append(str(line))  # of whatever rank
         super().__init__(args, *rest, **options)
         # All micro-batches are run, which takes minutes for a stage of a large pipeline.
         micro_batches = getattr(args, "microbatches", 1) or args.pp
@@ -283,8 +283,8 @@ class Report(report.Report):
                         disable=not progress)
         for model in self.models:
             model.register_forward_hook(self.on_forward)
-        found["description"] = found["description"][1:5]  # without the device
-        found["chosen"] = (
+        counted["description"] = counted["description"][1:5]  # without the device
+        counted["chosen"] = (
             " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
         )
         if getattr(args, "cpu_offload", False):
@@ -293,9 +293,9 @@ class Report(report.Report):
         if getattr(getattr(args, "config", None), "num_experts", 0):
             report.say("assumed: all experts get equally many tokens")
         if self.mesh is not None:
-            found["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
-            if "pp" in found["grid"]:
-                found.update(pipeline(args, self.mesh))
+            counted["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
+            if "pp" in counted["grid"]:
+                counted.update(pipeline(args, self.mesh))
 
     def on_forward(self, model, inputs, outputs):
         self.bar.update()
