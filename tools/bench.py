@@ -55,7 +55,7 @@ PAIRS = [  # the strategy of PyTorch's loop, and a script
 def measure(commands, args, options):
     """Run commands at the same time. Returns for each the seconds of a step, its CPU seconds in all
     processes, and the summary of the run, if it writes one."""
-    costs = []
+    measured = []
     with contextlib.ExitStack() as stack:
         for command, process, folder in [
             (command, *stack.enter_context(started(command, args, options))) for command in commands
@@ -67,8 +67,8 @@ def measure(commands, args, options):
             seconds, cpu_seconds = zip(*(json.loads(read_text(path)) for path in costs))
             summary = folder / "run" / "summary.json"
             summary = json.loads(read_text(summary)) if summary.exists() else {}
-            costs.append((max(seconds), sum(cpu_seconds), summary))
-    return costs
+            measured.append((max(seconds), sum(cpu_seconds), summary))
+    return measured
 
 
 @contextlib.contextmanager

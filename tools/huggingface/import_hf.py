@@ -79,7 +79,7 @@ def import_weights(folder, out):
             dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
                      storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
         except dcp.CheckpointException as error:
-            raise SettingError(f"{out} could not be written ({reason(error)})") from None
+            raise SettingError(f"{out} could not be written {reason(error)}") from None
         complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
                  changeable={})
         Claim(temporary, None, new_id()).take()
