@@ -5,9 +5,9 @@
 
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
 files. The tool writes runs/mine/step-00000000, the weights alone, runs/mine/config.json, the
-dimensions for --model, and generation_config.json if there is one. Any script resumes from them, on any number of ranks, with a fresh
-optimizer. The numbers keep their types until a script reads them. One process is enough, without a
-GPU. It needs one more package: ``pip install safetensors``.
+dimensions for --model, and generation_config.json if there is one. Any script resumes from them, on
+any number of ranks, with a fresh optimizer. The numbers keep their types until a script reads them.
+One process is enough, without a GPU. It needs one more package: ``pip install safetensors``.
 
 It reads and writes one tensor after the other. So it does not need memory for the model, but for
 about twice the largest tensor. In a Mixtral one tensor holds a matrix of all experts of a layer.
