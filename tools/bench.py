@@ -121,7 +121,8 @@ def main(argv=None):
     parser.add_argument("--together", action="store_true", help="run the two of a pair at the same "
                         "time, on a machine that is busy with other work: both then meet the same "
                         "load, and the ratio of their CPU seconds is the one figure that counts")
-    parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="time these scripts only")
+    parser.add_argument("--only", nargs="+", action="extend", metavar="SCRIPT",
+                        help="time these scripts only")
     args, options = parser.parse_known_args(argv)
     scripts = dict.fromkeys(script.split()[0] for _, script in PAIRS)
     for name in args.only or ():
