@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import BatchSampler, load_steps
-from common.launch import launch, restores_process, start_process_group, undo
+from common.launch import launch, restores_process, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
 from common.model_options import add_model_options
@@ -57,9 +57,6 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    undo.enter_context(  # DDP: otherwise it cuts layers' graphs at 25 MB
-        torch._dynamo.config.patch(optimize_ddp=False)
-    )
     wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
     materialise(model, device, args.seed)
     autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
@@ -68,6 +65,8 @@ def main(argv=None):
     model.forward = autocast(model.forward)
     # DDP: train by calling replica, not model: otherwise nothing averages the gradients
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # DDP: torch.compile would cut the graph of a layer at every 25 MB of gradients
+    replica.forward = torch._dynamo.config.patch(optimize_ddp=False)(replica.forward)
 
     # Optimizer
     optimizer = torch.optim.AdamW(

@@ -110,8 +110,6 @@ def main(argv=None):
     cp_rank = mesh.get_local_rank("cp")  # CP
     positions = shard_positions(args.seq_len, cp).to(device)[cp_rank]  # CP: (T/cp,)
     tp_rank = mesh.get_local_rank("tp") if args.sequence_parallel else 0  # TP: of residual stream
-    # DTensor warns that a flattened mesh would be faster for the gradient norm.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # Model: this rank's stage, built on the meta device, then split and materialised
     with torch.device("meta"):
@@ -136,8 +134,7 @@ def main(argv=None):
         length //= tp if args.sequence_parallel else 1  # TP: of residual stream
         hidden = torch.empty(size, length, args.config.hidden_size, dtype=args.compute_dtype)
         output = torch.empty((), dtype=args.param_dtype)
-    # PP: connect the stages
-    if pp > 1:
+    if pp > 1:  # PP: connect the stages
         schedule = make_schedule(
             "1f1b", [model], [stage], pp, M, tokens, hidden, output, loss_fn, mesh.get_group("pp"),
             device,
@@ -250,6 +247,8 @@ def make_meshes(args, dp, device_type):
         set_timeout(experts, args.timeout)
     for each in mesh, meshes.dp:
         set_timeout(each, args.timeout)
+    # DTensor warns that a flattened mesh would be faster for the gradient norm.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return meshes
 
 

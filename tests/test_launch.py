@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import ddp
@@ -396,7 +397,11 @@ def process_state():
 def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkeypatch, capsys):
     """Whether a signal stops it, an error in the counted step ends it, or it ends by itself. The
     next run trains all of its steps; in another thread, where Python allows no handlers, too.
+    While DDP runs torch.compile cuts no graphs.
     """
+    forward, cuts = DistributedDataParallel.forward, []
+    monkeypatch.setattr(DistributedDataParallel, "forward", lambda *args: cuts.append(
+        torch._dynamo.config.optimize_ddp) or forward(*args))
     options = f"{SMALL} --steps 4 --log-every 1 --deterministic --profile --data {corpus} --out"
     handler = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGUSR1, handler)
@@ -418,6 +423,7 @@ def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkey
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         assert thread.submit(steps, "c").result() == [1, 2, 3, 4]
     assert "not in the main thread of its process: no signal lets" in capsys.readouterr().out
+    assert cuts and not any(cuts)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
