@@ -24,7 +24,7 @@ def options(layers=4, **values):
     """The options of a plan."""
     config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     values = {"batch_size": 8, "devices": 8, "nproc_per_node": 8, "device_memory": math.inf,
-              "link": None, "network": None, "tflops": None, **values}
+              "link": 450, "network": 50, "tflops": 989, **values}
     return types.SimpleNamespace(config=config, **values)
 
 
@@ -61,17 +61,16 @@ def test_the_stages_of_a_mixture():
     assert plan.ranks_to_count(strategy, args) == [0, 2, 6]
 
 
-@pytest.mark.parametrize("memory, link, rows, expected", [
-    (42, None, [" --grad-accum 2"], [(1, "none"), (2, "none")]),
-    (25, 1, [" --grad-accum 8", f" --grad-accum 4 {AGAIN} selective", f" --grad-accum 2 {AGAIN}"],
+@pytest.mark.parametrize("memory, rows, expected", [
+    (74, [""], [(1, "none")]),
+    (42, [" --grad-accum 2", f" {AGAIN} selective"], [(1, "none"), (2, "none"), (1, "selective")]),
+    (25, [" --grad-accum 8", f" --grad-accum 4 {AGAIN} selective", f" --grad-accum 2 {AGAIN}"],
      [(1, "none"), (8, "none"), (1, "selective"), (4, "selective"), (1, "full"), (2, "full")]),
-    (14, None, [f" --grad-accum 8 {AGAIN} selective"],
-     [(1, "none"), (1, "selective"), (8, "selective")]),
-    (13, None, [f" --grad-accum 8 {AGAIN}"],
+    (13, [f" --grad-accum 8 {AGAIN}"],
      [(1, "none"), (1, "selective"), (1, "full"), (8, "full")]),
-    (9, None, [""], [(1, "none")]),  # parameters, gradients and states alone are too much
+    (9, [""], [(1, "none")]),  # parameters, gradients and states alone are too much
 ])
-def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, link, rows, expected):
+def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, rows, expected):
     """A dry run of many accumulation steps takes long: none whose result follows from another."""
     tried = []
 
@@ -83,7 +82,7 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, li
         return {"peak": {"in all": peak}, "held": dict(zip(plan.KEPT, (4, 4, 2)))}
 
     monkeypatch.setattr(plan, "evaluate", evaluate)
-    args = options(device_memory=memory / 1e9, link=link)
+    args = options(device_memory=memory / 1e9)
     assert [command for command, _ in plan.search(TP, [], args)] == [f"tp.py{row}" for row in rows]
     assert tried == expected
     # Which cannot compute layers again
@@ -91,24 +90,19 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, li
     assert not any(AGAIN in command for command, _ in found)
 
 
-@pytest.mark.parametrize("rates, expected", [
-    ({"link": 10, "network": 0.1},
-     ["computes more", "bubble", "sends least", "to others", "sends more"]),
-    ({"tflops": 20, "link": 1},
-     ["sends more", "sends least", "to others", "computes more", "bubble"]),
-])
-def test_what_sorts_the_rows(rates, expected):
-    """What fits; then the bounds; then operations, with those of the bubble, to 5 %; then bytes."""
-    def row(name, peak, operations, crossing=0, sent=0, bubble=0):
+def test_what_sorts_the_rows():
+    """What fits; then the larger bound, to 5 %; then both bounds, to 5 %; then the simplest."""
+    def row(name, peak, operations, sent, crossing=0, bubble=0):
         return name, {"peak": {"in all": peak * 1e9}, "operations": operations * 1e12,
                       "bubble": bubble, "between_machines": crossing * 1e9, "sent": sent * 1e9}
 
-    rows = [row("too large", 11, 1), row("larger", 12, 1), row("sends more", 1, 100, 2, 3),
-            row("to others", 1, 104, 1, 4), row("sends least", 10, 104, 1, 2),
-            row("bubble", 1, 90, 0, 0, 0.5), row("computes more", 1, 110)]
-    args = options(device_memory=10, least_work=100e12, **rates)
-    found = [name for name, _ in sorted(rows, key=lambda row: plan.order(row, args))]
-    assert found == [*expected, "too large", "larger"]
+    rows = [row("too large", 11, 1, 0), row("larger", 12, 1, 0), row("slow link", 1, 80, 110),
+            row("sends more", 1, 100, 50), row("simple", 1, 104, 10), row("least", 10, 100, 10),
+            row("slow network", 1, 10, 1, 20), row("bubble", 1, 60, 0, bubble=0.5)]
+    args = options(device_memory=10, tflops=100, link=100, network=10)
+    found = [name for name, _ in plan.in_order(rows, args)]
+    assert found == ["simple", "least", "sends more", "slow link", "bubble", "slow network",
+                     "too large", "larger"]
 
 
 def test_micro_batches_and_accumulation():
@@ -200,24 +194,27 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         return json.loads(path.read_text())["rows"]
 
     monkeypatch.setattr(plan, "cached", count)
-    found = rows("--device-memory 0.03 --link 1 --network 1 --nproc-per-node 2")
+    found = rows("--device-memory 0.03 --tflops 2 --link 1 --nproc-per-node 2")
     assert [row["command"] for row in found] == [
         "ddp.py --grad-accum 4", f"ddp.py {AGAIN} selective"]
-    assert found[0]["bounds"] == [None, 8e6 / 1e9]
-    head, first, *_, command = capsys.readouterr().out.splitlines()
-    assert command.startswith("the first row: NPROC=2 bash run.sh ddp.py ")
+    assert found[0]["bounds"] == [4e9 / 2e12 / 0.5, 8e6 / 1e9]
+    rates, head, first, *_, quickest, simplest = capsys.readouterr().out.splitlines()
+    assert rates == "--tflops 2 --link 1 --network 50"
+    assert quickest.startswith("the first row: NPROC=2 bash run.sh ddp.py ")
+    assert simplest.startswith("the simplest that fits: NPROC=2 bash run.sh ddp.py ")
     assert list(zip(*(re.split("  +", line.strip()) for line in (head, first)))) == [
         ("fits", "yes"), ("GB", "0.026"), ("parameters", "0.004"), ("gradients", "0.003"),
         ("states", "0.002"), ("activations", "0.016"), ("sent, GB by axis", "dp 0.008"),
-        ("10^12 operations", "0.004"), ("bubble", "50%"), ("sends >= s", "0.008"),
+        ("10^12 operations", "0.004"), ("bubble", "50%"), ("computes >= s", "0.004"),
+        ("sends >= s", "0.008"),
         ("command", "ddp.py --grad-accum 4")]
     (row,) = rows("--device-memory 1 --tflops 2 --link 4 --network 1 --nproc-per-node 1")
     assert row["fits"] and row["bounds"] == [4e9 / 2e12 / 0.5, 3e6 / 1e9]
-    head, first, *_, left_out, command = capsys.readouterr().out.splitlines()
+    _, head, first, *_, left_out, _, command = capsys.readouterr().out.splitlines()
     assert first[: head.index("between machines") + 16].endswith(" 0.003")
     assert left_out == "left out: --tp beyond the 1 devices of a machine"
     assert command == (
-        "the first row: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
+        "the simplest that fits: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
         "--seq-len 128 --dtype float32 --batch-size 16")
     plan.main([*f"{TINY} --devices 2 --batch-size 16 --device-memory 1 --only".split(),
                "fsdp.py --no-reshard-after-forward"])
@@ -243,9 +240,9 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--model none --devices 2 --seq-len 128", "--model none: no such preset or file"),
-    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, zero.py"),
+    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, fsdp.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
-    (f"{TINY} --devices 2 --network 1", "give --link too"),
+    (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
     (f"{TINY} --devices 2 --json {__file__}", "test_plan.py exists, and "),
 ])
 def test_bad_input(words, message):

@@ -2,21 +2,23 @@
 
     python -m tools.plan --model llama3-8b --devices 8 --device-memory 80 --seq-len 8192
     python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
-        --batch-size 512 --tflops 989 --link 450 --network 50
+        --batch-size 512 --tflops 312 --link 300 --network 25
 
 Every script is tried, and hybrid_3d.py with every grid. For a mixture of experts ep.py is tried
 with every --ep, and hybrid_3d.py with every grid and the largest --ep that divides the devices of a
 machine, so that tokens stay within it; the other scripts train no experts. Of each the table has
 the fewest accumulation steps that fit. Activation checkpointing is tried if nothing fits without
-it, since it computes more: selective, and if that does not fit, full. With --link it is also tried
-beside several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for
-the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What does not
-fit is counted no further: it holds at least what its row says.
+it, since it computes more: selective, and if that does not fit, full. It is also tried beside
+several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for the rank
+that holds most; of a pipeline ``ranks_to_count`` says which these may be. What does not fit is
+counted no further: it holds at least what its row says.
 
-Time is never predicted. With --tflops, --link and --network the table has two lower bounds of a
-step: no computation is faster than all operations at the peak rate (and the bubble of a pipeline is
-added to it), and no communication faster than all bytes at the full rate of the links that they
-take. A real step takes longer than either.
+Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
+operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
+faster than all bytes at the full rate of the links that they take. A real step takes longer than
+either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound; within
+5 % by both together, since not all that is sent travels while a rank computes; and within 5 % of
+these the simpler script comes first. The last line names the simplest script that fits.
 """
 
 import argparse
@@ -49,16 +51,15 @@ from tools import dry_run
 from tools.support.command import check_json, make_parser, refuse, run, write_json
 
 ROOT = pathlib.Path(__file__).parent.parent
-WHOLE = [  # every rank reads samples of its own
-    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
-    "fsdp.py --no-reshard-after-forward",
+WHOLE = [  # every rank reads samples of its own; the simplest first
+    "ddp.py", "fsdp.py", "fsdp.py --no-reshard-after-forward", "zero.py --stage 1",
+    "zero.py --stage 2",
 ]
 SPLIT = [  # all ranks read the same samples
     "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
     "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
-SECONDS = 1  # of one CPU core, for each layer of a strategy; a guess from plans of 8B models
 AGAIN = "--activation-checkpointing"
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
@@ -231,7 +232,7 @@ def search(strategy, options, args):
     for checkpointing in [], [AGAIN, "selective"], [AGAIN]:
         command, counted = first_that_fits(checkpointing)
         rows.append((command, counted))
-        enough = fits(counted, args) and not (args.link and "--grad-accum" in command)
+        enough = fits(counted, args) and "--grad-accum" not in command
         too_much = least_peak(counted, math.inf) > args.device_memory * 1e9
         # zerobubble cannot compute layers again
         if enough or too_much or "zerobubble" in command:
@@ -247,27 +248,24 @@ def least_peak(counted, steps):
 
 
 def bounds(counted, args):
-    """Two lower bounds of a step in seconds, computation and communication, or None."""
-    compute = communicate = None
-    if args.tflops:
-        compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted.get("bubble", 0))
-    if args.link:
-        communicate = counted["sent"] / (args.link * 1e9)
-        if args.network:
-            communicate = max(communicate, counted["between_machines"] / (args.network * 1e9))
-    return compute, communicate
+    """Two lower bounds of a step in seconds: computation, communication."""
+    compute = counted["operations"] / (args.tflops * 1e12) / (1 - counted.get("bubble", 0))
+    inside = counted["sent"] / (args.link * 1e9)
+    return compute, max(inside, counted["between_machines"] / (args.network * 1e9))
 
 
-def order(row, args):
-    """What sorts a row: what fits first, then by the bounds. Without them by operations, those that
-    the bubble costs among them, to 5 %; then by what is sent between machines, and in all."""
-    _, counted = row
-    if not fits(counted, args):
-        return 1, counted["peak"]["in all"]
-    known = [bound for bound in bounds(counted, args) if bound is not None]
-    work = counted["operations"] / (1 - counted.get("bubble", 0))
-    steps = (work / args.least_work - 1) // 0.05
-    return 0, max(known, default=0), steps, counted["between_machines"], counted["sent"]
+def in_order(rows, args):
+    """``rows``, of the simplest script first, sorted: what fits first. See the docstring."""
+    def sort(rows, key):
+        """Within 5 % of the least they stay as they are."""
+        least = min(map(key, rows), default=0)
+        return sorted(rows, key=lambda row: (key(row) / least - 1) // 0.05)
+
+    fitting = [row for row in rows if fits(row[1], args)]
+    fitting = sort(fitting, lambda row: sum(bounds(row[1], args)))
+    fitting = sort(fitting, lambda row: max(bounds(row[1], args)))
+    others = [row for row in rows if not fits(row[1], args)]
+    return fitting + sorted(others, key=lambda row: row[1]["peak"]["in all"])
 
 
 def table(rows, args):
@@ -276,12 +274,7 @@ def table(rows, args):
     head = ["fits", "GB", "parameters", "gradients", "states", "activations", "sent, GB by axis"]
     if several:
         head.append("between machines")
-    head += ["10^12 operations", "bubble"]
-    if args.tflops:
-        head.append("computes >= s")
-    if args.link:
-        head.append("sends >= s")
-    yield [*head, "command"]
+    yield [*head, "10^12 operations", "bubble", "computes >= s", "sends >= s", "command"]
     for command, counted in rows:
         held, peak = counted["held"], counted["peak"]
         by_axis = collections.Counter()
@@ -296,7 +289,7 @@ def table(rows, args):
             cells.append(gb(counted["between_machines"]))
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
         cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
-        cells += [f"{bound:.3f}" for bound in bounds(counted, args) if bound is not None]
+        cells += [f"{bound:.3f}" for bound in bounds(counted, args)]
         yield [*cells, command]
 
 
@@ -359,12 +352,12 @@ def parse(argv):
         help="as in the scripts (default: bfloat16)")
     add("--nproc-per-node", type=at_least(1), default=8, metavar="N",
         help="devices on a machine (default: 8)")
-    add("--tflops", type=more_than_0, metavar="X",
-        help="peak of a device, in 10^12 operations per second")
-    add("--link", type=more_than_0, metavar="GB/S",
-        help="what a device can send to others of its machine, in 10^9 bytes per second")
-    add("--network", type=more_than_0, metavar="GB/S",
-        help="a device's share of what its machine can send to others")
+    add("--tflops", type=more_than_0, default=989, metavar="X", help="peak of a device, in 10^12 "
+        "operations per second (default: 989, of an H100)")
+    add("--link", type=more_than_0, default=450, metavar="GB/S", help="what a device can send to "
+        "others of its machine, in 10^9 bytes per second (default: 450)")
+    add("--network", type=more_than_0, default=50, metavar="GB/S",
+        help="a device's share of what its machine can send to others (default: 50)")
     add("--only", nargs="+", metavar="SCRIPT",
         help="these alone: fsdp.py, or with its grid 'hybrid_3d.py --tp 8'")
     add("--json", type=pathlib.Path, metavar="FILE", help="write all rows")
@@ -375,8 +368,6 @@ def parse(argv):
                f"{args.nproc_per_node}: machines are alike")
     if args.json:
         check_json(args.json, "plan")
-    if args.network and not args.link:
-        refuse("--network is for what leaves a machine: give --link too")
     return args
 
 
@@ -395,29 +386,26 @@ def main(argv=None):
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
-    seconds = len(tried) * args.config.num_hidden_layers * SECONDS
-    minutes = math.ceil(seconds / 60 / (os.cpu_count() or 1))
-    print(f"strategies to count: {len(tried)}, in about {minutes} min; those of an earlier plan "
-          "are kept", file=sys.stderr)
-    rows = []
+    print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
+    found = {}  # the rows of each strategy
     with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}
         for each in concurrent.futures.as_completed(searches):
             try:
-                rows += each.result()
+                found[searches[each]] = each.result()
                 for command, counted in each.result():
                     bar.write(f"{gb(counted['peak']['in all'])} GB: {command}", file=sys.stderr)
             except SettingError as error:
                 left_out[f"{searches[each]}: {error}"] += 1
             bar.update()
+        rows = [row for each in tried for row in found.get(each.command, [])]
         if not rows:
             reasons = "; ".join(left_out)
             raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-        fitting = any(fits(counted, args) for _, counted in rows)
-        change = "" if fitting else pool.submit(more_devices, options, args).result()
-    args.least_work = min(counted["operations"] / (1 - counted.get("bubble", 0))
-                          for _, counted in rows)
-    rows.sort(key=lambda row: order(row, args))
+        simplest = next((command for command, counted in rows if fits(counted, args)), None)
+        change = "" if simplest else pool.submit(more_devices, options, args).result()
+    rows = in_order(rows, args)
+    print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
     for line in lay_out(table(rows, args)):
         print(line)
     for reason, number in left_out.items():
@@ -428,14 +416,14 @@ def main(argv=None):
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
         })
-    if not fitting:
+    if not simplest:
         sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
-    words = [*rows[0][0].split(), "--model", args.model, *shape]
-    words += ["--batch-size", str(args.batch_size)]
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
-    print(f"the first row: NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh",
-          shlex.join(words))
+    start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
+    setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
+    for name, command in ("the first row", rows[0][0]), ("the simplest that fits", simplest):
+        print(f"{name}: {start} {shlex.join([*command.split(), *setting])}")
 
 
 if __name__ == "__main__":
