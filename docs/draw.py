@@ -189,6 +189,32 @@ def memory():
     yield text(x + 6, bottom - 8, "80 GB", "ink s")
 
 
+def gpu():
+    """What an H200 held beside the dry run, and its tokens per second beside those of other
+    loops."""
+    left, y = 232, 88
+    runs = [run for run in read("gpu_memory")["runs"] if run["dry_run"]]
+    yield from legend(8, 54, [("c0", "predicted by dry_run on a CPU"), ("c1", "held on the GPU"),
+                              ("c2", "tokens/s of our scripts"), ("c3", "of other loops")])
+    for run in runs:
+        words = run["command"].split()
+        batch, length = (words[words.index(name) + 1] for name in ("--batch-size", "--seq-len"))
+        again = "activation checkpointing" if "--activation-checkpointing" in words else ""
+        yield text(left - 10, y + (11 if again else 19), f"{words[2]}, {batch} x {int(length):,}",
+                   "ink e")
+        yield text(left - 10, y + 27, again, "soft s e")
+        for i, (name, size) in enumerate([("c0", run["dry_run"]), ("c1", run["counted"])]):
+            yield rect(left, y + 15 * i, 3 * size / 1e9, 14, f"{name} bg-line")
+            yield text(left + 3 * size / 1e9 + 7, y + 12 + 15 * i, f"{size:,} bytes", "ink s")
+        y += 44
+    y += 8
+    for i, (name, rate) in enumerate(read("gpu_speed")["tokens_per_second"].items()):
+        yield text(left - 10, y + 15, name, "ink e")
+        yield rect(left, y, rate / 172, 21, f"c{3 if i % 2 else 2} bg-line")
+        yield text(left + rate / 172 + 7, y + 15, f"{rate:,} tokens/s")
+        y += 26 + 8 * (i % 2)
+
+
 def glyph(command, x=6, y=6, unit=6):
     """Parameters, gradients and optimizer states above activations. A row is a layer; in it are 4
     slices of its weights, or 4 sequences of 8 positions. Ranks 0 to 3 hold them, or a: all."""
@@ -392,6 +418,8 @@ def draw():
         save(f"bugs/{number:02}", 420, 120, title, bug(run), heading=False)
     save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
+    save("gpu", 800, 348, "One H200: memory of single.py, and speed of llama3-1b with --compile",
+         gpu())
     save("sent", 656, 384, "GB that a rank sends: Llama 3 8B, 8,192 tokens for each rank", sent())
     save("key", 590, 272, "zero.py on 4 ranks", key())
     save("ring", 790, 296, "Ring attention on 4 ranks: who computes which scores, and when", ring())
