@@ -1,6 +1,7 @@
 """A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
-of the heads, of q, k and v in one fused matrix. With --fsdp it is plain FSDP2, with an encoder for
-each of two kinds of samples; a micro-batch has one kind. It records itself by parity."""
+of the heads, of q, k and v in one fused matrix. With --query-norm a norm normalises the queries of
+each head, all heads with the same weights. With --fsdp it is plain FSDP2, with an encoder for each
+of two kinds of samples; a micro-batch has one kind. It records itself by parity."""
 
 import argparse
 import os
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, rank, n):
         super().__init__()
-        self.n, self.norm = n, nn.LayerNorm(D)
+        self.n, self.norm, self.q_norm = n, nn.LayerNorm(D), None
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
         for p in self.qkv.weight, self.qkv.bias:
             p.data = p.data.unflatten(0, (3, n, -1))[:, rank].flatten(0, 1)
@@ -56,6 +57,8 @@ class Block(nn.Module):
     def forward(self, x):
         h = copy(self.norm(x), self.n)
         q, k, v = self.qkv(h).unflatten(-1, (3, HEADS // self.n, -1)).permute(2, 0, 3, 1, 4)
+        if self.q_norm:
+            q = F.rms_norm(q, q.shape[-1:], copy(self.q_norm.weight, self.n))
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return x + Add.apply(F.linear(h, self.out.weight), self.n) + self.out.bias
 
@@ -94,6 +97,7 @@ def main(argv):
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--tied", action="store_true")  # embedding and head
+    parser.add_argument("--query-norm", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args(argv)
     n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -104,6 +108,9 @@ def main(argv):
         n, rank, replicas, replica = 1, 0, n, rank
     torch.manual_seed(0)
     model = Model(rank, n, encoders=2 * args.fsdp).double()
+    if args.query_norm:
+        for block in model.blocks:
+            block.q_norm = nn.RMSNorm(D // HEADS).double()
     if args.tied:
         model.head.weight = model.embed.weight
     if replicas > 1:
