@@ -148,13 +148,13 @@ def _no_ids(head, dtype, fitting, vocab_size):
     high = np.where(high < 2**16 - 1, high, 0)
     # Some vocabularies have more than 2^16 ids, none 2^20.
     if not high.any() or high.max() < 16 and low.max() >= 2**12:
-        found, why = "uint32", "every second number of 16 bits is 0, or nearly so"
+        likely, why = "uint32", "every second number of 16 bits is 0, or nearly so"
     else:
         beyond = vocab_size and words.max() < vocab_size <= numbers.max()
-        found, why = "uint16" if beyond else dtype, "numbers of 32 bits are beyond the vocabulary"
-    if found == dtype:
+        likely, why = "uint16" if beyond else dtype, "numbers of 32 bits are beyond the vocabulary"
+    if likely == dtype:
         return ""
-    return f"seems to have ids in {found}, and not in {dtype}: {why}: give --token-dtype {found}"
+    return f"seems to have ids in {likely}, and not in {dtype}: {why}: give --token-dtype {likely}"
 
 
 def add_text_options(parser):

@@ -98,8 +98,8 @@ def save(name, width, height, title, parts, heading=True):
 
 def curves():
     """All loss curves over each other, and below how far each is from single.py's."""
-    found = read("curves")
-    first = found["loss"]["single.py"]
+    data = read("curves")
+    first = data["loss"]["single.py"]
 
     def x(step):
         return 62 + 2.89 * step
@@ -121,9 +121,9 @@ def curves():
         yield text(x(step), 448, step, "soft s m")
     yield text(x(100), 466, "optimizer steps", "soft s m")
     yield text(870, 44, "processes", "soft s e")
-    for i, words in enumerate(found["options"].removeprefix("--").split(" --")):
+    for i, words in enumerate(data["options"].removeprefix("--").split(" --")):
         yield text(656, 310 + 20 * i, f"--{words}", "soft s")
-    for i, (name, losses) in enumerate(found["loss"].items()):
+    for i, (name, losses) in enumerate(data["loss"].items()):
         # single.py as a broad line; on it each of the others has its dashes, one after another.
         colour, width = (f"c{i - 1}", 3) if i else ("soft", 6)
         dashes = f'stroke-dasharray="9 54" stroke-dashoffset="{-9 * i}"' if i else ""
@@ -131,7 +131,7 @@ def curves():
         yield line(curve, colour, width, f'stroke-linejoin="round" {dashes}')
         yield line([(656, 66 + 22 * i), (678, 66 + 22 * i)], colour, width + 1)
         yield text(686, 70 + 22 * i, name, "ink s")
-        yield text(870, 70 + 22 * i, found["processes"][name], "soft s e")
+        yield text(870, 70 + 22 * i, data["processes"][name], "soft s e")
         if i:
             apart = [(x(step), low_y(abs(a - b)))
                      for step, (a, b) in enumerate(zip(losses, first), 1)]
@@ -218,12 +218,12 @@ def gpu():
 def glyph(command, x=6, y=6, unit=6):
     """Parameters, gradients and optimizer states above activations. A row is a layer; in it are 4
     slices of its weights, or 4 sequences of 8 positions. Ranks 0 to 3 hold them, or a: all."""
-    found = read("shares")[command]
+    data = read("shares")[command]
     for i, kind in enumerate(KINDS):
-        for layer, ranks in enumerate(found[kind]):
+        for layer, ranks in enumerate(data[kind]):
             for part, rank in enumerate(ranks):
                 yield rect(x + (7 * i + part) * unit, y + layer * unit, unit, unit - 1, f"c{rank}")
-    for layer, sequences in enumerate(found["activations"]):
+    for layer, sequences in enumerate(data["activations"]):
         for i, ranks in enumerate(sequences.split()):
             for position, rank in enumerate(ranks):
                 yield rect(x + (14 / 3 * i + position / 2) * unit, y + (5 + layer) * unit,
@@ -363,24 +363,24 @@ def sent_by_scripts(n):
         replicate=1, reshard_after_forward=True, sequence_parallel=True, cpu_offload=False,
     )
     ulysses = types.SimpleNamespace(**vars(args) | {"attention": "ulysses"})
-    found = {
+    costs = {
         "ddp.py": theory.ddp(args, n), "zero.py": theory.zero(args, n),
         "fsdp.py": theory.fsdp(args, n), "cp.py": theory.cp(args, n),
     }
     if n <= config.num_attention_heads:
-        found["cp.py --attention ulysses"] = theory.cp(ulysses, n)
+        costs["cp.py --attention ulysses"] = theory.cp(ulysses, n)
     if n <= config.num_key_value_heads:
-        found["tp.py"] = theory.tp(args, n)
+        costs["tp.py"] = theory.tp(args, n)
     if n <= config.num_hidden_layers:  # a rank in the middle
-        found["pp.py"] = theory.pp(args, [], [n // 2], n)
-    return {script: parts["sent"][1] for script, parts in found.items()}
+        costs["pp.py"] = theory.pp(args, [], [n // 2], n)
+    return {script: parts["sent"][1] for script, parts in costs.items()}
 
 
 def sent():
     """What a rank sends against the number of ranks n. A curve ends where n becomes too large for
     the script."""
     sizes = [2**i for i in range(1, 11)]  # up to 1,024
-    found = {n: sent_by_scripts(n) for n in sizes}
+    sent_on = {n: sent_by_scripts(n) for n in sizes}
 
     def x(n):
         return 30 + 40 * math.log2(n)
@@ -404,8 +404,8 @@ def sent():
         ("tp.py", "c3", 2.5, -72, -28, "tp.py: {} GB (8 key/value heads)"),
         ("pp.py", "c5", 2.5, 8, 4, "pp.py: {} GB (32 layers)"),
     ):
-        curve = [(x(n), y(row[script])) for n, row in found.items() if script in row]
-        last = [row[script] for row in found.values() if script in row][-1]
+        curve = [(x(n), y(row[script])) for n, row in sent_on.items() if script in row]
+        last = [row[script] for row in sent_on.values() if script in row][-1]
         yield line(curve, colour, width, 'stroke-linejoin="round"')
         left, height = curve[-1]
         yield text(left + right, height + down, words.format(f"{last / 1e9:,.0f}"), "ink s")

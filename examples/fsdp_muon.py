@@ -249,10 +249,10 @@ def newton_schulz(X, steps=5):
 
 def formulas(args, n, matrices):
     """(formula, bytes) of what a rank holds and sends in a step: fsdp.py's, and Muon's."""
-    found, s = theory.fsdp(args, n), n // args.replicate
-    M, (formula, sent) = sum(p.nbytes for p in matrices), found["sent"]
-    states = found["optimizer_states"][1] - M / s  # of a matrix: one in place of two
-    return found | {
+    parts, s = theory.fsdp(args, n), n // args.replicate
+    M, (formula, sent) = sum(p.nbytes for p in matrices), parts["sent"]
+    states = parts["optimizer_states"][1] - M / s  # of a matrix: one in place of two
+    return parts | {
         "optimizer_states": ("(2P-M)/s", states),
         "sent": (f"{formula} + (2M/s)(s-1)/s", sent + 2 * M / s * (s - 1) / s),
     }

@@ -387,18 +387,18 @@ def main(argv=None):
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
     print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
-    found = {}  # the rows of each strategy
+    rows_of = {}  # the rows of each strategy
     with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
         searches = {pool.submit(search, each, options, args): each.command for each in tried}
         for each in concurrent.futures.as_completed(searches):
             try:
-                found[searches[each]] = each.result()
+                rows_of[searches[each]] = each.result()
                 for command, counted in each.result():
                     bar.write(f"{gb(counted['peak']['in all'])} GB: {command}", file=sys.stderr)
             except SettingError as error:
                 left_out[f"{searches[each]}: {error}"] += 1
             bar.update()
-        rows = [row for each in tried for row in found.get(each.command, [])]
+        rows = [row for each in tried for row in rows_of.get(each.command, [])]
         if not rows:
             reasons = "; ".join(left_out)
             raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")

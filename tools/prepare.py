@@ -73,11 +73,11 @@ def main(argv=None):
     with new_file(names[0], replace=False) as train, \
             new_file(names[1], replace=False) as val, \
             tqdm(total=size, unit="B", unit_scale=True) as bar:
-        documents = (found for path in args.files for found in read_documents(path, bar))
+        documents = (document for path in args.files for document in read_documents(path, bar))
         while batch := list(itertools.islice(documents, 64)):  # the cores share it
-            found = tokenizer.encode_batch_fast([doc for doc, _ in batch],
-                                                add_special_tokens=False)
-            for (_, place), encoding in zip(batch, found):
+            encodings = tokenizer.encode_batch_fast([doc for doc, _ in batch],
+                                                    add_special_tokens=False)
+            for (_, place), encoding in zip(batch, encodings):
                 file = val if place < args.val * 2**32 else train
                 file.write(np.array([*encoding.ids, end], dtype))
         if not train.tell():

@@ -108,8 +108,8 @@ def read_sums(checkpoint):
     """The hashes in SHA256SUMS, by the names of the files."""
     path = checkpoint / SUMS
     with damaged(checkpoint), reading(path):
-        found = re.findall(r"(?m)^([0-9a-f]{64})  ([^/\n]+)$", read_text(path))
-    return {name: digest for digest, name in found}
+        lines = re.findall(r"(?m)^([0-9a-f]{64})  ([^/\n]+)$", read_text(path))
+    return {name: digest for digest, name in lines}
 
 
 def check_hash(path, sums, most):

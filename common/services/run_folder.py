@@ -102,9 +102,9 @@ def read_run_id(folder):
         return None, "", None
     with reading(path):
         text = read_text(path, 10_000)
-    if not (found := RUN_ID.fullmatch(text)):
+    if not (match := RUN_ID.fullmatch(text)):
         raise SettingError(f"{path} is not what a run writes: choose another --out")
-    return found[1], text, json.loads(found[4]) if found[4] else None
+    return match[1], text, json.loads(match[4]) if match[4] else None
 
 
 def refuse_foreign(folder):

@@ -161,7 +161,7 @@ def called_by_a_pipeline():
 def not_tried(parser, known):
     """The options of a script's own, and of arithmetic, that have their default: "--stage", or with
     the values that they may have, "--attention ulysses or allgather"."""
-    found = []
+    notes = []
     for group in parser._action_groups:  # nothing public tells who has added an option
         for action in group._group_actions if group.title not in COMMON else []:
             value = getattr(known, action.dest, None)
@@ -170,8 +170,8 @@ def not_tried(parser, known):
             others = [str(x) for x in action.choices or [] if x not in (value, "auto")]
             names = [name for name in action.option_strings
                      if not isinstance(value, bool) or name.startswith("--no-") == value]
-            found += [" ".join([name, " or ".join(others)]).strip() for name in names[:1]]
-    return found
+            notes += [" ".join([name, " or ".join(others)]).strip() for name in names[:1]]
+    return notes
 
 
 # The loss
@@ -206,19 +206,19 @@ def modules_of(variables, models, optimizers):
     what the variables of the script hold, alone or in a list or a dict. What is a part of another
     one is left out."""
     trained = places(optimizers)
-    found = {model: "" for model in models if isinstance(model, torch.nn.Module)}
+    names_of = {model: "" for model in models if isinstance(model, torch.nn.Module)}
     for name, value in variables.items():
         held = value.values() if isinstance(value, dict) else value
         for x in held if isinstance(value, (dict, list, tuple)) else [value]:
             if isinstance(x, torch.nn.Module):
-                found[x] = found.get(x) or name
-    found = {module: name for module, name in found.items()
+                names_of[x] = names_of.get(x) or name
+    names_of = {module: name for module, name in names_of.items()
              if any(place(p) in trained for p in module.parameters())}
-    parts = {part for module in found for part in module.modules() if part is not module}
-    found = {module: name for module, name in found.items() if module not in parts}
-    names = [name for module in found for name, _ in module.named_parameters()]
+    parts = {part for module in names_of for part in module.modules() if part is not module}
+    names_of = {module: name for module, name in names_of.items() if module not in parts}
+    names = [name for module in names_of for name, _ in module.named_parameters()]
     alike = len({*names}) < len(names)  # as the layers of a generator and a discriminator
-    return [(f"{name}." if alike else "", module) for module, name in found.items()]
+    return [(f"{name}." if alike else "", module) for module, name in names_of.items()]
 
 
 def tensors_of(roots, saved, variables, optimizers):
