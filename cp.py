@@ -65,7 +65,7 @@ from common.torch_versions import (
     all_gather_single, not_compiled, reduce_scatter_single
 )
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

@@ -31,7 +31,7 @@ from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import add_text_options, open_dataset
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets

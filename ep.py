@@ -64,7 +64,7 @@ from common.tokens import add_text_options, open_dataset
 from common.torch_versions import not_compiled, reshard
 from fsdp import add_gradients_up, shard
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.same_calls import compare_calls

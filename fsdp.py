@@ -24,7 +24,7 @@ norm and head, which stays gathered between its forward and its backward pass. F
 - The rows of each parameter are padded to a multiple of n, and P, G and F count the padding. It
   grows with n if there are more ranks than rows, such as 1,024 of k_proj: use --replicate then.
 - --no-reshard-after-forward gathers everything once in a step, and keeps G bytes gathered
-  meanwhile. With a micro-batches a rank then sends (G + aP)(n-1)/n.
+  meanwhile. A rank then sends (G + aP)(n-1)/n, with a: micro-batches.
 - --replicate R (hybrid sharding, HSDP) makes R replicas. s = n/R ranks share each of them, and s
   takes the place of n above. In each step a rank also all-reduces its shard of the gradients over
   the replicas, and sends (2P/s)(R-1)/R. Use the number of machines as R: then only this all-reduce
@@ -60,7 +60,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reduce_unused_parameters, reshard
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

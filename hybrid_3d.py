@@ -78,7 +78,7 @@ from pp import (
 )
 from tp import llama_plan, parallelize, wait_for_output
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report
 from common.services.same_calls import compare_calls

@@ -1,7 +1,7 @@
 """Pipeline parallel: each rank holds some of the layers, and micro-batches flow through the ranks.
 
-Split: the model by its layers, into stages; the batch into M micro-batches, so that the stages work
-at the same time. Replicated: nothing; all ranks read the same samples. Use it if a model does not
+Split: the model by its layers, into stages; each micro-batch of --grad-accum into M smaller ones, so
+that the stages work at the same time. Replicated: nothing; all ranks read the same samples. Use it if a model does not
 fit and links are slow, as between machines: only hidden states travel, and only to the next stage.
 The price is the bubble: ranks wait while the pipeline fills and drains.
 
@@ -77,7 +77,7 @@ from common.torch_versions import (
     keeps_last_function, pass_on_no_gradients_in_eval, separate_directions, skip_first_messages
 )
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

@@ -20,7 +20,7 @@ them. t: bytes of one number per token. N: bytes of the norms' weights.
     embedding, head  1 all-gather and 1 reduce-scatter in each,
                      or 1 all-reduce in each                                (2e+2X)(n-1)/n
     loss             3 all-reduces of a number per token, instead of logits      6t(n-1)/n
-    norms            with sequence parallelism, 1 all-reduce of all gradients    2N(n-1)/n
+    norms            with sequence parallelism, 1 all-reduce of their gradients  2N(n-1)/n
 
 Activation checkpointing repeats the forward transfers that the backward pass needs: each layer
 sends 3X(n-1)/n more, or 2X(n-1)/n more without sequence parallelism.
@@ -52,7 +52,7 @@ from common.options import option_parser, parse_options
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from common.tokens import add_text_options, open_dataset
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

@@ -19,7 +19,7 @@ from common.launch import launch, restores_process, start_process_group
 from common.options import option_parser, parse_options
 from common.step import count_targets, seed_step
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services.checkpoint import Checkpoints
 from common.services.ddp_buckets import arrange_buckets
 from common.services.report import Report

@@ -57,7 +57,7 @@ from common.torch_versions import reshard
 from fsdp import add_gradients_up, shard
 from tools.huggingface.weights import load_weights
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.report import Report

@@ -43,7 +43,7 @@ from common.step import count_targets, decay_groups, seed_step, set_learning_rat
 from common.tokens import add_text_options, open_dataset
 from common.torch_versions import reshard
 
-# Services, optional: delete an import and every line that uses it
+# Services, optional: delete an import and every statement that uses it, but keep the loop
 from common.services import theory
 from common.services.checkpoint import Checkpoints
 from common.services.checkpoint_files import hash_of

@@ -4,9 +4,10 @@
     python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
         --batch-size 512 --tflops 312 --link 300 --network 25
 
-Every script is tried, and hybrid_3d.py with every grid. For a mixture of experts ep.py is tried
-with every --ep, and hybrid_3d.py with every grid and the largest --ep that divides the devices of a
-machine, so that tokens stay within it; the other scripts train no experts. Of each the table has
+Every script is tried, and hybrid_3d.py with every sensible grid: the last lines name those that are
+left out. For a mixture of experts ep.py is tried with every --ep, and hybrid_3d.py with the largest
+--ep that divides the devices of a machine, so that tokens stay within it; the other scripts train
+no experts. Of each the table has
 the fewest accumulation steps that fit. Activation checkpointing is tried if nothing fits without
 it, since it computes more: selective, and if that does not fit, full. It is also tried beside
 several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for the rank
@@ -16,9 +17,9 @@ counted no further: it holds at least what its row says.
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
 faster than all bytes at the full rate of the links that they take. A real step takes longer than
-either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound; within
-5 % by both together, since not all that is sent travels while a rank computes; and within 5 % of
-these the simpler script comes first. The last line names the simplest script that fits.
+either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound. If these
+are within 5 %, the smaller sum of both comes first, since not all transfers overlap with
+computation; if the sums are too, the simpler script. The last line names the simplest that fits.
 """
 
 import argparse
