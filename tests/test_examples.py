@@ -177,7 +177,7 @@ OF_MAIN = {
     "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
     "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
     "fsdp_gpt2": rf"{OWN_MODEL}|units|norm,|buffers|compare_calls|reshard\(",
-    "ddp_convnet": rf"{OWN_MODEL}|optimi|decay|buckets|learning_rate|for i,",
+    "ddp_convnet": rf"{OWN_MODEL}|optimi|decay|buckets|learning_rate|for i,|torch.compile",
     "trainer_fsdp": "loss|batch|norm",
 }
 
