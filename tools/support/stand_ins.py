@@ -272,7 +272,7 @@ class Report(report.Report):
     """Puts what it counts into the dict ``counted``. It shows a progress bar, and reads no loss."""
 
     def __init__(self, counted, number, progress, args, *rest, **options):
-        self.counted, self.number = counted, number
+        self.into, self.number = counted, number
         counted["description"] = []
         report.say = lambda line: counted["description"].append(str(line))  # of whatever rank
         super().__init__(args, *rest, **options)
@@ -323,7 +323,7 @@ class Report(report.Report):
         counter = self.counter
         if counter.failed:
             raise counter.failed
-        self.counted.update(
+        self.into.update(
             held=dict(counter.held), peak=dict(counter.peak),
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
