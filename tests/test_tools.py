@@ -308,7 +308,7 @@ def test_the_benchmark_runs(tmp_path, name):
     """A loop and a script of one process, and of two. A signal leaves the row that is there, and no
     process."""
     options = "--nproc 2 --rounds 1 --warm-up 1 --timed 1 --together --only single.py tp.py"
-    options += "" if name else " --vocab-size 512 --seq-len 32 --batch-size 4"  # or 32,000
+    options += "" if name else " --vocab-size 512 --seq-len 32"  # or 32,000
     process = start([*RUN, "bench", *options.split()], tmp_path, TMPDIR=str(tmp_path))
     lines = []
     while name and not (lines and lines[-1].startswith("| `single.py`")):

@@ -4,6 +4,7 @@ It shows what runs on the device, which kernels of attention are called, and tha
 nothing. It does not show what kernels compute, NCCL, or time: test_cuda.py does, on a GPU.
 """
 
+import fcntl
 import json
 import os
 import pathlib
@@ -58,14 +59,24 @@ pytestmark = [thorough, pytest.mark.skipif(
 )]
 
 
+@pytest.fixture(scope="module")
+def guard(shared):
+    """guard.cpp, compiled once for all processes of pytest-xdist."""
+    path, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
+    with open(shared / "guard.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            subprocess.run(
+                ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
+                 f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
+                 f"-Wl,-rpath,{installed}/lib", "-o", shared / "new.so"], check=True,
+            )
+            (shared / "new.so").rename(path)
+    return path
+
+
 @pytest.mark.parametrize("group", ROWS)  # each starts once
-def test_a_step_stays_on_the_gpu(tmp_path, group):
-    guard, installed = tmp_path / "guard.so", pathlib.Path(torch.__file__).parent
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
-         f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
-         f"-Wl,-rpath,{installed}/lib", "-o", guard], check=True,
-    )
+def test_a_step_stays_on_the_gpu(guard, group):
     if group == "examples":
         pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
     rows = [(command.replace(".py", f".py {SMALL}"), n, rank)
