@@ -406,6 +406,7 @@ def test_what_a_run_changes_in_its_process_it_puts_back(tmp_path, corpus, monkey
     handler = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGUSR1, handler)
     before, seed_step = process_state(), ddp.seed_step
+    launch.undo.callback(os.environ.clear)  # of another who changed something: it stays
 
     def steps(out, do=lambda step: None):
         monkeypatch.setattr(
