@@ -1,9 +1,9 @@
 """Pipeline parallel: each rank holds some of the layers, and micro-batches flow through the ranks.
 
-Split: the model by its layers, into stages; each micro-batch of --grad-accum into M smaller ones, so
-that the stages work at the same time. Replicated: nothing; all ranks read the same samples. Use it if a model does not
-fit and links are slow, as between machines: only hidden states travel, and only to the next stage.
-The price is the bubble: ranks wait while the pipeline fills and drains.
+Split: the model by its layers, into stages; each micro-batch of --grad-accum into M smaller ones,
+so that the stages work at the same time. Replicated: nothing; all ranks read the same samples. Use
+it if a model does not fit and links are slow, as between machines: only hidden states travel, and
+only to the next stage. The price is the bubble: ranks wait while the pipeline fills and drains.
 
     torchrun --nproc_per_node=2 pp.py
     torchrun --nproc_per_node=4 pp.py --schedule gpipe --microbatches 8

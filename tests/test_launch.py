@@ -320,7 +320,7 @@ def test_a_killed_process_is_named(tmp_path, corpus):
 
 @thorough
 def test_a_run_that_began_from_a_checkpoint_restarts(server, tmp_path, corpus):
-    """Killed before its first save, it begins from there again: started by torchrun, and by hand."""
+    """Killed before its first save, it begins there again: started by torchrun, and by hand."""
     server.run("ddp.py", 2, f"{OPTIONS} --save-every 2 --steps 2 --data {corpus}", folder=tmp_path,
                out="first")
     words = [*RUN, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus, "--out", "second",

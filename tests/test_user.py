@@ -49,7 +49,7 @@ def test_the_terminal(result):
 
 
 def test_the_table_of_a_compiled_run():
-    """It has no sum: what compiled layers keep is not seen. On a GPU it has what torch allocated."""
+    """It has no sum: what compiled layers keep is not seen. On a GPU it has what was allocated."""
     sizes = dict.fromkeys([*HELD, "in all"], 1000)
     *_, activations, allocated, _ = bytes_table(0, sizes, sizes, 0, {}, 5000, compiled=True)
     assert re.split("  +", activations) == [

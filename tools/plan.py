@@ -17,8 +17,8 @@ counted no further: it holds at least what its row says.
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
 faster than all bytes at the full rate of the links that they take. A real step takes longer than
-either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound. If these
-are within 5 %, the smaller sum of both comes first, since not all transfers overlap with
+either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound. If
+these are within 5 %, the smaller sum of both comes first, since not all transfers overlap with
 computation; if the sums are too, the simpler script. The last line names the simplest that fits.
 """
 
