@@ -36,7 +36,7 @@ gradients after the last one: in between a rank holds both whole, also those of 
 Overlap: as in fsdp.py; what tp and cp send is exposed, and so are the tokens on their way to
 experts and back. With --pp nothing hides the reduction of the gradients.
 
-Under bfloat16, torch 2.11 to 2.13 add up the norms' partial gradients of the tp ranks in bfloat16,
+Under bfloat16, torch 2.13 adds up the norms' partial gradients of the tp ranks in bfloat16,
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
 
 This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them. To
@@ -57,19 +57,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 
-from common.data import BatchSampler, load_steps
-from common.errors import refuse
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
-from common.launch import (
-    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
-)
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, plain_attention, wrap_layers
-from common.model_options import add_model_options
-from common.options import at_least, option_parser, parse_options
+from common.model import Transformer, add_model_options, plain_attention, wrap_layers
+from common.options import at_least, option_parser, parse_options, refuse
+from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import reshard
 from cp import allgather_attention, set_attention, shard_positions
 from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
 from fsdp import add_gradients_up, shard
@@ -78,23 +73,13 @@ from pp import (
 )
 from tp import llama_plan, parallelize, wait_for_output
 
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.same_calls import compare_calls
-from common.services.settings import run_settings
-from common.services.validation import Validation
 
-
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser, MixtureConfig)  # EP
     add_text_options(parser)
     add_grid_options(parser)
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     cp, tp, pp = args.cp, args.tp, args.pp  # CP, TP, PP
@@ -118,7 +103,6 @@ def main(argv=None):
         )
     stage_layers = compose(args, whole, model, meshes, positions)
     materialise(model, device, args.seed)
-    compare_calls(model, meshes.dp.get_group(), passes=2 * args.grad_accum)  # DP
 
     # The targets of a global batch: each step writes their number here, and loss_fn reads it.
     count = torch.ones((), dtype=torch.int64, device=device)
@@ -165,25 +149,17 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=meshes.dp,  # DP: the other ranks read the same samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     # Resume: the step number is the only state of the data
-    checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    run = Run(
+        args, model, optimizer, sampler, dataset, device, mesh,
+        loss_of=loss_of_part, after_evaluation=model.reset_iter_state,  # FSDP
+        size=sum(p.numel() for p in whole.parameters()),  # PP: not of a stage
+        lines=describe_grid(mesh, stage_layers),  # PP
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    report = Report(
-        args, model, optimizer,
-        [sampler, dataset, *describe_grid(mesh, stage_layers)],  # PP
-        device, mesh, size=sum(p.numel() for p in whole.parameters()),
-    )
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         # DP, CP, TP, PP: dropout is equal where activations are equal, and nowhere else.
         seed_step(args.seed, step, sampler.rank, cp_rank, tp_rank, stage)
         set_learning_rate(optimizer, step, args)
@@ -205,16 +181,9 @@ def main(argv=None):
         optimizer.zero_grad()
         # EP: how uneven the load of the experts is
         more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
-        report.log(step, loss / tp, grad_norm, **more)  # TP: all ranks of tp have the same loss
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            with loss_parallel():
-                report.log_validation(step, validation.loss(model, loss_of_part))
-            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    return report.close()
+        with loss_parallel():  # TP: for an evaluation; and all ranks of tp have the same loss
+            run.after_step(step, loss / tp, grad_norm, **more)
+    return run.history
 
 
 def make_meshes(args, dp, device_type):
@@ -244,9 +213,6 @@ def make_meshes(args, dp, device_type):
         if R > 1:
             meshes.expert_shard = experts["dp_replicate", "expert_dp"]
         meshes.tokens = experts["dp_replicate", "expert_dp", "ep"]._flatten("tokens")
-        set_timeout(experts, args.timeout)
-    for each in mesh, meshes.dp:
-        set_timeout(each, args.timeout)
     # DTensor warns that a flattened mesh would be faster for the gradient norm.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return meshes

@@ -60,29 +60,17 @@ import logging
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
+from torch.distributed import config, pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.data import BatchSampler, load_steps
-from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, restores_process, start_process_group
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import MAX_LOGITS, Transformer, wrap_layers
-from common.model_options import add_model_options
-from common.options import at_least, option_parser, parse_options
+from common.model import Transformer, add_model_options, wrap_layers
+from common.options import SettingError, at_least, option_parser, parse_options, refuse
+from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import (
-    keeps_last_function, pass_on_no_gradients_in_eval, separate_directions, skip_first_messages
-)
-
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services import theory
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.settings import run_settings
-from common.services.validation import Validation
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -98,7 +86,6 @@ V_SHAPED = ("zbv", "dualpipev")  # stages r and 2n-1-r on rank r
 SPLIT_BACKWARD = ("zerobubble", "zbv", "dualpipev")  # gradients of inputs first, of weights later
 
 
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -110,9 +97,7 @@ def main(argv=None):
                         "micro-batches")
     parser.add_argument("--stages-per-rank", type=at_least(1), metavar="N",
                         help="stages on each rank; None: 1 for gpipe and 1f1b, otherwise 2")
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     M, v = args.microbatches, args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
     rank, n = rank_and_world_size()
@@ -170,26 +155,16 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # PP: dp has one rank, so all ranks read the same samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     # Resume: the step number is the only state of the data
-    tensors = {k: v for part in parts for k, v in part.state_dict(keep_vars=True).items()}
-    checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), tensors, optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    run = Run(
+        args, parts, optimizer, sampler, dataset, device, mesh,
+        loss_of=loss_of_stages, size=sum(p.numel() for p in whole.parameters()),  # PP: not a stage
+        lines=describe_stages(args.schedule, stage_layers, n, v, M),
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    diagram = describe_stages(args.schedule, stage_layers, n, v, M)
-    report = Report(
-        args, parts, optimizer, [sampler, dataset, *diagram], device, mesh,
-        size=sum(p.numel() for p in whole.parameters()),
-    )
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
@@ -205,14 +180,8 @@ def main(argv=None):
         grad_norm = clip_over_stages(parameters, args.max_norm, group)  # PP: of all stages
         optimizer.step()
         optimizer.zero_grad()
-        report.log(step, loss, grad_norm)
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            report.log_validation(step, validation.loss(nn.ModuleList(parts), loss_of_stages))
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    return report.close(theory.pp(args, parts, stages, n * v))
+        run.after_step(step, loss, grad_norm)
+    return run.history
 
 
 def cost_of_head(model):
@@ -332,7 +301,12 @@ def make_schedule(
         part: part.register_forward_hook(check_output)
         for stage, part in zip(numbers, parts) if stage < num_stages - 1
     }
-    separate_directions(group)
+    # On one communicator of NCCL a rank cannot send while it waits to receive, and looped and
+    # V-shaped schedules can deadlock. From 2.14 on torch can have one for each direction; 2.15 has
+    # another name for it.
+    for option in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):
+        if "nccl" in dist.get_backend(group) and hasattr(config, option):
+            setattr(config, option, True)
     stages = [
         pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,
@@ -342,11 +316,22 @@ def make_schedule(
         for stage, part in zip(numbers, parts)
     ]
     if name in V_SHAPED:
-        skip_first_messages(stages)
         pass_on_no_gradients_in_eval(stages)
     return SCHEDULES[name](
         stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
     )
+
+
+def pass_on_no_gradients_in_eval(stages):
+    """Let ``schedule.eval`` run PipelineStages in a V. Where a stage and the next one are on one
+    rank, torch passes on gradients between them, also in an evaluation, which has none: 2.13 to
+    2.15 raise "can't steal_bwd_input"."""
+    def unless_evaluating(stage, method):
+        return lambda *args: method(*args) if stage.has_backward else None
+
+    for stage in stages:
+        stage.get_local_bwd_output = unless_evaluating(stage, stage.get_local_bwd_output)
+        stage.set_local_bwd_input = unless_evaluating(stage, stage.set_local_bwd_input)
 
 
 def clip_over_stages(parameters, max_norm, group):
@@ -411,7 +396,6 @@ def check(args, n, v):
     stages, most = n * v, args.config.num_hidden_layers + 2
     least = {"1f1b": n, "dualpipev": 2 * n}.get(name, 1)
     rounds, pieces = max(1, M // n), accum * M
-    logits = args.batch_size // pieces * args.seq_len * args.config.vocab_size
     refuse([
         (name in ONE_STAGE and v != 1,
          f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, or "
@@ -439,10 +423,6 @@ def check(args, n, v):
         (name in SPLIT_BACKWARD and args.activation_checkpointing,
          f"--activation-checkpointing with --schedule {name}: each layer would be computed again "
          f"for each of its weights; use interleaved1f1b, or leave --activation-checkpointing out"),
-        (name in SPLIT_BACKWARD and not keeps_last_function and logits > MAX_LOGITS,
-         f"--schedule {name} with {logits:,} logits in a micro-batch needs torch 2.13, this is "
-         f"{torch.__version__}: use interleaved1f1b, or more --microbatches, for at most "
-         f"{MAX_LOGITS:,} logits in each"),
     ])
 
 

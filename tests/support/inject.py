@@ -23,11 +23,8 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
-from common.services import counting  # noqa: F401
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.validation import Validation  # noqa: F401
-from common.tokens import TokenDataset
+from common.data import TokenDataset
+from common.run import Run
 
 rank = int(os.environ.get("RANK", 0))
 
@@ -78,7 +75,7 @@ def no_targets():
 
 def in_mode():
     """Layers are in training mode where they train, and no others. Autocast keeps no weights."""
-    before(common.model.Layer, "forward", lambda layer, *_: common.errors.refuse([
+    before(common.model.Layer, "forward", lambda layer, *_: common.options.refuse([
         (layer.training != torch.is_grad_enabled(), "evaluated as in training"),
         (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(), "weights stay"),
     ]))
@@ -132,7 +129,7 @@ def load_again(folder):
         assert own and all(map(torch.equal, own, resumed))
         assert sum(read) == sum(part.numel() for part in own)
 
-    after(Checkpoints, "resume", load)
+    after(Run, "resume", load)
 
 
 # Faults
@@ -181,9 +178,9 @@ def count_compiled(backend):
 
     compile_layer = torch.compile
     common.model.torch.compile = functools.partial(compile_layer, backend=compile_and_count)
-    before(Report, "log", lambda *_: calls.append(0))  # the count of the next step
-    after(Report, "log_validation", lambda *_: calls.__setitem__(-1, 0))
-    after(Report, "close", lambda *_: rank or print("calls", json.dumps(calls[:-1]), flush=True))
+    before(Run, "after_step", lambda *_, **__: calls.append(0))  # the count of the next step
+    after(Run, "validation_loss", lambda *_: calls.__setitem__(-1, 0))
+    after(Run, "last_line", lambda *_: rank or print("calls", json.dumps(calls[:-1]), flush=True))
 
 
 def write_counts():
@@ -210,8 +207,7 @@ def resumed(folders, train=True, step=2):
             again, name = out / f"again-{number}", f"step-{step:08}"
             if rank == 0:
                 shutil.copytree(pathlib.Path(folder, name), again / name, copy_function=os.link)
-                shutil.copy(pathlib.Path(folder, "run-id"), again)
             save = [] if folder == str(out) else ["--save-every", "0"]
-            main([*sys.argv[1:], "--out", str(again), "--val-every", "2", "--no-count", *save])
+            main([*sys.argv[1:], "--out", str(again), "--val-every", "2", *save])
 
     common.launch.launch = lambda main: launch(lambda: main_and_again(main))

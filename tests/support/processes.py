@@ -137,8 +137,7 @@ def edited(folder, script, *edits, source=None):
 MODULES = (
     "encodings.idna numpy.ma torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp "
     "torch.distributed.pipelining torch.distributed.tensor.parallel torch.utils.data "
-    "torch.utils.serialization.config common.materialise common.services.checkpoint "
-    "common.services.report common.services.validation tests"
+    "torch.utils.serialization.config common.materialise common.run tests"
 ).split()
 
 

@@ -4,8 +4,10 @@ Each stand-in has the name that the script imports, and says why the real one ca
 that keep less or more on a GPU than on a CPU have stand-ins too: see ``as_on_gpus``.
 """
 
+import contextlib
 import functools
 import itertools
+import os
 import sys
 from unittest import mock
 
@@ -23,10 +25,10 @@ from tqdm import tqdm
 
 import ep
 import pp
-from common import experts, materialise, model
-from common.attention import wide
-from common.errors import SettingError
-from common.services import checkpoint, report, validation
+from common import experts, materialise, model, run
+from common.options import SettingError
+from cp import wide
+from tools import theory
 from tools.support import pretend
 from tools.support.operations import OperationCounter
 
@@ -35,34 +37,30 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
-        counted: a dict, which ``Report`` fills with what it has counted in the last of ``steps``.
+        counted: a dict, which ``Run`` fills with what it has counted in the last of ``steps``.
         start: starts the process, as ``start_process_group(args)`` does.
         progress: whether to show a progress bar, if it takes long.
     """
-    replace_in_common(nproc_per_node)
+    replace_in_common()
     as_on_gpus()
-    count = functools.partial(Report, counted, steps, progress)
-    count.add_options = Report.add_options
+    count = functools.partial(Run, counted, steps, progress, nproc_per_node)
+    count.add_options = run.Run.add_options
     return {
         "start_process_group": start,
         "start_process": functools.partial(start_process, start, world_size),
         "init_device_mesh": pretend.outside(init_device_mesh),  # it reads the ranks' numbers
-        "set_timeout": lambda *_: None,  # the fake process group has none
         "materialise": allocate, "wrap_layers": wrap_uncompiled,
         "load_weights": lambda *_, **__: None,  # the values of a base model
         "CPUOffloadPolicy": functools.partial(CPUOffloadPolicy, pin_memory=False),
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,
         "open_dataset": open_dataset, "load_steps": functools.partial(load_steps, steps),
-        "run_settings": lambda *_: ({}, {}), "fingerprint": lambda *_: {},  # they read the data
-        "Checkpoints": Checkpoints, "Validation": Validation, "Report": count,
-        "compare_calls": lambda *_, **__: None,  # no other rank calls anything
+        "Run": count,
     }
 
 
-def replace_in_common(nproc_per_node):
+def replace_in_common():
     """Replace what modules use that the script imports. Nothing puts it back."""
-    report.StepCounter = functools.partial(OperationCounter, nproc_per_node)
     experts.read_counts = ep.read_counts = pretend.outside(equal_counts)
     for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
         setattr(PipelineStage, name, as_if_before(getattr(PipelineStage, name)))
@@ -210,8 +208,8 @@ class NoData:
         return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
 
 
-def open_dataset(args, option="--data"):
-    return NoData(args.seq_len) if option == "--data" else None
+def open_dataset(args, data=None):
+    return NoData(args.seq_len)
 
 
 def load_steps(steps, dataset, sampler, device, workers=0):
@@ -226,78 +224,56 @@ def load_steps(steps, dataset, sampler, device, workers=0):
         ]
 
 
-# Services
+# The run
 
 
-class Checkpoints:
-    """Reads and writes nothing."""
+class Run:
+    """Reads, writes and evaluates nothing. It puts what it counts in the last of ``number`` steps
+    into the dict ``counted``, and shows a progress bar."""
 
-    add_options = checkpoint.Checkpoints.add_options
-
-    def __init__(self, folder, settings, tensors, optimizer, **_):
+    def __init__(self, counted, number, progress, nproc_per_node, args, parts, optimizer, sampler,
+                 dataset, device, mesh=None, *, tensors=None, loss_of=None, after_evaluation=None,
+                 size=None, lines=()):
+        self.counted, self.number, self.args, self.device = counted, number, args, device
+        self.models = parts if isinstance(parts, list) else [parts]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-    def resume(self, source=None):
-        """Allocate the optimizers' states, so that the first step is as all others."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-        return 0
-
-    stopping = False
-
-    def after_step(self, step, grad_norm):
-        pass
-
-    def finish(self):
-        pass
-
-
-class Validation:
-    """Never due: no step that is counted evaluates."""
-
-    add_options = validation.Validation.add_options
-
-    def __init__(self, *_, **__):
-        pass
-
-    def due(self, step):
-        return False
-
-
-class Report(report.Report):
-    """Puts what it counts into the dict ``counted``. It shows a progress bar, and reads no loss."""
-
-    def __init__(self, counted, number, progress, args, *rest, **options):
-        self.into, self.number = counted, number
-        counted["description"] = []
-        report.say = lambda line: counted["description"].append(str(line))  # of whatever rank
-        super().__init__(args, *rest, **options)
+        self.history, self.loggers, self.counting = [], [], contextlib.ExitStack()
         # All micro-batches are run, which takes minutes for a stage of a large pipeline.
         micro_batches = getattr(args, "microbatches", 1) or args.pp
         passes = 2 * number * args.grad_accum * micro_batches * len(self.models)
         self.bar = tqdm(total=passes, desc="forward and backward passes", leave=False, delay=5,
                         disable=not progress)
-        for model in self.models:
-            model.register_forward_hook(self.on_forward)
-        counted["description"] = counted["description"][1:5]  # without the device
-        counted["chosen"] = (
-            " in bfloat16: --dtype auto counts as on GPUs" if args.dtype == "auto" else ""
-        )
+        for each in self.models:
+            each.register_forward_hook(self.on_forward)
+        size = sum(p.numel() for each in self.models for p in each.parameters())
+        dtype = str(args.compute_dtype).removeprefix("torch.")
+        name = getattr(args, "model", type(self.models[0]).__name__)
+        counted["description"] = [f"model {name}: {size:,} parameters here, {dtype}", str(sampler),
+                                  *map(str, lines)][:5]
         if getattr(args, "cpu_offload", False):
-            report.say("counted: what is on the GPU; parameters, gradients and optimizer states "
-                       "are in host memory")
+            counted["description"].append("counted: what is on the GPU; parameters, gradients and "
+                                          "optimizer states are in host memory")
         if getattr(getattr(args, "config", None), "num_experts", 0):
-            report.say("assumed: all experts get equally many tokens")
-        if self.mesh is not None:
-            counted["grid"] = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape))
+            counted["description"].append("assumed: all experts get equally many tokens")
+        if mesh is not None:
+            counted["grid"] = dict(zip(mesh.mesh_dim_names, mesh.shape))
             if "pp" in counted["grid"]:
-                counted.update(pipeline(args, self.mesh))
+                counted.update(pipeline(args, mesh))
+        self.allocate_states()
+        self.make_counter = lambda: OperationCounter(
+            nproc_per_node, self.optimizers, [*self.models, *layers_of(self.models)], mesh, device)
+        sampler.start = 0
 
-    def on_forward(self, model, inputs, outputs):
+    def allocate_states(self):
+        """Those of the optimizers, so that the first step is as all others."""
+        for each in self.optimizers:
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            each.step()
+            each.zero_grad()
+
+    def on_forward(self, module, inputs, outputs):
         self.bar.update()
         for out in tree_leaves(outputs):
             if isinstance(out, torch.Tensor) and out.requires_grad:
@@ -307,23 +283,24 @@ class Report(report.Report):
     def steps(self, numbered):
         for step, batch in numbered:
             if step == self.number - 1:
-                self.start_counting()
+                self.counter = self.make_counter()
+                self.counting.enter_context(self.counter)
+                if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
+                    offload(self.counter)
             yield step, batch
-
-    def start_counting(self):
-        super().start_counting()
-        if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
-            offload(self.counter)
-
-    def log(self, step, loss, grad_norm, **more):
-        self.stop_counting()
-
-    def close(self, theory=None):
         self.bar.close()
-        counter = self.counter
+        self.note()
+
+    def after_step(self, step, loss, grad_norm, **more):
+        self.counting.close()
+
+    def note(self):
+        counter, counted = self.counter, self.counted
         if counter.failed:
             raise counter.failed
-        self.into.update(
+        formulas = theory.of(os.path.basename(sys.argv[0]), self.args, counted["world_size"],
+                             counted["rank"], self.models)
+        counted.update(
             held=dict(counter.held), peak=dict(counter.peak),
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
@@ -332,9 +309,15 @@ class Report(report.Report):
                 each | {"between_machines": counter.crossing[each["collective"], each["group"]]}
                 for each in counter.collectives()
             ],
-            theory={k: {"formula": f, "bytes": b} for k, (f, b) in (theory or {}).items()},
+            theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
-        return []
+
+
+def layers_of(models):
+    """The layers of the models: what is in a list or a dict of modules."""
+    lists = torch.nn.ModuleList, torch.nn.ModuleDict
+    return [layer for each in models for parent in each.modules() if isinstance(parent, lists)
+            for layer in parent.children() if not isinstance(layer, lists)]
 
 
 def pipeline(args, mesh):
