@@ -1,6 +1,5 @@
 """Fixtures: a server of ready-made processes, on which the tests run whole scripts."""
 
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -93,10 +92,7 @@ def write_once(path, words, number):
         text.append(words[state % len(words)])
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(" ".join(text))
-    with contextlib.suppress(FileExistsError):  # a run ends if its data file is replaced
-        os.link(own, path)
-    own.unlink()
-    return str(path)
+    return str(own.rename(path))
 
 
 @pytest.fixture(scope="session")

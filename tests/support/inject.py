@@ -23,6 +23,7 @@ import common.experts
 import common.launch
 import common.materialise
 import common.model
+import common.run
 from common.data import TokenDataset
 from common.run import Run
 
@@ -184,13 +185,37 @@ def count_compiled(backend):
 
 
 def write_counts():
-    """At the end, write what each rank has counted to rankN.json in the run folder."""
-    def write(report, *_):
-        counter = report.counter
-        (report.args.out / f"rank{rank}.json").write_text(json.dumps({
-            "held": counter.held, "peak": counter.peak, "collectives": counter.collectives()}))
+    """Count what one step holds and sends, and write it to rankN.json in the run folder, for each
+    rank: the third step after the start or the resume, or the last one if there are fewer. In
+    earlier steps the optimizer allocates its states, torch.compile compiles, and DTensor caches how
+    each operation is sharded."""
+    from tools import theory
+    from tools.counting import OneStep, StepCounter
 
-    before(Report, "close", write)
+    class CountedRun(Run):
+        def __init__(self, args, model, optimizer, sampler, dataset, device, mesh=None, **more):
+            super().__init__(args, model, optimizer, sampler, dataset, device, mesh, **more)
+            self.counting = OneStep(min(sampler.start + 2, args.steps - 1), lambda: StepCounter(
+                self.optimizers, self.models, mesh, device))
+
+        def steps(self, numbered):
+            return self.counting.steps(super().steps(numbered))
+
+        def after_step(self, step, *args, **more):
+            self.counting.stop()
+            if step == self.counting.number:
+                self.write_counts()
+            super().after_step(step, *args, **more)
+
+        def write_counts(self):
+            counter = self.counting.counter
+            formulas = theory.of(sys.argv[0], self.args, self.ranks, rank, self.models)
+            (self.args.out / f"rank{rank}.json").write_text(json.dumps({
+                "held": counter.held, "peak": counter.peak, "sent": sum(counter.sent.values()),
+                "collectives": counter.collectives(),
+                "theory": {name: size for name, (_, size) in formulas.items()}}))
+
+    common.run.Run = CountedRun
 
 
 def resumed(folders, train=True, step=2):

@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,8 +28,9 @@ BARE = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
 # What run.sh calls a tool, and its module
 TOOLS = {
     "bench": "tools.bench", "check": "tools.check", "dry_run": "tools.dry_run",
-    "export": "tools.huggingface.export", "import_hf": "tools.huggingface.import_hf",
-    "parity": "parity", "plan": "tools.plan", "prepare": "tools.prepare",
+    "export": "tools.huggingface.export", "flatten": "tools.flatten",
+    "import_hf": "tools.huggingface.import_hf", "parity": "parity", "plan": "tools.plan",
+    "prepare": "tools.prepare",
 }
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 
@@ -52,9 +52,9 @@ class Result:
         """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
 
-    @property
-    def summary(self):
-        return json.loads((self.out / "summary.json").read_text())
+    def counts(self, rank=0):
+        """What ``write_counts`` of inject.py has written."""
+        return json.loads((self.out / f"rank{rank}.json").read_text())
 
     def curve(self, *names):
         names = names or ("loss", "grad_norm")
@@ -158,7 +158,7 @@ def serve():
     # More ranks than cores: a rank that wakes does not interrupt another. That is a fifth faster.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-    def start_rank(job, rank, port, output, folder):
+    def start_rank(job, rank, port, output):
         pid = os.fork()
         if pid:
             return pid
@@ -172,7 +172,6 @@ def serve():
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
                 "LOCAL_WORLD_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_ERROR_FILE": os.path.join(folder, str(rank), "error.json"),
             }
         for name, value in job["env"].items():
             os.environ.pop(name, None)
@@ -198,9 +197,8 @@ def serve():
         if line == "\n":
             break
         job = json.loads(line)
-        folder = tempfile.mkdtemp()  # a rank would remove a TemporaryDirectory at its end
         with tempfile.TemporaryFile() as output, free_port() as port:
-            running = {start_rank(job, rank, port, output.fileno(), folder): rank
+            running = {start_rank(job, rank, port, output.fileno()): rank
                        for rank in range(max(1, job["world_size"]))}
             statuses = [-signal.SIGKILL] * len(running)
             deadline = time.monotonic() + job["timeout"]
@@ -220,7 +218,6 @@ def serve():
                     time.sleep(0.005)
             output.seek(0)
             text = output.read().decode(errors="replace")
-        shutil.rmtree(folder)
         print(json.dumps({"statuses": statuses, "output": text}), flush=True)
     os._exit(0)  # without the reports of libraries on what they have not freed
 

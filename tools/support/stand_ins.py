@@ -4,7 +4,6 @@ Each stand-in has the name that the script imports, and says why the real one ca
 that keep less or more on a GPU than on a CPU have stand-ins too: see ``as_on_gpus``.
 """
 
-import contextlib
 import functools
 import itertools
 import os
@@ -29,6 +28,7 @@ from common import experts, materialise, model, run
 from common.options import SettingError
 from cp import wide
 from tools import theory
+from tools.counting import OneStep
 from tools.support import pretend
 from tools.support.operations import OperationCounter
 
@@ -234,10 +234,12 @@ class Run:
     def __init__(self, counted, number, progress, nproc_per_node, args, parts, optimizer, sampler,
                  dataset, device, mesh=None, *, tensors=None, loss_of=None, after_evaluation=None,
                  size=None, lines=()):
-        self.counted, self.number, self.args, self.device = counted, number, args, device
+        self.counted, self.args, self.device = counted, args, device
+        self.mesh, self.nproc_per_node = mesh, nproc_per_node
         self.models = parts if isinstance(parts, list) else [parts]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.history, self.loggers, self.counting = [], [], contextlib.ExitStack()
+        self.history, self.loggers = [], []
+        self.counting = OneStep(number - 1, self.make_counter)
         # All micro-batches are run, which takes minutes for a stage of a large pipeline.
         micro_batches = getattr(args, "microbatches", 1) or args.pp
         passes = 2 * number * args.grad_accum * micro_batches * len(self.models)
@@ -260,8 +262,6 @@ class Run:
             if "pp" in counted["grid"]:
                 counted.update(pipeline(args, mesh))
         self.allocate_states()
-        self.make_counter = lambda: OperationCounter(
-            nproc_per_node, self.optimizers, [*self.models, *layers_of(self.models)], mesh, device)
         sampler.start = 0
 
     def allocate_states(self):
@@ -273,6 +273,13 @@ class Run:
             each.step()
             each.zero_grad()
 
+    def make_counter(self):
+        counter = OperationCounter(
+            self.nproc_per_node, self.optimizers, self.models, self.mesh, self.device)
+        if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
+            offload(counter)
+        return counter
+
     def on_forward(self, module, inputs, outputs):
         self.bar.update()
         for out in tree_leaves(outputs):
@@ -281,25 +288,17 @@ class Run:
                 break
 
     def steps(self, numbered):
-        for step, batch in numbered:
-            if step == self.number - 1:
-                self.counter = self.make_counter()
-                self.counting.enter_context(self.counter)
-                if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
-                    offload(self.counter)
-            yield step, batch
+        yield from self.counting.steps(numbered)
         self.bar.close()
         self.note()
 
     def after_step(self, step, loss, grad_norm, **more):
-        self.counting.close()
+        self.counting.stop()
 
     def note(self):
-        counter, counted = self.counter, self.counted
-        if counter.failed:
-            raise counter.failed
-        formulas = theory.of(os.path.basename(sys.argv[0]), self.args, counted["world_size"],
-                             counted["rank"], self.models)
+        counter, counted = self.counting.counter, self.counted
+        formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
+                             self.models)
         counted.update(
             held=dict(counter.held), peak=dict(counter.peak),
             sent=round(sum(counter.sent.values())),
@@ -311,13 +310,6 @@ class Run:
             ],
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
-
-
-def layers_of(models):
-    """The layers of the models: what is in a list or a dict of modules."""
-    lists = torch.nn.ModuleList, torch.nn.ModuleDict
-    return [layer for each in models for parent in each.modules() if isinstance(parent, lists)
-            for layer in parent.children() if not isinstance(layer, lists)]
 
 
 def pipeline(args, mesh):
