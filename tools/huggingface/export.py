@@ -7,59 +7,60 @@ From a run folder it takes the newest checkpoint. Any script may have saved it, 
 ranks. It writes config.json, and model.safetensors or shards with an index. If the run began with
 imported weights, config.json is the imported one, with what the run has changed, and
 generation_config.json comes too. Checkpoints contain no tokenizer: copy one into the folder. One
-process is enough, without a GPU or further packages.
+process is enough, without a GPU. It needs one more package: ``pip install safetensors``.
 
-It reads, converts and writes one tensor after the other. So it does not need memory for the model
-or for a shard, but for some four times the largest tensor.
+It writes one file after the other: it needs memory for --max-shard-size and the largest tensor.
 """
 
+import ast
+import dataclasses
 import itertools
 import json
 import pathlib
+import shutil
 
 import torch
+import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
-from common.errors import SettingError
-from common.options import at_least
-from common.services.checkpoint_files import FIXED, list_checkpoints, open_checkpoint
-from common.services.hf_config import config_from, read_json
-from common.services.new_files import new_file, new_folder, refuse_existing
-from common.services.run_folder import read_run_id
-from tools.huggingface.weights import DTYPES, check_shapes, parts_of, shapes_of
-from tools.support.command import make_parser, run
+from common.experts import MixtureConfig
+from common.model import ModelConfig
+from common.options import at_least, refuse
+from common.run import FIXED, OPTIONS, list_checkpoints, open_checkpoint
+from tools.huggingface.config import config_from
+from tools.huggingface.weights import check_shapes, parts_of, shapes_of
+from tools.support.command import make_parser, new_folder, run
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ROPE = {"rope_theta", "rope_scaling"}
 
 
 def find_checkpoint(path):
-    """The checkpoint ``path``, or the newest one in the run folder ``path``.
-
-    Raises:
-        SettingError: there is none.
-    """
-    if (path / ".metadata").exists() or (path / "run.json").exists():
-        return path
-    if not (checkpoints := list_checkpoints(path)):
-        raise SettingError(
-            f"{path} is neither a checkpoint nor a run folder with one: name a folder such as "
-            f"runs/fsdp or runs/fsdp/step-00000200"
-        )
-    return checkpoints[-1]
+    """The checkpoint ``path``, or the newest one in the run folder ``path``."""
+    found = [path] if (path / "run.json").exists() else list_checkpoints(path)
+    refuse([(not found, f"{path} is neither a checkpoint nor a run folder with one: name a folder "
+             f"such as runs/fsdp or runs/fsdp/step-00000200")])
+    return found[-1]
 
 
 def folder_of_import(checkpoint):
-    """The run folder into which import_hf.py has written the weights from which the run of
-    ``checkpoint`` began, maybe through other runs; None: the run began without such weights."""
-    folders = [checkpoint.absolute().parent]
-    for folder in folders:
-        run, _, source = read_run_id(folder)
-        if run and (folder / "config.json").exists():
-            return folder
-        if source and (before := pathlib.Path(source).parent) not in folders:
-            folders.append(before)
+    """The folder of import_hf.py with the weights from which the run of ``checkpoint`` began, maybe
+    through other runs; None: the run began without such weights."""
+    seen = set()
+    while checkpoint not in seen and (checkpoint / "run.json").exists():
+        if (checkpoint.parent / "config.json").exists():
+            return checkpoint.parent
+        seen.add(checkpoint)
+        settings = json.loads((checkpoint / "run.json").read_text())
+        checkpoint = pathlib.Path(settings[OPTIONS].get("--source", "None"))
     return None
+
+
+def model_config(saved):
+    """The ModelConfig in the content of a run.json."""
+    names = {field.name for field in dataclasses.fields(MixtureConfig)}
+    values = {name: ast.literal_eval(value) for name, value in saved[FIXED].items()
+              if name in names}
+    return (MixtureConfig if "num_experts" in values else ModelConfig)(**values)
 
 
 def huggingface_config(config, dtype, seq_len, imported=None):
@@ -73,7 +74,7 @@ def huggingface_config(config, dtype, seq_len, imported=None):
         length = max(length, int(longest))
     if imported:
         path = imported / "config.json"
-        content = read_json(path)
+        content = json.loads(path.read_text())
         before = described(config_from(content, path))
         values = {name: value for name, value in values.items() if before.get(name) != value}
         length = max(content.get("max_position_embeddings") or length, seq_len or 0)
@@ -100,22 +101,33 @@ def described(config):
     }
 
 
-def check_is_complete(checkpoint, config, reader, stored):
-    """Raise SettingError unless the checkpoint has all parameters of the model that ``config``
-    describes, and nothing more of it. A Mixtral has no biases that choose experts: they must be 0.
-    """
-    shapes = {name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
-              if name.startswith("model.")}
-    # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
-    shapes = {name: size for name, size in shapes.items() if name.partition(".")[2] not in shapes}
-    for name in [name for name in shapes if name.endswith(".mlp.bias")]:
-        if reader.read_tensor(f"model.{name}").any():
-            raise SettingError(
-                f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has no "
-                f"such bias: train with --balance-rate 0"
-            )
-        del shapes[name]
-    check_shapes(shapes, shapes_of(config), checkpoint)
+class Tensors:
+    """The tensors in a checkpoint of a model of ``config``. Raises SettingError unless it has all
+    parameters of the model, and nothing more of it."""
+
+    def __init__(self, checkpoint, reader, config):
+        self.reader, metadata = reader, reader.read_metadata()
+        reader.read_metadata = lambda *_, **__: metadata  # read it once, not for each tensor
+        self.stored = metadata.state_dict_metadata
+        shapes = {name.removeprefix("model."): tuple(entry.size)
+                  for name, entry in self.stored.items() if name.startswith("model.")}
+        # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
+        shapes = {name: size for name, size in shapes.items()
+                  if name.partition(".")[2] not in shapes}
+        for name in [name for name in shapes if name.endswith(".mlp.bias")]:
+            refuse([(self.read(name).any(), f"{checkpoint} has {name}, which chooses experts and is "
+                     f"not 0; a Mixtral has no such bias: train with --balance-rate 0")])
+            del shapes[name]
+        check_shapes(shapes, shapes_of(config), checkpoint)
+
+    def dtype(self, name):
+        return self.stored[f"model.{name}"].properties.dtype
+
+    def read(self, name):
+        entry = self.stored[f"model.{name}"]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load({f"model.{name}": tensor}, storage_reader=self.reader, no_dist=True)
+        return tensor
 
 
 def split(sizes, most):
@@ -131,33 +143,6 @@ def split(sizes, most):
     return shards
 
 
-def header(shapes, dtype):
-    """The first bytes of a safetensors file with tensors of these shapes, in their order: the
-    length of a JSON text, and the text, which says where each tensor lies behind it."""
-    entries, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        entries[name] = {
-            "dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_parts(file, tensor, experts, dtype):
-    """Write ``{name: number of the expert, or None for the whole tensor}``.
-
-    Raises:
-        SettingError: a number is too large for ``dtype``.
-    """
-    for name, expert in experts.items():
-        part = (tensor if expert is None else tensor[expert]).to(dtype)
-        if not torch.stack(part.aminmax()).isfinite().all():  # it makes no copy
-            raise SettingError(f"{name} has numbers too large for {dtype}: take --dtype bfloat16")
-        file.write(part.view(torch.uint8).numpy())
-
-
 def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
     on disk. Returns the names of the safetensors files.
@@ -169,54 +154,46 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
     Raises:
         SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
     """
-    refuse_existing(folder)
-    reader, stored, saved = open_checkpoint(checkpoint)
-    settings = {key.removeprefix("--").replace("-", "_"): value
-                for key, value in saved[FIXED].items()}
-    config = config_from({"model_type": "llama"} | settings, checkpoint / "run.json")
-    check_is_complete(checkpoint, config, reader, stored)
-    parts = parts_of(config)
-    shapes = {name: shape for name, (_, _, shape) in parts.items()}
-    dtype = dtype or stored["model.model.embed_tokens.weight"].properties.dtype
-    if dtype not in NAMES:
-        raise SettingError(f"{checkpoint} holds {dtype}: choose a --dtype")
-    imported = folder_of_import(checkpoint)
-    config_json = huggingface_config(config, dtype, settings.get("seq_len"), imported)
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
-    shards = split(sizes, max_shard_size)
-    files = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
-    bar = tqdm(desc="writing", total=sum(sizes.values()), unit="B", unit_scale=True, leave=False)
-    with bar, new_folder(folder) as temporary:
-        for path, names in zip(files, shards):
-            with new_file(temporary / path) as file:
-                file.write(header({name: shapes[name] for name in names}, dtype))
-                # All experts of a matrix are one tensor. It is freed before the next one is read.
-                for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
-                    experts = {name: parts[name][1] for name in group}
-                    write_parts(file, reader.read_tensor(f"model.{ours}"), experts, dtype)
-                    bar.update(sum(sizes[name] for name in experts))
+    from safetensors.torch import save_file  # an optional package
+
+    with new_folder(folder) as half:
+        reader, saved = open_checkpoint(checkpoint)
+        config = model_config(saved)
+        tensors, parts = Tensors(checkpoint, reader, config), parts_of(config)
+        dtype = dtype or tensors.dtype("model.embed_tokens.weight")
+        sizes = {name: torch.Size(shape).numel() * dtype.itemsize
+                 for name, (_, _, shape) in parts.items()}
+        shards = split(sizes, max_shard_size)
+        files = ["model.safetensors"] if len(shards) == 1 else [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)]
+        for path, names in zip(tqdm(files, "writing", leave=False), shards):
+            content = {}
+            for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
+                tensor = tensors.read(ours)  # of experts: all experts of a matrix
+                for name in group:
+                    expert = parts[name][1]
+                    part = tensor if expert is None else tensor[expert].clone()
+                    content[name] = part.to(dtype)
+                    refuse([(not torch.stack(content[name].aminmax()).isfinite().all(),
+                             f"{name} has numbers too large for {dtype}: take --dtype bfloat16")])
+            save_file(content, half / path, metadata={"format": "pt"})
         if len(shards) > 1:
-            write_json(temporary / "model.safetensors.index.json", {
+            write_json(half / "model.safetensors.index.json", {
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: path for path, names in zip(files, shards) for name in names},
             })
-        write_json(temporary / "config.json", config_json)
-        copy_generation_config(imported, temporary)
+        imported, seq_len = folder_of_import(checkpoint), saved[FIXED].get("--seq-len")
+        write_json(half / "config.json", huggingface_config(
+            config, dtype, seq_len and int(seq_len), imported))
+        # It says when ``generate`` of transformers stops. A model may have none.
+        if imported and (path := imported / "generation_config.json").exists():
+            shutil.copy(path, half)
     return files
 
 
-def copy_generation_config(source, folder):
-    """It says when ``generate`` of transformers stops. A model may have none."""
-    if source and (path := source / "generation_config.json").exists():
-        write_json(folder / path.name, read_json(path))
-
-
 def write_json(path, content):
-    with new_file(path, "w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main(argv=None):

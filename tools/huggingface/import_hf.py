@@ -1,37 +1,43 @@
 """Start a run from a Hugging Face folder: write its weights as a checkpoint of step 0.
 
-    bash run.sh import_hf llama runs/mine
-    torchrun --nproc_per_node=8 fsdp.py --model runs/mine --out runs/mine
+    bash run.sh import_hf llama runs/llama
+    torchrun --nproc_per_node=8 fsdp.py --model runs/llama/model.json \\
+        --from runs/llama/step-00000000 --out runs/mine
 
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
-files. The tool writes runs/mine/step-00000000, the weights alone, runs/mine/config.json, the
-dimensions for --model, and generation_config.json if there is one. Any script resumes from them, on
-any number of ranks, with a fresh optimizer. The numbers keep their types until a script reads them.
-One process is enough, without a GPU. It needs one more package: ``pip install safetensors``.
+files. The tool writes runs/llama/step-00000000, the weights alone, and runs/llama/model.json, the
+dimensions for --model. Any script begins from them, on any number of ranks, with a fresh optimizer.
+It copies config.json, and generation_config.json if there is one: ``export`` looks there for what
+our model does not know. The numbers keep their types until a script reads them. One process is
+enough, without a GPU. It needs one more package: ``pip install safetensors``.
 
 It reads and writes one tensor after the other. So it does not need memory for the model, but for
 about twice the largest tensor. In a Mixtral one tensor holds a matrix of all experts of a layer.
 """
 
+import json
 import pathlib
 import shlex
+import shutil
 
 import torch
 import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
-from common.errors import SettingError
 from common.experts import use_experts
 from common.materialise import local_slices
 from common.model import Transformer
-from common.services.checkpoint_files import IMPORTED, HashingWriter, complete, reason
-from common.services.hf_config import read_config, read_json
-from common.services.new_files import new_folder, refuse_existing
-from common.services.run_folder import Claim, new_id
-from common.services.settings import config_settings
-from tools.huggingface.export import copy_generation_config, write_json
+from common.options import refuse
+from common.run import FIXED, OPTIONS, HashingWriter, hash_of
+from tools.huggingface.config import config_file, read_config
 from tools.huggingface.weights import Weights
-from tools.support.command import make_parser, run
+from tools.support.command import make_parser, new_folder, run
+
+NOTES = {  # what a config.json may say that is otherwise here
+    "tie_word_embeddings": "here the head is a weight of its own, which starts with the values of "
+                           "the embedding",
+    "output_router_logits": "here no auxiliary loss balances the experts: see --balance-rate",
+}
 
 
 class ReadingPlanner(dcp.DefaultSavePlanner):
@@ -46,63 +52,60 @@ class ReadingPlanner(dcp.DefaultSavePlanner):
         return self.read(index.fqn.removeprefix("model."))
 
 
-def import_weights(folder, out):
-    """Write the weights in ``folder`` as the first checkpoint of a new run folder ``out``: under
-    another name, and renamed when all of it is on disk. Returns the ModelConfig.
-
-    Raises:
-        SettingError: ``folder`` is damaged or not of a Llama or Mixtral, or ``out`` exists.
-    """
-    refuse_existing(out)
-    config = read_config(folder)
+def import_weights(folder, config, checkpoint):
+    """Write the weights in ``folder``, of a model of ``config``, as a ``checkpoint``. Raises
+    SettingError if they are damaged or not of this model."""
     weights = Weights(folder, config)
     with torch.device("meta"):
         tensors = use_experts(Transformer(config)).state_dict()
     tensors |= {name: tensors[name].to(weights.dtype(name)) for name in weights.stored}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    bar = tqdm(desc="writing", total=total, unit="B", unit_scale=True, leave=False)
 
     def read(name):
         bar.update(tensors[name].nbytes)
         if name not in weights.stored:  # a buffer: the biases that choose experts
             return torch.zeros_like(tensors[name], device="cpu")
-        tensor = weights.read(name, local_slices(tensors[name]))
-        if not torch.stack(tensor.aminmax()).isfinite().all():
-            raise SettingError(f"{folder} has {name} with numbers that are not finite")
-        return tensor
+        return weights.read(name, local_slices(tensors[name]))
 
-    with bar, new_folder(out) as temporary:
-        checkpoint = temporary / f"step-{IMPORTED:08d}"
-        # A file for each tensor: DCP keeps all tensors of a file until the file is complete.
-        writer = HashingWriter(checkpoint, single_file_per_rank=False)
-        try:
-            dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
-                     storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise SettingError(f"{out} could not be written {reason(error)}") from None
-        complete(checkpoint, writer.sums, step=IMPORTED, fixed=config_settings(vars(config)),
-                 changeable={})
-        Claim(temporary, None, new_id()).take()
-        content = read_json(folder / "config.json")
-        write_json(temporary / "config.json", content | {"tie_word_embeddings": False})
-        copy_generation_config(folder, temporary)
-    return config
+    # A file for each tensor: DCP keeps all tensors of a file until the file is complete.
+    writer = HashingWriter(checkpoint, single_file_per_rank=False)
+    with tqdm(desc="writing", total=total, unit="B", unit_scale=True, leave=False) as bar:
+        dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
+                 storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
+    settings = {name: str(value) for name, value in vars(config).items() if value}
+    (checkpoint / "run.json").write_text(json.dumps({"step": 0, FIXED: settings, OPTIONS: {}}))
+    sums = writer.sums | {name: hash_of(checkpoint / name) for name in (".metadata", "run.json")}
+    (checkpoint / "SHA256SUMS").write_text(
+        "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
 def main(argv=None):
     parser = make_parser("huggingface.import_hf", __doc__)
-    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER",
+    parser.add_argument("folder", metavar="FOLDER",
                         help="a Hugging Face folder: config.json, and .safetensors files")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",
-                        help="the run folder to create; it must not exist")
+                        help="the folder to create; it must not exist")
+    parser.add_argument("--config-only", action="store_true",
+                        help="write model.json, without weights; FOLDER may be a config.json")
     args = parser.parse_args(argv)
-    config = import_weights(args.folder, args.out)
-    print(f"{args.folder} -> {args.out}: config.json and step-{IMPORTED:08d}")
-    scripts, first = "any script", "fsdp.py"
-    if getattr(config, "num_experts", 0):
-        scripts, first = "ep.py or hybrid_3d.py", "ep.py"
-    out = shlex.quote(str(args.out))
-    print(f"train from it with {scripts}, such as: bash run.sh {first} --model {out} --out {out}")
+    file, config = config_file(args.folder), read_config(args.folder)
+    refuse([(not args.config_only and file == pathlib.Path(args.folder),
+             f"{file} is no folder with weights: name the folder, or add --config-only")])
+    with new_folder(args.out) as half:
+        if not args.config_only:
+            import_weights(file.parent, config, half / "step-00000000")
+        (half / "model.json").write_text(json.dumps(vars(config), indent=1) + "\n")
+        for copied in file, file.with_name("generation_config.json"):
+            if copied.exists():
+                shutil.copy(copied, half / copied.name)
+    for name, words in NOTES.items():
+        if json.loads(file.read_text()).get(name):
+            print(f"{file} has {name}: {words}")
+    script = "ep.py" if getattr(config, "num_experts", 0) else "fsdp.py"
+    words = ["bash", "run.sh", script, "--model", args.out / "model.json"]
+    if not args.config_only:
+        words += ["--from", args.out / "step-00000000", "--out", "runs/mine"]
+    print(f"{args.folder} -> {args.out}; for example: {shlex.join(map(str, words))}")
 
 
 if __name__ == "__main__":

@@ -7,24 +7,23 @@ import_hf.py makes a checkpoint of such weights, from which every script trains.
 ``load_weights`` is for a script that loads a base model at every start.
 """
 
-import collections.abc
 import functools
+import json
 import pathlib
 import typing
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from common.errors import SettingError
-from common.files import open_regular
 from common.experts import use_experts
-from common.materialise import local_part, local_slices
+from common.materialise import local_slices
 from common.model import Transformer
-from common.services.hf_config import read_json
+from common.options import SettingError, refuse
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The names of a Mixtral's matrices, which are not stacked, under block_sparse_moe.experts.N
 EXPERT_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-# The types of safetensors that are read and written; integers are quantized weights
+# The types of safetensors that are read; integers are quantized weights
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -33,10 +32,8 @@ def load_weights(model, folder, added=()):
     """Fill the parameters of a materialised ``model``, a Transformer or a stage of one, from
     ``folder``: each parameter in its own type, whatever the type in the file. A rank reads only the
     part of each parameter that it holds. It waits for no other rank. Parameters whose names are in
-    ``added``, such as adapters, are not in ``folder``, and stay as they are.
-
-    Raises:
-        SettingError: see ``Weights``.
+    ``added``, such as adapters, are not in ``folder``, and stay as they are. Raises SettingError:
+    see ``Weights``.
     """
     weights = Weights(folder, model.config)
     for name, parameter in model.named_parameters():
@@ -45,25 +42,27 @@ def load_weights(model, folder, added=()):
             own.copy_(weights.read(name, local_slices(parameter)))
 
 
+def local_part(parameter):
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class Weights:
     """The weights in ``folder``, by the names of our parameters. ``config`` is its ModelConfig.
     If embedding and head share one parameter there, the folder has no head: in our model they are
-    two, the head gets the values of the embedding, and the two are trained apart.
-
-    Raises:
-        SettingError: safetensors is not installed; a file is missing or damaged; or the names and
-            shapes of the tensors in all files do not follow from ``config``.
+    two, the head gets the values of the embedding, and the two are trained apart. Raises
+    SettingError: a file is damaged, or the names and shapes of the tensors in all files do not
+    follow from ``config``.
     """
 
     def __init__(self, folder, config):
         folder = pathlib.Path(folder)
         stored = find_tensors(folder)
-        ties = read_json(folder / "config.json").get("tie_word_embeddings") is True
+        ties = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
         if ties and HEAD not in stored and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
         parts = parts_of(config)
-        shapes = {name: shape for name, (_, _, shape) in parts.items()}
-        check_shapes({name: tensor.shape for name, tensor in stored.items()}, shapes, folder)
+        check_shapes({name: tensor.shape for name, tensor in stored.items()},
+                     {name: shape for name, (_, _, shape) in parts.items()}, folder)
         self.stored = {}  # lists, by the name of our parameter: it stacks the weights of experts
         for name, (ours, _, _) in parts.items():
             self.stored.setdefault(ours, []).append(stored[name])
@@ -83,55 +82,44 @@ class Weights:
 
 
 class StoredTensor(typing.NamedTuple):
-    """A tensor in a safetensors file, which ``open`` opens."""
+    """A tensor in the safetensors file ``path``."""
 
-    open: collections.abc.Callable
+    path: pathlib.Path
     name: str
     dtype: torch.dtype
     shape: tuple
 
     def read(self, slices):
         """A part of it, and nothing else. The file stays open only as long as the part is used."""
-        with self.open() as file:
+        from safetensors import safe_open  # an optional package
+
+        with safe_open(self.path, framework="pt") as file:
             return file.get_slice(self.name)[*slices]
 
 
 def find_tensors(folder):
     """The StoredTensors of all safetensors files of ``folder``, by their names there."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise SettingError(
-            "weights are read with the package safetensors: pip install safetensors"
-        ) from None
+    from safetensors import SafetensorError, safe_open
+
     stored = {}
     for path in sorted(folder.glob("*.safetensors")):
-        open_file = functools.partial(safe_open, path, framework="pt")
         try:
-            open_regular(path).close()  # opening a FIFO might never return
-            with open_file() as file:
+            with safe_open(path, framework="pt") as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}
-        except (OSError, SafetensorError) as error:
-            raise SettingError(
-                f"{path} cannot be read ({error}): download or save the model again"
-            ) from None
+        except SafetensorError as error:
+            raise SettingError(f"{path} is damaged ({error}): download or save it again") from None
         for name, part in parts.items():
             dtype = part.get_dtype()
             if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
                 continue
-            if name in stored:
-                raise SettingError(f"{folder} has {name} in two files")
-            if dtype not in DTYPES:
-                raise SettingError(
-                    f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are supported"
-                )
-            shape = tuple(part.get_shape())
-            stored[name] = StoredTensor(open_file, name, DTYPES[dtype], shape)
-    if not stored:
-        raise SettingError(
-            f"{folder} has no .safetensors file with weights: only these are read, which "
-            f"save_pretrained of transformers writes"
-        )
+            refuse([
+                (name in stored, f"{folder} has {name} in two files"),
+                (dtype not in DTYPES, f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are "
+                 f"supported"),
+            ])
+            stored[name] = StoredTensor(path, name, DTYPES[dtype], tuple(part.get_shape()))
+    refuse([(not stored, f"{folder} has no .safetensors file with weights, which save_pretrained "
+             f"of transformers writes")])
     return stored
 
 
@@ -158,17 +146,11 @@ def parts_of(config):
 
 
 def check_shapes(shapes, expected, where):
-    """Compare two dicts of shapes by name.
-
-    Raises:
-        SettingError: a tensor is missing, unexpected or of another shape; it names the first one.
-    """
-    for name in expected | shapes:
-        if name not in shapes:
-            raise SettingError(f"{where} lacks the tensor {name}")
-        if name not in expected:
-            raise SettingError(f"{where} has the tensor {name}, unlike a Llama of its config")
-        if shapes[name] != expected[name]:
-            raise SettingError(
-                f"{where} has {name} of shape {shapes[name]}, and its config needs {expected[name]}"
-            )
+    """Compare two dicts of shapes by name. Raises SettingError with the first tensor that is
+    missing, unexpected or of another shape."""
+    refuse([row for name in expected | shapes for row in (
+        (name not in shapes, f"{where} lacks the tensor {name}"),
+        (name not in expected, f"{where} has the tensor {name}, unlike a Llama of its config"),
+        (shapes.get(name) != expected.get(name), f"{where} has {name} of shape {shapes.get(name)}, "
+         f"and its config needs {expected.get(name)}"),
+    )])

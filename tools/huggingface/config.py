@@ -1,0 +1,84 @@
+"""The dimensions in a Hugging Face config.json, of a Llama or a Mixtral, as our ModelConfig.
+
+A script's --model reads a JSON file with our own names, which import_hf.py writes.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+from common.experts import MixtureConfig
+from common.model import PRESETS, ROPE_SCALING, ModelConfig
+from common.options import refuse
+
+# Options that our model does not have, with the value that turns each off in a config.json.
+PLAIN = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0,
+    "partial_rotary_factor": 1, "sliding_window": None, "router_jitter_noise": 0,
+    "quantization_config": None,
+}
+# Where the defaults of a Mixtral are not those of a Llama
+MIXTRAL = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+}
+
+
+def config_file(path):
+    """The config.json of a folder; what is no folder, as it is."""
+    path = pathlib.Path(path)
+    return path / "config.json" if path.is_dir() else path
+
+
+def read_config(path):
+    """The ModelConfig of a config.json, or of its folder; of a Mixtral a MixtureConfig. Raises
+    SettingError if it lacks a dimension, or is of another architecture."""
+    path = config_file(path)
+    return config_from(json.loads(path.read_text()), path)
+
+
+def config_from(content, path):
+    """The ModelConfig that a dict describes, the content of the config.json ``path``."""
+    kind = content.get("model_type")
+    refuse([(kind not in ("llama", "mixtral"), f"{path} has model_type {kind!r}: only 'llama' and "
+             f"'mixtral' are supported")])
+    if kind == "mixtral":
+        content = MIXTRAL | content
+        content |= {"num_experts": content["num_local_experts"],
+                    "experts_per_token": content["num_experts_per_tok"]}
+    content = content | rope_of(content, path)
+    refuse([(content.get(name) not in (None, plain),
+             f"{path} has {name} {content.get(name)!r:.80}: only {plain!r} is supported")
+            for name, plain in PLAIN.items()])
+    config_class = MixtureConfig if kind == "mixtral" else ModelConfig
+    needed = [field.name for field in dataclasses.fields(ModelConfig)][:5]  # the sizes of a Llama
+    refuse([(content.get(name) is None, f"{path} lacks {name}, which the config.json of a Llama has")
+            for name in needed])
+    return config_class(**{
+        field.name: float(content[field.name]) if field.type is float else content[field.name]
+        for field in dataclasses.fields(config_class) if content.get(field.name) is not None})
+
+
+def rope_of(content, path):
+    """rope_theta and rope_scaling as ModelConfig has them. transformers 5 writes both, and
+    partial_rotary_factor, into rope_parameters; older versions write rope_theta beside it."""
+    rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
+    inner = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor")
+             if name in rope}
+    kind, older = rope.pop("rope_type", None), rope.pop("type", None)
+    kind = kind or older or "default"
+    if kind == "default":
+        return inner | {"rope_scaling": None}
+    refuse([(kind != "llama3" or rope.keys() != set(ROPE_SCALING),
+             f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' (Llama "
+             f"3.1) is supported, with {', '.join(ROPE_SCALING)}")])
+    scaling = {"rope_type": kind} | {name: rope[name] for name in ROPE_SCALING}
+    return inner | {"rope_scaling": scaling}
+
+
+def add_preset(name):
+    """If ``name`` is the path of a config.json, or of its folder, let --model of a script take it
+    in this process."""
+    file = config_file(name)
+    if name not in PRESETS and file.is_file() and "model_type" in json.loads(file.read_text()):
+        PRESETS[name] = read_config(name)
