@@ -39,13 +39,11 @@ from common.launch import hash_of_code, same_on_all_ranks
 from common.options import SettingError, at_least, refuse
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
-FIXED, OPTIONS = "must stay the same", "may change"  # the settings of a run, keys of run.json
+FIXED, OPTIONS = "fixed", "options"  # in run.json: what a run must keep, and what may change
 SHOWN = "loss", "val_loss", "grad_norm", "tokens_per_second", "samples_per_second"
 # Dense matrix products in bfloat16, from NVIDIA's data sheets, in 10^12 operations per second.
 PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
                "H100": 989, "H20": 148, "A100": 312, "A40": 150, "A10G": 70, "L40S": 362, "L4": 121}
-
-
 
 
 class Run:
@@ -124,6 +122,8 @@ class Run:
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
         self.timed = 0, 0.0  # steps, and the seconds that they took, without the first line's
+        if type(dataset).__str__ is object.__str__:  # a list would print all of its samples
+            dataset = f"{len(dataset):,} samples"
         self.say(*self.start_lines(mesh, size), *lines, sampler, dataset)
         if not args.out:
             self.say("nothing is saved: there is no --out")
@@ -296,7 +296,7 @@ class Run:
         self.history.append(record)
         if self.rank == 0:
             self.shown |= {name: f"{record[name]:,.4g}" for name in SHOWN if name in record}
-            self.bar.set_postfix(self.shown)
+            self.bar.set_postfix(self.shown, refresh=False)
             if self.args.out:
                 self.check_lock()
                 with open(self.args.out / "metrics.jsonl", "a") as file:
@@ -360,7 +360,7 @@ class Run:
             out.mkdir(parents=True, exist_ok=True)
             self.lock = open(out / "lock", "a")
             try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no data worker has it
             except BlockingIOError:
                 raise SettingError(f"--out {out}: another process uses this folder: wait until it "
                                    f"ends, or choose another one") from None
@@ -385,6 +385,8 @@ class Run:
         reader, saved = self.agreed(
             lambda: open_checkpoint(checkpoint, slice(self.rank, None, self.ranks)), True)
         new_run = "for a new run take another --out"
+        refuse([(FIXED not in saved, f"{checkpoint} is of an older version, which wrote other files: "
+                 f"go on with that version; {new_run}")])
         refuse([(value != self.fixed.get(name), f"{name} is {value} in {checkpoint} and "
                  f"{self.fixed.get(name)} in this run: resume with the same; {new_run}")
                 for name, value in saved[FIXED].items()])
@@ -506,8 +508,8 @@ def open_checkpoint(checkpoint, share=slice(None)):
     its other files. Returns its reader, and the content of run.json."""
     refuse([(not (checkpoint / "SHA256SUMS").exists(), f"{checkpoint} is no checkpoint, or this "
              f"machine does not see it: name one, such as runs/a/step-00000100")])
-    lines = (checkpoint / "SHA256SUMS").read_text().splitlines()
-    sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    lines = (checkpoint / "SHA256SUMS").read_text(errors="replace").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     own = {".metadata", "run.json"}
     for name in *own, *sorted(sums.keys() - own)[share]:
         refuse([(hash_of(checkpoint / name) != sums.get(name),
