@@ -15,7 +15,7 @@ it may begin on one rank and end on another. A mask by document comes on top of 
 
 allgather is left out: it would need the same lines as the ring.
 
-    torchrun --nproc_per_node=2 -m examples.cp_documents
+    torchrun --nproc_per_node=2 examples/cp_documents.py
     bash run.sh examples/cp_documents.py --attention ulysses --data FOLDER --separator 0
 
 Sent: what cp.py sends. Computed: if no document is longer than a chunk of the zig-zag, a rank
@@ -37,34 +37,28 @@ Rotary positions count on from document to document: attention sees only their d
 """
 
 import functools
+import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.attention import aten, merge, pad_heads, rows, wide
-from common.data import BatchSampler, load_steps
-from common.errors import SettingError, refuse
-from common.launch import launch, rank_and_world_size, restores_process, start_process_group
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and cp.py are
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, plain_attention, wrap_layers
-from common.model_options import add_model_options
-from common.options import at_least, option_parser, parse_options
+from common.model import Transformer, add_model_options, plain_attention, wrap_layers
+from common.options import SettingError, at_least, option_parser, parse_options
+from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import not_compiled
-
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services import theory
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.settings import run_settings
-from common.services.validation import Validation
+from cp import (
+    all_reduce_in_backward, around_the_ring, aten, check, in_sight, merge, pad_heads, pass_on,
+    refuse_others, rows, set_attention, shard_positions, ulysses_attention, wide
+)
 
 
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -73,9 +67,7 @@ def main(argv=None):
                         help="how attention exchanges keys and values between ranks")
     parser.add_argument("--separator", type=at_least(0), default=ord("\n"), metavar="TOKEN",
                         help="the token that ends a document")
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)
@@ -128,10 +120,6 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh["dp"],  # CP: dp has one rank, so all ranks read the same samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     def find_documents(tokens):  # CP: each rank has the tokens of whole sequences, (B/accum, T)
         nonlocal documents
@@ -143,15 +131,12 @@ def main(argv=None):
         return model(inputs, targets, positions), (targets != -100).sum()
 
     # Resume: the step number is the only state of the data
-    checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    run = Run(
+        args, model, optimizer, sampler, dataset, device, mesh, loss_of=loss_of_shard
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
@@ -170,32 +155,8 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        report.log(step, loss, grad_norm)
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            report.log_validation(step, validation.loss(model, loss_of_shard))
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    return report.close(theory.cp(args, n))
-
-
-def shard_positions(T, n, zigzag=True):
-    """The positions in a sequence of T tokens that each of n ranks holds: int64, (n, T/n).
-
-    Under a causal mask late queries attend to more keys than early ones. Zig-zag gives all ranks
-    the same work: the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r.
-
-    Raises:
-        SettingError: T is no multiple of 2n, or without zig-zag of n.
-    """
-    chunks = 2 * n if zigzag and n > 1 else n
-    if T % chunks:
-        raise SettingError(f"{T} positions cannot be cut into {chunks} equal chunks")
-    if n == 1 or not zigzag:
-        return torch.arange(T).view(n, -1)
-    early, late = torch.arange(T).view(2 * n, -1).chunk(2)
-    return torch.cat((early, late.flip(0)), dim=1)
+        run.after_step(step, loss, grad_norm)
+    return run.history
 
 
 def documents_in_sight(tokens, separator, shards, group):
@@ -234,90 +195,6 @@ def same_document(queries, keys):
     return queries[:, None, :, None] == keys[:, None, None, :]
 
 
-def all_reduce_in_backward(parameters, group):
-    """Add up the gradients of ``parameters`` over ``group``, a ProcessGroup, during the last
-    backward pass of a step: each is all-reduced as soon as it is there, while the pass goes on.
-
-    Returns two functions. Call the first one before that backward pass, the second one after it: it
-    also reduces the gradients that this pass did not reach, and waits for all.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    awaited, works = set(), []
-
-    def reduce(parameter):
-        if parameter in awaited:
-            awaited.remove(parameter)
-            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def begin():
-        awaited.update(trained)
-
-    def finish():
-        for parameter in trained:
-            if parameter.grad is not None:
-                reduce(parameter)
-        awaited.clear()
-        while works:
-            works.pop().wait()
-
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(reduce)
-    return begin, finish
-
-
-# Modules of torch.nn that look at other positions than their own: none of them asks other ranks.
-MIXING = (
-    nn.Conv1d, nn.ConvTranspose1d, nn.RNNBase, nn.MultiheadAttention, nn.AvgPool1d, nn.MaxPool1d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d,
-)
-
-
-def set_attention(model, attention, group, replaces, without=()):
-    """Let every module of ``model`` whose attribute ``attention`` is the function ``replaces``
-    compute its attention by ``attention``, one of those below, over ``group``, a ProcessGroup. It
-    must call it as ``self.attention(q, k, v, is_causal=...)``. ``without``: names of modules that
-    stay as they are, with all in them, since you have taken care of them.
-
-    Raises:
-        SettingError: no module has that attribute: attention is computed elsewhere, and each rank
-            would attend to its own positions only. Or a module has another function there, whose
-            window or soft cap would be lost. Or a module of torch.nn looks at other positions.
-    """
-    replaced = []
-    for name, module in model.named_modules():
-        if any(f"{name}.".startswith(f"{handled}.") for handled in without):
-            continue
-        kind, function = type(module).__name__, getattr(module, "attention", None)
-        if isinstance(module, MIXING) and getattr(module, "kernel_size", None) not in (1, (1,)):
-            raise SettingError(
-                f"{name} ({kind}) looks at other positions, and this rank has a part of them: "
-                f"exchange what it needs, and say so by without=['{name}']"
-            )
-        if function is replaces:
-            replaced.append(module)
-        elif callable(function) and not isinstance(function, nn.Module):
-            other = getattr(function, "__name__", type(function).__name__)
-            raise SettingError(
-                f"{name} ({kind}) computes attention by {other}, which would be lost: use "
-                f"ulysses_attention with attention={other}, and tell set_attention that it "
-                f"replaces {other}; if that computes causal or full attention and no more, only "
-                f"tell it so; if it needs no other positions, name it in without"
-            )
-    if not replaced:
-        raise SettingError(
-            f"no module of {type(model).__name__} has {replaces.__name__} as its attribute "
-            f"attention: let those that compute attention call self.attention(q, k, v, "
-            f"is_causal=...), and set it to {replaces.__name__}"
-        )
-    for module in replaced:
-        module.attention = functools.partial(attention, group=group)
-
-
-# Each attention takes q (B, H, T/cp, K), k and v (B, KV, T/cp, K) of this rank's positions and
-# returns (B, H, T/cp, K). Keywords have the names and the meaning that they have in
-# F.scaled_dot_product_attention, but is_causal must be said.
-
-
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
     """Ring attention over a ProcessGroup, causal, within ``documents_in_sight``. The positions of a
@@ -330,20 +207,6 @@ def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others
     if not is_causal:
         raise SettingError("ring_attention within documents is causal: give it is_causal=True")
     return RingAttention.apply(q, k, v, group, is_causal, documents, scale)
-
-
-def refuse_others(name, attn_mask=None, dropout_p=0.0, enable_gqa=True, **unknown):
-    """Refuse what ring and all-gather attention do not compute. Heads are shared in any case."""
-    asked = list(unknown)
-    if attn_mask is not None:
-        asked.append("attn_mask")
-    if dropout_p:
-        asked.append("dropout_p")
-    if asked:
-        raise SettingError(
-            f"{name} computes causal or full attention with a scale, and no {', '.join(asked)}: "
-            f"leave that out, or use ulysses_attention around your own attention"
-        )
 
 
 class RingAttention(torch.autograd.Function):
@@ -393,53 +256,6 @@ class RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
-def around_the_ring(block, group):
-    """Yields (source, block) for all ranks: ``block`` belongs to rank ``source``. The first block
-    is this rank's own. While the caller computes, the next block arrives: n-1 transfers in all."""
-    n, rank = group.size(), group.rank()
-    for step in range(n):
-        wait_for_block = pass_on(block, group) if step < n - 1 else None
-        yield (rank - step) % n, block
-        if wait_for_block:
-            block = wait_for_block()
-
-
-def pass_on(tensor, group):
-    """Start to send ``tensor`` to the next rank, and to receive a tensor from the previous one.
-
-    Returns a function that waits for both and returns what was received. Until then it keeps both
-    tensors alive, and the caller must not change them.
-    """
-    n, rank = group.size(), group.rank()
-    tensor = tensor.contiguous()  # torch.stack keeps the order of strides, as of channels_last
-    ops = [
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, torch.empty_like(tensor), group=group, group_peer=(rank - 1) % n),
-    ]
-    works = dist.batch_isend_irecv(ops)
-
-    def received():
-        for work in works:
-            work.wait()
-        return ops[1].tensor
-
-    return received
-
-
-def in_sight(source, group, length, is_causal):
-    """Which of this rank's queries attend to which of the keys of rank ``source``: two slices of
-    ``length`` positions, and whether a causal mask lies over them. In full attention, all to all.
-
-    With chunks r and 2n-1-r on rank r, the causal mask never cuts through a block of another rank:
-    exactly half of the block is visible, whichever rank it is from.
-    """
-    if not is_causal or source == group.rank():
-        return slice(None), slice(None), is_causal
-    if source < group.rank():  # its early chunk is before both of mine, its late one after both
-        return slice(None), slice(length // 2), False
-    return slice(length // 2, None), slice(None), False  # both of its chunks are between my two
-
-
 def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
     """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
     own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
@@ -464,7 +280,7 @@ def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
 
 
 def attend_where_visible(q, kv, causal, scale, visible):
-    """``attend`` of common/attention.py with a further mask: ``visible`` is True where a query sees
+    """``attend`` of cp.py with a further mask: ``visible`` is True where a query sees
     a key, (B, 1, Q, S). For a query that sees no key each kernel returns something else: do not use
     it.
 
@@ -490,8 +306,7 @@ def attend_where_visible(q, kv, causal, scale, visible):
 
 
 def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visible):
-    """``attend_backward`` of common/attention.py with a further mask: see ``attend_where_visible``.
-    """
+    """``attend_backward`` of cp.py with a further mask: see ``attend_where_visible``."""
     grad_out, q, k, v = rows(grad_out, q, *kv)
     out, lse, bias = out.to(q.dtype), lse.contiguous(), as_bias(visible, q)
     if q.is_cpu:
@@ -519,80 +334,6 @@ def as_bias(visible, q):
     *shape, S = visible.shape
     bias = torch.full((*shape, S + -S % 8), -torch.inf, dtype=q.dtype, device=q.device)
     return bias[..., :S].masked_fill_(visible, 0).expand(-1, q.shape[1], -1, -1)
-
-
-@not_compiled
-def ulysses_attention(q, k, v, *, attention, group, **keywords):
-    """DeepSpeed Ulysses: each rank computes attention of all positions, for 1/cp of the heads.
-
-    ``attention(q, k, v, **keywords)`` is any attention to whole sequences, with any mask; ``group``
-    a ProcessGroup. The positions of a rank must be contiguous: see ``shard_positions`` with
-    ``zigzag=False``. If there are more ranks than key/value heads, each of these is sent to the
-    several ranks whose queries share it, and its gradients add up.
-
-    Raises:
-        SettingError: the ranks cannot share the heads evenly.
-    """
-    n, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
-    if not can_share_heads(n, heads, kv_heads):
-        raise SettingError(
-            f"{heads} query and {kv_heads} key/value heads cannot be shared evenly by {n} ranks: "
-            f"use a number of ranks that divides both, or one that divides the query heads and is "
-            f"a multiple of the key/value heads"
-        )
-    if kv_heads < n:
-        k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
-    # (B, H/cp, T, K) and (B, KV/cp, T, K)
-    q, k, v = (Resplit.apply(x, 1, 2, group) for x in (q, k, v))
-    return Resplit.apply(attention(q, k, v, **keywords), 2, 1, group)
-
-
-def can_share_heads(n, heads, kv_heads):
-    return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-
-
-class Resplit(torch.autograd.Function):
-    """Send each rank its part of ``split_dim``; concatenate the received parts on ``cat_dim``. The
-    backward pass does the reverse."""
-
-    @staticmethod
-    def forward(ctx, x, split_dim, cat_dim, group):
-        ctx.split_dim, ctx.cat_dim, ctx.group = split_dim, cat_dim, group
-        parts = torch.stack(x.chunk(group.size(), split_dim)).contiguous()  # part i is for rank i
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)  # part i is from rank i
-        return torch.cat(tuple(received), cat_dim)
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        grad_x = Resplit.apply(grad_out, ctx.cat_dim, ctx.split_dim, ctx.group)
-        return grad_x, None, None, None
-
-
-def check(args, n):
-    """Refuse a sequence, or heads, that n ranks cannot share evenly.
-
-    Raises:
-        SettingError: the message says what they can share.
-    """
-    ulysses, config = args.attention == "ulysses", args.config
-    chunks = 1 if n == 1 else n if ulysses else 2 * n
-    below, above = args.seq_len // chunks * chunks, -(-args.seq_len // chunks) * chunks
-    refuse([
-        (args.seq_len % chunks,
-         f"--seq-len {args.seq_len} cannot be cut into {chunks} equal chunks, {chunks // n} for "
-         f"each of {n} ranks: use a multiple of {chunks}, such as "
-         f"{f'{below} or {above}' if below else above}"),
-        (ulysses and not can_share_heads(n, config.num_attention_heads, config.num_key_value_heads),
-         f"--num-attention-heads {config.num_attention_heads} and --num-key-value-heads "
-         f"{config.num_key_value_heads} cannot be shared evenly by {n} ranks, which --attention "
-         f"ulysses needs: use a number of ranks that divides both, or one that divides the first "
-         f"and is a multiple of the second, or --attention ring"),
-        (args.compile and args.activation_checkpointing == "selective",
-         "--activation-checkpointing selective with --compile: the collectives of attention break "
-         "the graph of a layer, so torch would compile none of it; leave out one, or use "
-         "--activation-checkpointing full"),
-    ])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """ddp.py with a ConvNet: images, BatchNorm, SGD with a scheduler, the accuracy on a held-out set.
 
-    bash run.sh examples/ddp_convnet.py --steps 150 --lr 0.05
+    torchrun --nproc_per_node=2 examples/ddp_convnet.py --steps 150 --lr 0.05
 """
 
 import contextlib
+import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -14,23 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ is
 from common.data import BatchSampler, load_steps
-from common.launch import launch, restores_process, start_process_group
+from common.launch import launch, start_process_group
 from common.options import option_parser, parse_options
+from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, seed_step
 
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services.checkpoint import Checkpoints
-from common.services.ddp_buckets import arrange_buckets
-from common.services.report import Report
-from common.services.settings import run_settings
 
-
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
-    Checkpoints.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     device = start_process_group(args)
     n = dist.get_world_size()
@@ -60,19 +56,15 @@ def main(argv=None):
     )
 
     # Resume: the step number is the only state of the data
-    checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset, {}), model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
-    )
-    sampler.start = checkpoints.resume(args.source)  # steps done
+    run = Run(args, model, optimizer, sampler, dataset, device, mesh)
     scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
-    arrange_buckets(replica, sampler, dataset[0][0])  # DDP: a resumed run has the same bits
-    report = Report(
-        args, model, optimizer, [sampler], device, mesh, unit="images", units=args.batch_size
-    )
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    # DDP: its buckets are arranged by the first backward pass; now, so that a resumed run has
+    # the same bits. In eval mode: BatchNorm would count these images.
+    replica.eval()(dataset[:2][0].to(device)).sum().backward()
+    replica.train().zero_grad()
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # DDP: of all ranks
@@ -89,20 +81,16 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        report.log(step, loss, grad_norm)
+        for statistics in model.buffers():
+            dist.broadcast(statistics, 0)  # DDP: BatchNorm keeps those of rank 0
+        run.after_step(step, loss, grad_norm)
         scheduler.step()
-        checkpoints.after_step(step, grad_norm)
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    history = report.close()
     images, labels = bars(400, args.seed + 1, args.param_dtype)[sampler.rank :: n]
-    logits = replica.eval()(images.to(device))  # DDP: with the statistics of rank 0
-    right = (logits.argmax(-1) == labels.to(device)).sum()
+    right = (model.eval()(images.to(device)).argmax(-1) == labels.to(device)).sum()
     dist.all_reduce(right)
     if sampler.rank == 0:
         print(f"accuracy on the held-out set: {right.item() / 400:.3f}")
-    return history
+    return run.history
 
 
 def bars(number, seed, dtype):

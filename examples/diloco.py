@@ -8,7 +8,7 @@ momentum, takes this average for the gradient and updates the common value. All 
 from there. Use it if the links between machines are too slow to send all gradients in each step,
 such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
 
-    torchrun --nproc_per_node=2 -m examples.diloco
+    torchrun --nproc_per_node=2 examples/diloco.py
     bash run.sh examples/diloco.py --model small --dtype bfloat16 --lr 1e-3
     bash run.sh examples/diloco.py --replicas 4 --inner-steps 500 --save-every 500 --steps 20000
 
@@ -23,11 +23,10 @@ data.
 
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
 of parameters it sends (2P/s)(R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
-in each step. In each step the ranks also tell each other whether a signal has asked them to stop (8
-bytes), which they read at the end of the next step. Sent within a replica: what fsdp.py sends, with
-s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each
-rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s more.
-The counted step is the third: with --inner-steps 1 or 3 it ends in a meeting.
+in each step. In each step ``Run`` also all-reduces 16 bytes over all ranks: whether a signal has
+asked one to stop. Sent within a replica: what fsdp.py sends, with s in place of n. Overlap: as in
+fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each rank holds its shards of the
+common weights and of their momentum, 2P/s, and in a meeting P/s more.
 
 A checkpoint has the common weights under their usual names, which `bash run.sh export` writes for
 transformers, and those of each replica, with the states of all. So a run resumes as it was, also
@@ -36,37 +35,26 @@ weights, or with --from-pretrained from those of a folder of Hugging Face.
 """
 
 import argparse
+import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.data import BatchSampler, load_steps
-from common.errors import refuse
-from common.launch import (
-    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
-)
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
-from common.model_options import add_model_options
-from common.options import at_least, option_parser, parse_options
+from common.model import Transformer, add_model_options, wrap_layers
+from common.options import at_least, option_parser, parse_options, refuse
+from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import reshard
 from fsdp import add_gradients_up, shard
 from tools.huggingface.weights import load_weights
 
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services import theory
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.same_calls import compare_calls
-from common.services.settings import run_settings
-from common.services.validation import Validation
 
-
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -84,9 +72,7 @@ def main(argv=None):
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
                         default=True, help="free the gathered parameters of a layer after its "
                         "forward pass, and gather them again for the backward pass")
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
@@ -95,7 +81,6 @@ def main(argv=None):
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (R, n // R), mesh_dim_names=("replica", "dp_shard")
     )
-    set_timeout(mesh, args.timeout)
     replicas = mesh.get_group("replica")  # the ranks with the same shards, one of each replica
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
@@ -118,7 +103,6 @@ def main(argv=None):
     materialise(model, device, args.seed)  # the rows of this rank
     if args.from_pretrained:
         load_weights(model, args.from_pretrained)
-    compare_calls(model, mesh.get_group("dp_shard"), passes=2 * args.grad_accum)  # FSDP: all alike
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -133,31 +117,19 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh,  # FSDP: each rank reads its own samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     # Resume: the step number is the only state of the data
     own, replica = model.state_dict(keep_vars=True), mesh.get_local_rank("replica")
     tensors = {name: common.get(tensor, tensor) for name, tensor in own.items()}  # DiLoCo: common
     tensors |= {f"replica{replica}.{name}": p for name, p in own.items() if p in common}
-    fixed, changeable = run_settings(args, dataset)
-    fixed["--replicas"] = R
-    changeable |= {"--inner-steps": args.inner_steps, "--outer-lr": args.outer_lr}
-    checkpoints = Checkpoints(
-        args.out, (fixed, changeable), tensors, [optimizer, outer],
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    run = Run(
+        args, model, [optimizer, outer], sampler, dataset, device, mesh,
+        tensors=tensors, lines=[f"{R} replicas meet every {args.inner_steps} steps"],
+        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    report = Report(
-        args, model, [optimizer, outer],
-        [sampler, f"{R} replicas meet every {args.inner_steps} steps", dataset],
-        device, mesh,
-    )
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
@@ -175,15 +147,8 @@ def main(argv=None):
         optimizer.zero_grad()
         if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
             meet(common, outer, replicas)
-        report.log(step, loss, grad_norm)
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            report.log_validation(step, validation.loss(model))
-            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    return report.close(formulas(args, n, report.counted))
+        run.after_step(step, loss, grad_norm)
+    return run.history
 
 
 def make_outer(parameters, lr, momentum):
@@ -225,24 +190,6 @@ def start_from(common):
     """Let this replica go on from the common values: see ``make_outer``."""
     for own, value in common.items():
         own.copy_(value)
-
-
-def formulas(args, n, counted):
-    """(formula, bytes) of what a rank holds, and sends in the step ``counted``, from 0. See the
-    docstring above."""
-    R, s = args.replicas, n // args.replicas
-    P = theory.bytes_of(theory.whole_model(args))
-    # In a replica s ranks do what n do in fsdp.py.
-    alone = argparse.Namespace(**vars(args) | {"replicate": 1, "cpu_offload": False})
-    formula, sent = theory.fsdp(alone, s)["sent"]
-    formula = formula.replace("n", "s")
-    if (counted + 1) % args.inner_steps == 0:
-        formula, sent = f"{formula} + (2P/s)(R-1)/R", sent + 2 * P / s * (R - 1) / R
-    states = 3 if args.outer_momentum else 2
-    return {
-        "parameters": ("2P/s", 2 * P / s), "gradients": ("P/s", P / s),
-        "optimizer_states": (f"{states}P/s", states * P / s), "sent": (formula, sent),
-    }
 
 
 def check(args, n):

@@ -1,65 +1,51 @@
 """fsdp.py with LoRA: a frozen base of Hugging Face in bfloat16, and trained adapters in float32.
 
     pip install -r examples/requirements.txt
-    torchrun --nproc_per_node=2 -m examples.fsdp_lora --model FOLDER --lr 2e-4
-    bash run.sh examples/fsdp_lora.py --model FOLDER --lr 2e-4 --export ADAPTERS
+    torchrun --nproc_per_node=2 examples/fsdp_lora.py --from-pretrained FOLDER --lr 2e-4
+    bash run.sh examples/fsdp_lora.py --from-pretrained FOLDER --lr 2e-4 --export ADAPTERS
 
 FOLDER is a Llama that ``save_pretrained`` wrote. Every start loads it, also a resume: checkpoints
 hold the adapters only. PEFT reads what --export writes: PeftModel.from_pretrained(base, ADAPTERS).
 With --dtype float32 or float64 the base has that type too.
 
-A layer and its adapters are one unit of FSDP, which may hold two types from torch 2.12 on. In a
-micro-batch each layer costs 2 all-gathers and 1 reduce-scatter: 4 and 2 for two layers. The common
-advice to wrap the adapters apart costs 8 and 2. P: bytes of all parameters; A: of the adapters; G:
-of all as they are gathered; F: of embedding, norm and head, which are gathered once. Each of n
-ranks holds P/n of parameters, A/n of gradients and 2A/n of optimizer states, and sends
-(2G - F + A)(n-1)/n for a micro-batch. With more ranks than --lora-rank, A is sent with padding.
+A layer and its adapters are one unit of FSDP, which may hold two types. In a micro-batch each layer
+costs 2 all-gathers and 1 reduce-scatter: 4 and 2 for two layers. The common advice to wrap the
+adapters apart costs 8 and 2. P: bytes of all parameters; A: of the adapters; G: of all as they are
+gathered; F: of embedding, norm and head, which are gathered once. Each of n ranks holds P/n of
+parameters, A/n of gradients and 2A/n of optimizer states, and sends (2G - F + A)(n-1)/n for a
+micro-batch. With more ranks than --lora-rank, A is sent with padding.
 """
 
 import argparse
-import dataclasses
 import hashlib
+import json
 import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-)
 
-from common.data import BatchSampler, load_steps
-from common.errors import SettingError, refuse
-from common.launch import (
-    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
-)
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.model_options import add_model_options
-from common.options import at_least, option_parser, parse_options
+from common.options import at_least, option_parser, parse_options, refuse
+from common.run import Run, hash_of
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import reshard
-
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services import theory
-from common.services.checkpoint import Checkpoints
-from common.services.checkpoint_files import hash_of
-from common.services.new_files import new_folder, refuse_existing
-from common.services.report import Report
-from common.services.settings import run_settings
-from common.services.validation import Validation
-from tools.huggingface.export import write_json
+from fsdp import add_gradients_up, check, move_buffers, shard
+from tools.huggingface.hf_config import read_config
 from tools.huggingface.weights import load_weights
 
 
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
-    add_model_options(parser)
     add_text_options(parser)
+    parser.add_argument("--from-pretrained", required=True, metavar="FOLDER",
+                        help="folder of the base")
     parser.add_argument("--lora-rank", type=at_least(1), default=16, help="rank r of the adapters")
     parser.add_argument("--lora-alpha", type=at_least(1), default=32,
                         help="the output of an adapter is multiplied by alpha / r")
@@ -72,20 +58,18 @@ def main(argv=None):
                         help="replicas of the model, each sharded over world size / R ranks")
     parser.add_argument("--cpu-offload", action="store_true",
                         help="keep parameters, gradients and optimizer states in host memory")
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
+    args.config = read_config(args.from_pretrained)
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
-    if args.export:
-        refuse_existing(args.export)  # before the training, not after it
+    refuse([(args.export and args.export.exists(),
+             f"--export {args.export} exists: name a new folder")])
     device = start_process_group(args)
     mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
-    set_timeout(mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
@@ -111,7 +95,7 @@ def main(argv=None):
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
     move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    load_weights(model, args.model, added=adapters)
+    load_weights(model, args.from_pretrained, added=adapters)
     for name, parameter in adapters.items():
         if name.endswith("lora_B.weight"):  # drawn too, but training starts from the base
             nn.init.zeros_(parameter)
@@ -127,25 +111,20 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh,  # FSDP: each rank reads its own samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     # Resume: the step number is the only state of the data
-    lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
-    fixed, changeable = run_settings(args, dataset, vars(args.config) | lora)
-    fixed["the hash of the base"] = hash_of_base(args.model)  # LoRA: no checkpoint has the base
-    checkpoints = Checkpoints(
-        args.out, (fixed, changeable), adapters, optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    # LoRA: no checkpoint has the base, nor alpha: a resume needs the same
+    vars(args.config).update(
+        lora_alpha=args.lora_alpha, hash_of_base=hash_of_base(args.from_pretrained)
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
+    run = Run(
+        args, model, optimizer, sampler, dataset, device, mesh,
+        tensors=adapters,  # LoRA: what a checkpoint holds
+        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
+    )
 
     # Loop
-    export = args.export
-    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
@@ -165,19 +144,12 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        report.log(step, loss, grad_norm)
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            report.log_validation(step, validation.loss(model))
-            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.stopping:
-            if step + 1 < args.steps:  # LoRA: a signal has stopped the run before its end
-                export = None
-            break
-    checkpoints.finish()
-    if export:
-        save_for_peft(adapters, export, args.model, args.lora_rank, args.lora_alpha)
-    return report.close(formulas(args, n, model))
+        run.after_step(step, loss, grad_norm)
+    if args.export and not (run.stopping and run.done < args.steps):  # LoRA: not if it was stopped
+        save_for_peft(
+            adapters, args.export, args.from_pretrained, args.lora_rank, args.lora_alpha
+        )
+    return run.history
 
 
 class LoraLinear(nn.Linear):
@@ -207,49 +179,6 @@ def add_adapters(model, layers, r, alpha, dtype):
                 layer.set_submodule(name, LoraLinear(linear, r, alpha, dtype))
 
 
-def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
-    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
-    dimensions, with replicas along the first (hybrid sharding).
-
-    ``units`` are lists of modules whose parameters are gathered together, in the order of their
-    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more unit.
-    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
-    free gathered parameters between forward and backward; the last unit keeps them, since its
-    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
-    SettingError if two units share a parameter.
-    """
-    parameters = [p for unit in units for p in nn.ModuleList(unit).parameters()]
-    if len(parameters) > len(set(parameters)):
-        raise SettingError("two units share a parameter: put modules with tied weights in one")
-    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32)
-    # The root casts float inputs of the model. Units do not: rotary angles stay in float32.
-    inner = dataclasses.replace(policy, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    options = {"mesh": mesh, "offload_policy": offload}
-    for unit in units:
-        frees = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
-    fully_shard(model, mp_policy=policy, **options)
-
-
-def add_gradients_up(model):
-    """Let FSDP add up gradients over the ranks, instead of averaging them. Call it after ``shard``,
-    if the loss of each rank is its part of one mean: the sum over its targets / the number of all
-    ranks' targets. Without it FSDP averages, as DDP does: for losses that are means themselves."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def move_buffers(model, device):
-    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
-    moved = {}  # what has two names stays one buffer
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
-
-
 def save_for_peft(adapters, folder, base, r, alpha):
     """Write the adapters, {name: parameter}, into a new ``folder``, from which PEFT reads them.
     ``base``: the folder of the base. All ranks call it, and hold all adapters for a moment."""
@@ -261,9 +190,9 @@ def save_for_peft(adapters, folder, base, r, alpha):
         "target_modules": sorted({name.split(".")[-3] for name in adapters}),
     }
     if dist.get_rank() == 0:
-        with new_folder(folder) as temporary:
-            save_file(tensors, temporary / "adapter_model.safetensors")
-            write_json(temporary / "adapter_config.json", config)
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def hash_of_base(folder):
@@ -274,40 +203,6 @@ def hash_of_base(folder):
 
 
 WITHOUT_VALUES = {"hash_of_base": lambda folder: ""}  # tools/dry_run.py reads no weights
-
-
-def formulas(args, n, model):
-    """(formula, bytes) of what a rank holds and sends in a step. See the docstring above."""
-    a, R, s = args.grad_accum, args.replicate, n // args.replicate
-    P = theory.bytes_of(model)
-    A = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    F = theory.bytes_of(model.model.embed_tokens, model.model.norm, model.lm_head)
-    G = P - A + A * args.compute_dtype.itemsize / args.param_dtype.itemsize
-    formula, sent = "a(2G-F+A)(s-1)/s", a * (2 * G - F + A) * (s - 1) / s
-    if not args.reshard_after_forward:
-        formula, sent = "(G+aA)(s-1)/s", (G + a * A) * (s - 1) / s
-    if R > 1:
-        formula, sent = f"{formula} + (2A/s)(R-1)/R", sent + 2 * A / s * (R - 1) / R
-    sent += 16 * (n - 1) / n
-    return theory.held("A/s", A / s) | {
-        "parameters": ("P/s", P / s), "sent": (f"{formula} + 16(n-1)/n", sent),
-    }
-
-
-def check(args, n):
-    """Refuse what n ranks, or this machine, cannot do.
-
-    Raises:
-        SettingError: the message says what they can do.
-    """
-    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
-    refuse([
-        (n % args.replicate,
-         f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"),
-        (args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()),
-         "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
-         "leave --cpu-offload out"),
-    ])
 
 
 if __name__ == "__main__":

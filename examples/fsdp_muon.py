@@ -1,6 +1,6 @@
 """fsdp.py with Muon for the matrices of the layers, and AdamW for embedding, norms and head.
 
-    torchrun --nproc_per_node=2 -m examples.fsdp_muon
+    torchrun --nproc_per_node=2 examples/fsdp_muon.py
     bash run.sh examples/fsdp_muon.py --model small --lr 1e-3
 
 Muon brings all singular values of an update close to 1 (https://kellerjordan.github.io/posts/muon).
@@ -19,38 +19,24 @@ all-to-alls, and what the owner with most work computes.
 """
 
 import argparse
-import dataclasses
+import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-)
 
-from common.data import BatchSampler, load_steps
-from common.errors import SettingError, refuse
-from common.launch import (
-    launch, rank_and_world_size, restores_process, set_timeout, start_process_group
-)
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.launch import launch, rank_and_world_size, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
-from common.model_options import add_model_options
+from common.model import Transformer, add_model_options, wrap_layers
 from common.options import at_least, option_parser, parse_options
+from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from common.tokens import add_text_options, open_dataset
-from common.torch_versions import reshard
-
-# Services, optional: delete an import and every statement that uses it, but keep the loop
-from common.services import theory
-from common.services.checkpoint import Checkpoints
-from common.services.report import Report
-from common.services.settings import run_settings
-from common.services.validation import Validation
+from fsdp import add_gradients_up, check, move_buffers, shard
 
 
-@restores_process
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
@@ -62,9 +48,7 @@ def main(argv=None):
                         help="replicas of the model, each sharded over world size / R ranks")
     parser.add_argument("--cpu-offload", action="store_true",
                         help="keep parameters, gradients and optimizer states in host memory")
-    Checkpoints.add_options(parser)
-    Validation.add_options(parser)
-    Report.add_options(parser)
+    Run.add_options(parser)
     args = parse_options(parser, argv)
     _, n = rank_and_world_size()
     check(args, n)  # before the ranks connect
@@ -73,7 +57,6 @@ def main(argv=None):
         device.type, (args.replicate, n // args.replicate),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
-    set_timeout(mesh, args.timeout)
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
@@ -110,21 +93,15 @@ def main(argv=None):
         len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
         mesh=mesh,  # FSDP: each rank reads its own samples
     )
-    validation = Validation(
-        open_dataset(args, "--val-data"), sampler, device, args.val_every, args.val_batches,
-        args.workers,
-    )
 
     # Resume: the step number is the only state of the data
-    checkpoints = Checkpoints(
-        args.out, run_settings(args, dataset), model.state_dict(keep_vars=True), optimizer,
-        stop=args.steps, every=args.save_every, keep=args.keep, in_background=args.async_save,
+    run = Run(
+        args, model, optimizer, sampler, dataset, device, mesh,
+        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
     )
-    sampler.start = checkpoints.resume(args.source)  # steps done
 
     # Loop
-    report = Report(args, model, optimizer, [sampler, dataset], device, mesh)
-    for step, batch in report.steps(load_steps(dataset, sampler, device, args.workers)):
+    for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # FSDP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
@@ -145,15 +122,8 @@ def main(argv=None):
         for each in optimizer:
             each.step()
             each.zero_grad()
-        report.log(step, loss, grad_norm)
-        checkpoints.after_step(step, grad_norm)
-        if validation.due(step):
-            report.log_validation(step, validation.loss(model))
-            reshard(model)  # FSDP: without a backward pass some parameters stay gathered
-        if checkpoints.stopping:
-            break
-    checkpoints.finish()
-    return report.close(formulas(args, n, matrices))
+        run.after_step(step, loss, grad_norm)
+    return run.history
 
 
 class Muon(torch.optim.Optimizer):
@@ -245,76 +215,6 @@ def newton_schulz(X, steps=5):
         gram = X @ X.mT
         X = 3.4445 * X + (-4.7750 * gram + 2.0315 * gram @ gram) @ X
     return X
-
-
-def formulas(args, n, matrices):
-    """(formula, bytes) of what a rank holds and sends in a step: fsdp.py's, and Muon's."""
-    parts, s = theory.fsdp(args, n), n // args.replicate
-    M, (formula, sent) = sum(p.nbytes for p in matrices), parts["sent"]
-    states = parts["optimizer_states"][1] - M / s  # of a matrix: one in place of two
-    return parts | {
-        "optimizer_states": ("(2P-M)/s", states),
-        "sent": (f"{formula} + (2M/s)(s-1)/s", sent + 2 * M / s * (s - 1) / s),
-    }
-
-
-def shard(model, units, mesh, dtype=None, reshard_after_forward=True, cpu_offload=False):
-    """Shard ``model`` in place (FSDP2): over a one-dimensional ``mesh``, or over the second of two
-    dimensions, with replicas along the first (hybrid sharding).
-
-    ``units`` are lists of modules whose parameters are gathered together, in the order of their
-    use, such as [embedding], [layer], ..., [norm, head]. The rest of ``model`` is one more unit.
-    ``dtype``: compute in this type, and reduce gradients in float32. ``reshard_after_forward``:
-    free gathered parameters between forward and backward; the last unit keeps them, since its
-    backward pass comes at once. ``cpu_offload``: keep the shards in host memory. Raises
-    SettingError if two units share a parameter.
-    """
-    parameters = [p for unit in units for p in nn.ModuleList(unit).parameters()]
-    if len(parameters) > len(set(parameters)):
-        raise SettingError("two units share a parameter: put modules with tied weights in one")
-    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32)
-    # The root casts float inputs of the model. Units do not: rotary angles stay in float32.
-    inner = dataclasses.replace(policy, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    options = {"mesh": mesh, "offload_policy": offload}
-    for unit in units:
-        frees = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, reshard_after_forward=frees, mp_policy=inner, **options)
-    fully_shard(model, mp_policy=policy, **options)
-
-
-def add_gradients_up(model):
-    """Let FSDP add up gradients over the ranks, instead of averaging them. Call it after ``shard``,
-    if the loss of each rank is its part of one mean: the sum over its targets / the number of all
-    ranks' targets. Without it FSDP averages, as DDP does: for losses that are means themselves."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setter reaches the modules below
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def move_buffers(model, device):
-    """Put the buffers of ``model`` on ``device``, where its layers use them as they are."""
-    moved = {}  # what has two names stays one buffer
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
-
-
-def check(args, n):
-    """Refuse what n ranks, or this machine, cannot do.
-
-    Raises:
-        SettingError: the message says what they can do.
-    """
-    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
-    refuse([
-        (n % args.replicate,
-         f"--replicate {args.replicate} does not divide the world size {n}: use {fitting}"),
-        (args.cpu_offload and (args.device == "cpu" or not torch.cuda.is_available()),
-         "--cpu-offload moves parameters from GPU to host memory, but this run is on the CPU: "
-         "leave --cpu-offload out"),
-    ])
 
 
 if __name__ == "__main__":
