@@ -3,7 +3,6 @@ number of collectives: test_same_run.py."""
 
 import functools
 import itertools
-import json
 import math
 from unittest import mock
 
@@ -15,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
-from common.attention import merge
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
 
 TINY = ("--hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1 --head-dim 2 "
-        f"--seq-len 16 --batch-size 4 --save-every 0 --data {__file__}")
+        "--seq-len 16 --batch-size 4 --save-every 0")
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -78,18 +76,16 @@ def test_a_ring_beside_others():
 def test_large_scores_are_merged():
     """In float32, also of blocks in bfloat16: exp(200) is no number of either."""
     out, lse = torch.ones(1, 1, 2), torch.full((1, 1), 200.0)
-    merge(out, lse, torch.full_like(out, 2).bfloat16(), lse - math.log(2))
+    cp.merge(out, lse, torch.full_like(out, 2).bfloat16(), lse - math.log(2))
     torch.testing.assert_close(out, torch.full_like(out, 4 / 3))
 
 
-@on_ranks(2)
-def test_two_ranks_share_a_head(folder):
+def test_two_ranks_share_a_head(once):
     """Of keys and values, under Ulysses. Its two numbers: the rotation concatenates halves of one,
     and the last stride is not 1."""
-    cp.main(f"{TINY} --steps 3 --attention ulysses --dtype bfloat16 --out {folder}/out".split())
-    dist.barrier()  # rank 0 has written it
-    summary = json.loads((folder / "out" / "summary.json").read_text())
-    assert summary["sent"] == summary["theory"]["sent"]["bytes"] > 0
+    options = f"{TINY} --steps 3 --attention ulysses --dtype bfloat16"
+    counts = once("cp.py", 2, options, inject="write_counts()").counts()
+    assert counts["sent"] == counts["theory"]["sent"] > 0
 
 
 def results(attention, q, k, v, weight):

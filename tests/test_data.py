@@ -1,32 +1,34 @@
 """The data: one order for every number of ranks, whose only state is the step."""
 
-import argparse
 import collections
-import contextlib
-import gzip
 import os
-import pathlib
-import signal
 import sysconfig
 import tracemalloc
+import types
 
 import numpy as np
 import pytest
 import torch
 
-from common import data, torch_versions
-from common.data import BatchSampler, load_batches, permute
-from common.errors import SettingError
-from common.tokens import TokenDataset, open_dataset
-from common.services.settings import fingerprint
+from common import data
+from common.data import BatchSampler, TokenDataset, load_steps, permute
+from common.options import SettingError
+from common.run import fingerprint
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 
 
-def order(dp=1, grad_accum=1, start=0, stop=15, size=SIZE, **options):
+def mesh_of(rank, *shape):
+    """As a DeviceMesh of that shape says it to ``rank``."""
+    return types.SimpleNamespace(shape=shape, size=lambda: int(np.prod(shape)),
+                                 get_coordinate=lambda: np.unravel_index(rank, shape))
+
+
+def order(*shape, grad_accum=1, start=0, stop=15, size=SIZE, **options):
     """The global batches of the steps, put together from all ranks: a list of lists."""
-    ranks = [np.array(list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, rank=rank,
-                                        world_size=dp, **options))) for rank in range(dp)]
+    meshes = [mesh_of(rank, *shape) for rank in range(np.prod(shape))] if shape else [None]
+    ranks = [np.array(list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh,
+                                        **options))) for mesh in meshes]
     return np.hstack([rank.reshape(stop - start, -1) for rank in ranks]).tolist()
 
 
@@ -49,20 +51,21 @@ def test_permutation_looks_random():
 
 
 def test_global_batches_are_equal_in_order():
-    """On any number of ranks, whatever the accumulation; and resuming gives the tail."""
+    """On any number of ranks, also of a mesh of two dimensions, whatever the accumulation; and
+    resuming gives the tail."""
     expected = order()
-    for dp in (2, 3, 8):
+    for shape in (1,), (2,), (3,), (8,), (2, 4), (3, 2):
         for grad_accum in (1, 2):
-            assert order(dp, grad_accum) == expected
+            assert order(*shape, grad_accum=grad_accum) == expected
         for start in (1, 2, 3, 11):  # step 2 holds the end of the first epoch
-            assert order(dp, start=start) == expected[start:]
+            assert order(*shape, start=start) == expected[start:]
 
 
 def test_batches_that_cannot_be_shared_evenly():
-    with pytest.raises(SettingError, match="3 data-parallel .*multiple of 3, such as 15 or 18"):
-        BatchSampler(SIZE, 16, world_size=3)
+    with pytest.raises(SettingError, match="3 data-parallel .*multiple of 3, such as 18"):
+        BatchSampler(SIZE, 16, stop=1, mesh=mesh_of(0, 3))
     with pytest.raises(SettingError, match="3 accumulation steps: use a multiple of 6, such as 6"):
-        BatchSampler(SIZE, 4, 3, world_size=2)
+        BatchSampler(SIZE, 4, 3, stop=1, mesh=mesh_of(0, 2))
 
 
 def test_epochs():
@@ -78,20 +81,10 @@ def test_epochs():
             assert other not in epochs[:2]
 
 
-def test_replicas_are_equal():
-    def rows(rank, **options):
-        return list(BatchSampler(SIZE, BATCH, stop=5, rank=rank, **options))
-
-    for rank in range(8):
-        assert rows(rank, world_size=8, replication=2) == rows(rank // 2, world_size=4)
-    with pytest.raises(SettingError, match="replication of 3 does not divide the world size 4"):
-        rows(0, world_size=4, replication=3)
-
-
 def test_large_data_costs_what_small_data_costs(tmp_path, monkeypatch):
     """A file of 8 TB, with holes, holds 10^12 samples: there is no list of them, and no walk to the
     middle. Each index is computed alone, and each sample is read alone."""
-    next(iter(BatchSampler(10, BATCH)))  # what numpy imports late does not count
+    next(iter(BatchSampler(10, BATCH, stop=1)))  # what numpy imports late does not count
     asked, path = [], tmp_path / "tokens.bin"
     monkeypatch.setattr(data, "permute", lambda i, *rest: asked.append(len(i)) or permute(i, *rest))
     path.touch()
@@ -101,7 +94,7 @@ def test_large_data_costs_what_small_data_costs(tmp_path, monkeypatch):
             np.uint16(7).tofile(file)  # the last target
         tracemalloc.start()
         dataset = TokenDataset(path, 4, "uint16")
-        batch = next(iter(BatchSampler(len(dataset), BATCH, start=start)))
+        batch = next(iter(BatchSampler(len(dataset), BATCH, start=start, stop=start + 1)))
         _, targets = dataset[size - 1]
         assert tracemalloc.get_traced_memory()[1] < 10**5
         tracemalloc.stop()
@@ -119,165 +112,61 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     inputs, targets = dataset[3]
     assert inputs.tolist() == list(range(48, 64)) and targets.tolist() == list(range(49, 65))
     assert dataset[61][1][-1] == 992
-    tokens.astype(np.uint32).tofile(tmp_path / "wide.BIN")
-    for vocabulary, name in (2**16, "tokens.bin"), (2**16 + 1, "wide.BIN"):  # 16 bits: to 65,535
+    tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
+    for vocabulary, name in (2**16, "tokens.bin"), (2**16 + 1, "wide.bin"):  # 16 bits: to 65,535
         assert torch.equal(TokenDataset(tmp_path / name, 16, vocab_size=vocabulary)[3][0], inputs)
-    assert torch.equal(TokenDataset(tmp_path / "wide.BIN", 16, "uint32")[3][0], inputs)
+    assert torch.equal(TokenDataset(tmp_path / "wide.bin", 16, "uint32")[3][0], inputs)
 
 
-IDS = np.random.default_rng(0).zipf(1.2, 99_999) % 50_000  # as those of GPT-2
-LONG = np.where(IDS < 30_000, IDS, IDS + 70_000)  # some are beyond 16 bits
-MASKED = np.where(IDS % 50 == 7, -100, IDS)
-HEADER = np.zeros(256, "int32")
-HEADER[:3] = 20240520, 1, len(IDS)
-
-
-@pytest.mark.parametrize("written, dtype, vocabulary, words", [
-    (IDS.astype("uint16"), "auto", 50_257, ""), (IDS.astype("uint32"), "auto", 100_000, ""),
-    (LONG.astype("uint32"), "auto", 128_256, ""), (IDS.astype("int32"), "uint32", 50_257, ""),
-    # Short vocabularies, and padding at the start
-    ((IDS % 5).astype("uint16"), "auto", 5, ""), ((IDS % 2).astype("uint16"), "auto", 2, ""),
-    (np.repeat([7, 0, 9], [1, 99_999, 99]).astype("uint16"), "auto", 256, ""),
-    *[(ids, dtype, vocabulary, f"seems to have ids in int64: .* write them in {fits}")
-      for ids in (IDS, IDS % 256, LONG, MASKED) for dtype, vocabulary, fits in (
-          ("auto", 50_257, "uint16"), ("auto", 100_000, "uint32"), ("uint32", 256, "uint16"))],
-    *[(ids.astype("int32"), dtype, vocabulary, "in uint32, and not in uint16: .*-dtype uint32")
-      for ids in (IDS, IDS % 256, LONG, MASKED)
-      for dtype, vocabulary in (("auto", 50_257), ("uint16", 100_000))],
-    (IDS.astype("uint16"), "auto", 100_000, "in uint16, and not in uint32: .*-dtype uint16"),
-    (IDS.astype("uint16"), "uint32", 50_257, "in uint16, and not in uint32"),
+@pytest.mark.parametrize("name, content, options, words", [
+    ("a.bin", (20240520).to_bytes(4, "little"), {}, "has a header of llm.c: .*tail -c"),
+    ("a.bin", (20240801).to_bytes(4, "little"), {"token_dtype": "uint32"}, "header of llm.c"),
+    ("a.bin", b"", {}, "has 0 bytes: not a whole number of uint16 tokens"),
+    ("a.bin", b"six by", {"vocab_size": 2**17}, "6 bytes: .* of uint32 tokens; see --token-dtype"),
+    ("a.bin", b"text", {}, "holds 2 tokens: one sample of --seq-len 4 takes 5; give more"),
+    ("a.txt", b"text", {}, "holds 4 tokens"),
+    ("a.txt", "some text".encode("utf-16"), {}, "is no text: .* name ends in .bin"),
+    ("a.txt", b"some text", {"vocab_size": 100}, "holds token 115, beyond a vocabulary of 100: "),
+    ("", None, {}, "no such file or folder .give one, or 'stdlib'"),
+    ("none/a.txt", None, {}, "no such file or folder"),
 ])
-def test_ids_of_another_type_are_refused(tmp_path, written, dtype, vocabulary, words):
-    """Also if the type was named: the words say which one it seems to be."""
-    written.tofile(tmp_path / "a.bin")
-    refused = pytest.raises(SettingError, match=f"a.bin .*{words}")
-    with refused if words else contextlib.nullcontext():
-        inputs, _ = TokenDataset(tmp_path / "a.bin", 16, dtype, vocabulary)[0]
-        assert inputs.tolist() == written[:16].tolist()
-
-
-def test_files_of_other_tools_are_refused(tmp_path):
-    """By their first bytes; one in a folder of others too."""
-    IDS.astype("uint16").tofile(tmp_path / "a.bin")
-    bad = tmp_path / "b.bin"
-    for save, words in (
-        (lambda: HEADER.tofile(bad), "b.bin has a header of llm.c .*20240520.*tail -c"),
-        (lambda: bad.write_bytes((20240801).to_bytes(4, "little") * 9), "llm.c .* in uint32"),
-        (lambda: np.save(open(bad, "wb"), IDS), "b.bin is a file of NumPy"),
-        (lambda: torch.save(torch.from_numpy(IDS), bad), "b.bin is a zip file, which torch.save"),
-        (lambda: bad.write_bytes(gzip.compress(IDS.tobytes())), "b.bin is compressed by gzip"),
-    ):
-        save()
-        with pytest.raises(SettingError, match=words):
-            TokenDataset(tmp_path, 16)
-
-
-def test_what_is_no_text_is_refused(tmp_path):
-    """A NumPy file, a compressed one, UTF-16, a checkpoint."""
-    (tmp_path / "a.txt").write_text("text " * 99)
-    TokenDataset(tmp_path, 4)
-    for content in (np.arange(9, dtype=np.uint16).tobytes(), "text".encode("utf-16")):
-        (tmp_path / "b").write_bytes(b"text" + content)
-        with pytest.raises(SettingError, match="/b is no text: .*ends in .bin"):
-            TokenDataset(tmp_path, 4)
+def test_what_cannot_be_read(tmp_path, monkeypatch, name, content, options, words):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingError, match=f"{name}.*{words}"):
+        TokenDataset(name, 4, **options)[0]
 
 
 def test_a_folder_is_its_files_one_after_another(tmp_path, monkeypatch):
-    """A linked folder is read like any other, by the first of two links, and a loop ends. A run
-    folder must be in none of them."""
-    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for name, text in (
-        ("data/a.txt", "hello "), ("data/b/c.txt", ""), ("data/b/d.txt", "brave "),
-        ("elsewhere/text", "new "), ("data/z.txt", "world"), ("data/.hidden", "not this"),
-        ("data/.git/x", "not this"), ("lib/test/x.py", "not this"), ("lib/x.txt", "not this"),
-        ("lib/site-packages/x.py", "not this"), ("lib/x.py", "code"), ("x.bin", 12 * "x"),
+        ("data/a.txt", "hello "), ("data/b/c.txt", ""), ("data/b/d.txt", "brave new "),
+        ("data/z.txt", "world"), ("data/.hidden", "not this"), ("data/.git/x", "not this"),
+        ("lib/test/x.py", "not this"), ("lib/x.txt", "not this"),
+        ("lib/site-packages/x.py", "not this"), ("lib/x.py", "code"),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for link in (data / "e", data / "f", elsewhere / "loop"):
-        link.symlink_to(elsewhere)
-    dataset = TokenDataset(data, 4)
+    dataset = TokenDataset(tmp_path / "data", 4)
     assert bytes(t for i in range(5) for t in dataset[i][0].tolist()) == b"hello brave new worl"
-    assert bytes(dataset[4][1].tolist()) == b"orld" and dataset.tokens == 21
-    args = argparse.Namespace(data=str(data), seq_len=4, token_dtype="auto", out=tmp_path / "out",
-                              config=argparse.Namespace(vocab_size=256))
-    open_dataset(args)
-    for args.out in (data / "out", elsewhere / "runs" / "out"):
-        with pytest.raises(SettingError, match="--out .* is inside --data"):
-            open_dataset(args)
-    args.data, args.seq_len, args.token_dtype = f"{tmp_path}/x.bin", 1, "uint32"
-    args.out = tmp_path / "out"
-    assert open_dataset(args).tokens == 3
+    assert bytes(dataset[4][1].tolist()) == b"orld" and len(dataset) == 5
     monkeypatch.setattr(sysconfig, "get_path", lambda _: f"{tmp_path}/lib")
-    assert TokenDataset("stdlib", 1).tokens == len("code")
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: (
-        os.listdir(data / "none") if pathlib.Path(path).name == "b" else scandir(path)))
-    with pytest.raises(SettingError, match="none cannot be read .No such file"):
-        TokenDataset(data, 4)
+    assert bytes(TokenDataset("stdlib", 3)[0][0].tolist()) == b"cod"
 
 
-def test_a_file_that_changes_is_not_read_on(tmp_path):
-    """In place, in its size, or by another file of the same size and time."""
-    path, new = tmp_path / "text", tmp_path / "new"
-    for again in (
-        lambda: path.write_bytes(bytes(1000)), lambda: os.truncate(path, 500),
-        lambda: (new.write_bytes(bytes(1000)), os.utime(new, (0, 0)), os.replace(new, path)),
-    ):
-        path.write_bytes(b"x" * 1000)
-        os.utime(path, (0, 0))
-        dataset = TokenDataset(path, 16)
-        assert bytes(dataset[3][0].tolist()) == b"x" * 16
-        again()
-        with pytest.raises(SettingError, match="text has changed since the run began: "):
-            dataset[3]
-    path.unlink()
-    with pytest.raises(SettingError, match="text cannot be read .No such file"):
-        dataset[3]
+Point = collections.namedtuple("Point", "x y")
 
 
-def test_any_structure_of_tensors_is_moved():
-    """A map-style dataset of dicts: lists, named tuples and text in them."""
-    Point = collections.namedtuple("Point", "x y")
-    dataset = [{"list": [torch.tensor(i)], "point": Point(torch.tensor(i), 2.0), "text": str(i)}
-               for i in range(SIZE)]
-    (batch,) = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("meta"))
-    assert batch["list"][0].device.type == batch["point"].x.device.type == "meta"
-    assert isinstance(batch["point"], Point) and len(batch["text"]) == BATCH
-
-
-class Stuck(list):
-    def __getitem__(self, index):
-        signal.pause()
-
-
-def test_a_worker_that_stands_still(monkeypatch):
-    monkeypatch.setattr(data, "LONG", 1)
-    batches = load_batches(Stuck("ab"), BatchSampler(2, 1, stop=1), torch.device("cpu"), workers=1)
-    with pytest.raises(RuntimeError, match="DataLoader timed out") as error:
-        next(batches)
-    assert torch_versions.is_a_setting(error.value)
-
-
-@pytest.mark.parametrize("workers, dataset, reason", [
-    (0, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: stack exp"),
-    (1, [torch.zeros(2 + i % 2) for i in range(SIZE)], "RuntimeError: "),  # it cannot resize
-    (0, [{"a": torch.zeros(2)}, {"b": torch.zeros(2)}] * SIZE, "KeyError: "),
-    (0, [None] * SIZE, "TypeError: "),
-])
-def test_samples_that_do_not_make_a_batch(workers, dataset, reason):
-    batches = load_batches(dataset, BatchSampler(SIZE, BATCH, stop=1), torch.device("cpu"), workers)
-    with pytest.raises(SettingError, match=f"do not make a batch .{reason}.*with -100"):
-        next(batches)
-
-
-def test_the_fingerprint_of_tokens_notices_one_sample_in_a_hundred(tmp_path):
-    """Of 20,000 samples 200, anywhere: the same number of samples, the same first and last."""
-    text = np.frombuffer(("seven wizards box " * 40_000).encode(), np.uint8)[: 20_000 * 32 + 1]
-    other = text.copy()
-    other[np.random.default_rng(1).choice(np.arange(1, 19_999), 200, replace=False) * 32 + 7] += 1
-    text.tofile(tmp_path / "a")
-    other.tofile(tmp_path / "b")
-    (size, one), (same, two) = (fingerprint(TokenDataset(tmp_path / name, 32)).values()
-                                for name in "ab")
-    assert size == same == 20_000 and one != two
+def test_any_structure_of_tensors(tmp_path):
+    """A map-style dataset of dicts: lists, named tuples, text and bfloat16 in them."""
+    dataset = [{"list": [torch.tensor(i)], "text": str(i),
+                "point": Point(torch.tensor(i).bfloat16(), 2.0)} for i in range(SIZE)]
+    sampler = BatchSampler(SIZE, BATCH, 2, start=3, stop=5)
+    steps = list(load_steps(dataset, sampler, torch.device("meta")))
+    assert [step for step, _ in steps] == [3, 4]
+    first, second = steps[0][1]
+    assert first["list"][0].device.type == second["point"].x.device.type == "meta"
+    assert isinstance(first["point"], Point) and len(first["text"]) == BATCH // 2
+    seen = fingerprint(dataset)
+    dataset[0]["point"] = Point(torch.tensor(9).bfloat16(), 2.0)
+    assert seen != fingerprint(dataset) and seen["samples in --data"] == SIZE

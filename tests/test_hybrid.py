@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hybrid_3d
-from common.errors import SettingError
+from common.options import SettingError
 from tests.support.processes import ROOT, edited
 from tests.support.sample import thorough
 from tests.support.table import Row

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pp
-from common.errors import SettingError
 from common.model import PRESETS, ModelConfig, Transformer
+from common.options import SettingError
 from tests.support.on_ranks import on_ranks
 
 

@@ -5,21 +5,21 @@ tests/support/oracles.py says."""
 
 import argparse
 import collections
-import functools
 import json
 
 import pytest
 import torch
 
 from common.model import PRESETS, ModelConfig, Transformer
-from common.services import checkpoint_files
-from common.services.theory import bytes_of, fsdp, tp
+from common.run import list_checkpoints
 from tests.support import oracles
+from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import ROOT, Result
 from tests.support.sample import sampled, thorough
 from tests.support.table import (
     AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
 )
+from tools.theory import bytes_of, fsdp, tp
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
 LAYERS, HIDDEN, BATCH, T = 5, 32, 24, 24  # of the table
@@ -37,22 +37,9 @@ def reference(row):
     return Row("single.py", 0, "float64" if row.dtype == "float64" else "float32")
 
 
-def furthest(curve, other):
-    assert len(curve) == len(other) > 0
-    return max(abs(a - b) for row, reference in zip(curve, other) for a, b in zip(row, reference))
-
-
-def assert_near(tensors, others):
-    """Tensors by name: the same names, and to 1e-10 the same values."""
-    assert tensors.keys() == others.keys()
-    for name, tensor in others.items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
-
-
-@functools.lru_cache(9)
-def read(out):
+def last(result):
     """The tensors of the last checkpoint of a run, by name."""
-    return checkpoint_files.read(out / "step-00000003", prefix="")
+    return read(result.out / "step-00000003")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.
@@ -71,43 +58,39 @@ def curve(row, run):
 
 def validation(row, run):
     found, names = run(row), ("step", "val_loss")
-    last, expected = found.curve(*names)[-1:], run(reference(row)).curve(*names)
-    assert furthest(last, expected) < WITHIN[row.dtype]
-    assert found.summary["val_loss"] == found.curve("val_loss")[-1][0]
+    expected = run(reference(row)).curve(*names)
+    assert furthest(found.curve(*names)[-1:], expected) < WITHIN[row.dtype]
+    assert f"val loss {found.curve('val_loss')[-1][0]:.4f} |" in found.output
 
 
 def saved(row, run):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
-    tensors, others = (read(run(row).out) for row in (row, reference(row)))
-    assert_near(tensors, others)
+    tensors = last(run(row))
+    assert_near(tensors, last(run(reference(row))))
     assert len(tensors) == 4 * TENSORS
 
 
 def resumed(row, run):
     """A run that resumes is bit for bit what it was, in every weight and optimizer state."""
-    out = run(row).out
-    again = Result([0], "", out / "again-0")
+    again = Result([0], "", run(row).out / "again-0")
     assert again.curve() == run(row).curve()[2:]
     expected = Result([0], "", run(reference(row)).out / "again-0").curve("step", "val_loss")
     assert [step for step, _ in expected] == [3]
     assert furthest(again.curve("step", "val_loss"), expected) < WITHIN[row.dtype]
-    last, own = read(again.out), read(out)
-    assert last.keys() == own.keys()
-    for name, tensor in own.items():
-        assert torch.equal(last[name], tensor), name
+    assert_bit_equal(last(again), last(run(row)))
 
 
 def held_and_sent(row, run):
     """Held and sent is what the theory says. On top come AdamW's count of steps, and the norms for
     clipping: a number per tensor where ranks have parts of it, or one per stage."""
-    summary = run(row).summary
-    theory = {kind: size["bytes"] for kind, size in summary["theory"].items()}
+    counts = run(row).counts()
+    theory = counts["theory"]
     if row.script == "hybrid_3d.py":
         assert not theory
         theory = oracles.expected(row.command, row.world, f"{OPTIONS} --dtype {row.dtype}")
     size = 8 if row.dtype == "float64" else 4
-    held = {kind: summary["held"][kind.replace("_", " ")]
+    held = {kind: counts["held"][kind.replace("_", " ")]
             for kind in ("parameters", "gradients", "optimizer_states")}
     more = held["optimizer_states"] - theory["optimizer_states"]
     assert held["parameters"] == theory["parameters"] > 0
@@ -117,7 +100,7 @@ def held_and_sent(row, run):
     norms = {"zero.py": TENSORS, "fsdp.py": TENSORS, "tp.py": TENSORS, "pp.py": 1}
     ranks = (row.world or 1) // (row.option("--replicate") if row.script == "fsdp.py" else 1)
     expected = 2 * size * norms.get(row.script, 0) * (ranks - 1) / ranks
-    more = summary["sent"] - theory["sent"]
+    more = counts["sent"] - theory["sent"]
     if row.script == "hybrid_3d.py":  # for each dimension of a mesh
         assert 0 <= more <= 3 * (2 * TENSORS * size / 2) + 40
     elif row.script == "tp.py" and AGAIN in row.command and row in COMPILED:
@@ -126,7 +109,7 @@ def held_and_sent(row, run):
         assert more - expected == pytest.approx(last, abs=1) or abs(more - expected) < 1
     else:
         assert abs(more - expected) < 1
-    assert summary["sent"] == pytest.approx(sum(c["bytes"] for c in summary["collectives"]), abs=1)
+    assert counts["sent"] == pytest.approx(sum(c["bytes"] for c in counts["collectives"]), abs=1)
 
 
 def expected_collectives(row):
@@ -167,36 +150,33 @@ def expected_collectives(row):
 
 def collectives(row, run):
     calls = collections.Counter()
-    for entry in run(row).summary["collectives"]:
+    for entry in run(row).counts()["collectives"]:
         calls[entry["collective"]] += entry["calls"]
     assert calls == expected_collectives(row)
 
 
 def compiled(row, run):
-    """Compiled layers are called in every step, also in the third, which is counted. What they keep
-    for the backward pass is not seen, so there is no sum."""
+    """Compiled layers are called in every step, also in the third, which is counted."""
     (line,) = [line for line in run(row).lines if line.startswith("calls ")]  # of count_compiled
     first, *rest = json.loads(line.removeprefix("calls "))
     assert len(rest) == 2 and set(rest) == {rest[0]} and first >= rest[0] > 0, (first, rest)
-    assert not any(line.startswith("in all") for line in run(row).lines)
-    assert "in all" not in run(row).summary["peak"]
 
 
 def peaks(row, run):
     """Parameters and gradients: how many units are whole at a time."""
-    found, n, a = run(row).summary["peak"], row.world or 1, row.option("--grad-accum")
+    found, n, a = run(row).counts()["peak"], row.world or 1, row.option("--grad-accum")
     parameters, gradients = found["parameters"], found["gradients"]
     if row.script == "cp.py":
         assert parameters == P
     elif row.script == "pp.py":  # the hidden states that it sends are none
-        assert gradients == run(row).summary["held"]["gradients"]
+        assert gradients == run(row).counts()["held"]["gradients"]
         assert any(line.startswith("rank 1: layer") for line in run(row).lines)
     elif row.script in WHOLE:
         assert parameters == P
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
         # an earlier micro-batch is freed at once.
         assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
-        whole = run(reference(row)).summary["peak"]["activations"]
+        whole = run(reference(row)).counts()["peak"]["activations"]
         assert 0 < found["activations"] <= 1.1 * whole / min(a, 2)
     elif row.script == "zero.py":
         # On top are two buckets in flight; a thread of gloo may still hold the one before.
@@ -274,11 +254,10 @@ def test_saving_while_training_goes_on(once, command, world):
     """After every step: a save may still go on when the next one is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 1 --keep 9",
                   inject="ignored()")
-    found = checkpoint_files.list_checkpoints(result.out)
-    assert [checkpoint_files.step_of(path) for path in found] == [1, 2, 3]
-    for name in ("step-00000002", "step-00000003"):  # as it was then, not as training has made it
-        assert_near(*(checkpoint_files.read(run.out / name, prefix="")
-                      for run in (result, EXACT[0].run(once))))
+    names = [path.name for path in list_checkpoints(result.out)]
+    assert names == [f"step-0000000{step}" for step in (1, 2, 3)]
+    for name in names[1:]:  # as it was then, not as training has made it
+        assert_near(*(read(run.out / name) for run in (result, EXACT[0].run(once))))
 
 
 def test_the_theory_of_tensor_parallelism_in_bfloat16():
@@ -309,7 +288,7 @@ def test_the_theory_of_more_ranks_than_rows():
 def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
     options = f"--batch-size 2 --seq-len 512 --steps 3 --save-every 0 --data {corpus}"
     one, four = (
-        run(command, world, options, out=f"out-{world}").summary["peak"]["activations"]
-        for world in (1, 4)
+        run(command, world, options, out=f"out-{world}", inject="write_counts()")
+        .counts()["peak"]["activations"] for world in (1, 4)
     )
     assert 0 < four < most * one

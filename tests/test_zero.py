@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
-from common.errors import SettingError
-from common.services.report import Report
+from common.options import SettingError
+from common.run import Run
+from tests.support import inject
 from tests.support.on_ranks import on_ranks
 
 
@@ -97,7 +98,7 @@ def test_ranks_of_another_group_are_not_asked(rank):
     model, a, b, c = three()
     buckets, shards = zero.make_buckets(model, [[a], [b], [c.weight, c.bias]], mesh)
     x, model.forward = torch.ones(1, 6), lambda used: sum(model[name](x).sum() for name in used)
-    with mock.patch.object(zero, "reduce_scatter_single", wraps=zero.reduce_scatter_single) as sums:
+    with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sums:
         for used in "ab"[rank] + "c", "abc":
             zero.start_gathering(buckets)
             zero.reduce_in_backward(buckets, enabled=True)
@@ -123,12 +124,12 @@ def test_the_next_two_buckets_are_on_their_way(mesh):
 
 
 @on_ranks(2)
-def test_parameters_are_whole_after_the_loop(folder):
+def test_parameters_are_whole_after_the_loop():
     """On both ranks, for whoever reads them."""
-    with mock.patch.object(Report, "close", lambda report, *_: report.models[0]):
-        model = zero.main(f"--hidden-size 48 --steps 2 --batch-size 2 --save-every 0 --no-count "
-                          f"--data {__file__} --out {folder}/out".split())
-    for parameter in model.parameters():
+    runs = []
+    inject.before(Run, "steps", lambda run, _: runs.append(run))
+    zero.main(f"--hidden-size 48 --steps 2 --batch-size 2 --data {__file__}".split())
+    for parameter in runs[0].models[0].parameters():
         of_rank_0 = parameter.detach().clone()
         dist.broadcast(of_rank_0, 0)
         assert torch.equal(parameter, of_rank_0)

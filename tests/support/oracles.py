@@ -12,8 +12,8 @@ import ep
 import hybrid_3d
 from common.experts import use_experts
 from common.model import Transformer
-from common.services.theory import bytes_of, held
 from pp import cost_of_head, keep_stage, split_layers
+from tools.theory import bytes_of, held
 
 ABSENT = {  # options that ep.py does not have
     "dp": None, "cp": 1, "tp": 1, "pp": 1, "replicate": 1, "microbatches": None,
@@ -33,7 +33,7 @@ def expected(command, n, options=""):
     args = types.SimpleNamespace(**ABSENT | vars(check.call_args.args[0]))
     args.ep = args.ep or n
     size, sent = held_and_sent(args, n)
-    return {kind: size for kind, (_, size) in held("", size).items()} | {"sent": sent}
+    return {kind: size for kind, (_, size) in held(size).items()} | {"sent": sent}
 
 
 def held_and_sent(args, n):

@@ -9,10 +9,6 @@ own step 2, in the same processes: it trains step 3 again, and evaluates.
 
 import dataclasses
 
-import torch
-
-from common.torch_versions import keeps_last_function
-
 # 5 layers, embedding and head are 7 loads: no number of stages divides them. 3 ranks do not divide
 # the rows of a matrix, 2 and 4 ranks do.
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 5 --num-attention-heads 8 "
@@ -21,7 +17,6 @@ TRAINING = (f"{MODEL} --seq-len 24 --batch-size 24 --steps 3 --log-every 1 --war
             "--lr 0.01 --save-every 2 --seed 3")
 OPTIONS = f"{TRAINING} --val-data {{val}} --val-every 3 --val-batches 1"
 AGAIN, SELECTIVE = "--activation-checkpointing", "--activation-checkpointing selective"
-OLD = torch.__version__.startswith(("2.11.", "2.12."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +41,11 @@ class Row:
         return type(otherwise)(*value) if value else otherwise
 
     def run(self, once):
-        inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
+        inject = f"write_counts(); {self.inject}"
+        if self in EXACT:
+            inject += "; resumed([])"
         options = f"{OPTIONS} --dtype {self.dtype}"
-        gathers = ("zero.py", "fsdp.py", "hybrid_3d.py")
-        if OLD:  # its FSDP gathers a unit more after an evaluation: see ``reshard``
-            gathers = ("zero.py",)
-        if self.script in gathers:
+        if self.script in ("zero.py", "fsdp.py", "hybrid_3d.py"):
             options += " --val-every 1"
         return once(self.command, self.world, options, inject=inject)
 
@@ -76,7 +70,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     ("ddp.py --grad-accum 2", 4),  # two ranks add up alike in any buckets
     (f"tp.py {AGAIN}", 2),
-    ("pp.py --schedule zbv --microbatches 2" if keeps_last_function else "pp.py", 2),
+    ("pp.py --schedule zbv --microbatches 2", 2),
     (f"cp.py --attention allgather {SELECTIVE}", 3),
 ]]
 EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
@@ -124,16 +118,14 @@ LOOSE = SAMPLE_LOOSE + [Row(command, world, "float32") for command, world in [
     ("cp.py", 2), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 2),
     ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]]
-# torch 2.11 and 2.12 cannot compile attention under activation checkpointing in float64: "expected
-# scalar type Double but found Float"; nor DTensors under selective activation checkpointing.
-COMPILED = [Row(f"{command} --compile", world, "float32" if OLD and AGAIN in command else "float64",
-                f"ignored(); count_compiled('{backend}')") for command, world, backend in [
+COMPILED = [Row(f"{command} --compile", world, inject=f"ignored(); count_compiled('{backend}')")
+            for command, world, backend in [
     # The first one compiles kernels, which takes minutes. The others stop at the graphs.
     ("single.py", 0, "inductor"), (f"ddp.py {AGAIN}", 2, "aot_eager"),
     (f"zero.py {AGAIN}", 2, "aot_eager"), (f"fsdp.py {SELECTIVE}", 2, "aot_eager"),
     (f"tp.py --grad-accum 2 {AGAIN}", 2, "aot_eager"), ("cp.py", 2, "aot_eager"),
     (f"pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN}", 2, "aot_eager"),
-    ("hybrid_3d.py --tp 2" if OLD else f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
+    (f"hybrid_3d.py --tp 2 {SELECTIVE}", 2, "aot_eager"),
 ]]
 ROWS = EXACT + LOOSE + COMPILED
 SAMPLE = SAMPLE_EXACT + SAMPLE_LOOSE

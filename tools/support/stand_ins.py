@@ -6,7 +6,6 @@ that keep less or more on a GPU than on a CPU have stand-ins too: see ``as_on_gp
 
 import functools
 import itertools
-import os
 import sys
 from unittest import mock
 
