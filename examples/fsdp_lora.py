@@ -37,7 +37,7 @@ from common.options import at_least, option_parser, parse_options, refuse
 from common.run import Run, hash_of
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from fsdp import add_gradients_up, check, move_buffers, shard
-from tools.huggingface.hf_config import read_config
+from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
 
