@@ -1,29 +1,34 @@
-"""Promises 4 and 5: checkpoints hold all of a run, and nothing is lost."""
+"""Promises 4 and 5, of Run alone: what a checkpoint holds, what is damaged, what another run or a
+stranger has written. Whole scripts: test_run.py; each script's resume: test_same_run.py."""
 
-import datetime
+import json
 import os
-import threading
-import time
-from unittest import mock
+import pickle
+import random
+import resource
+import shutil
+import subprocess
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from common.data import BatchSampler
-from common.errors import SettingError
-from common.services import checkpoint, checkpoint_files
-from common.services.checkpoint import Checkpoints
-from common.services.ddp_buckets import arrange_buckets
+from common.options import SettingError, option_parser, parse_options
+from common.run import FIXED, Run, hash_of, list_checkpoints, open_checkpoint
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import SMALL
 
 
 def tensors(folder, step=8):
     """All tensors of a checkpoint: weights and optimizer states."""
-    return checkpoint_files.read(folder / f"step-{step:08d}", prefix="")
+    reader, _ = open_checkpoint(folder / f"step-{step:08d}")
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+             for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def assert_bit_equal(found, expected):
@@ -34,294 +39,280 @@ def assert_bit_equal(found, expected):
 
 def steps(folder):
     """Of the complete checkpoints in a run folder."""
-    return [checkpoint_files.step_of(path) for path in checkpoint_files.list_checkpoints(folder)]
-
-
-# On several ranks
-
-
-def checkpoints_of(folder, tensors, optimizer=None, must=None, may=None, **options):
-    """``tensors``: a dict of them, or a model."""
-    if isinstance(tensors, nn.Module):
-        tensors = tensors.state_dict(keep_vars=True)
-    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    return Checkpoints(folder, (must or {}, may or {}), tensors,
-                       optimizer or torch.optim.SGD(trained, 0.1, 0.9), **{"stop": 9, **options})
-
-
-@on_ranks(4)
-def test_all_ranks_hear_of_a_late_signal(folder, rank):
-    """In the next step: who is early waits for the vote of all."""
-    checkpoints = checkpoints_of(folder, {"weight": nn.Parameter(torch.zeros(2))}, every=0)
-    with mock.patch.object(checkpoint, "stop_requested", return_value=rank == 3):
-        for step in range(2):
-            time.sleep(0.3 * (rank == 3))
-            checkpoints.after_step(step, 1.0)
-    assert checkpoints.stopping
-
-
-@on_ranks(4)
-def test_buffers_agree(folder, rank):
-    """Buffers that differ are saved as the first rank that holds them has them, whatever their
-    type. Ranks 0 and 1 hold other buffers than ranks 2 and 3, as stages of a pipeline do."""
-    stage, types = rank // 2, [torch.bfloat16, torch.bool, torch.complex64, torch.int64]
-    tensors = {f"stage{stage}.{dtype}": torch.full((2, 3), 10 * (rank % 2) + 1).to(dtype).T
-               for dtype in types}
-    tensors |= {"everywhere": torch.full((), float(rank))}
-    module = nn.Module()
-    for i, tensor in enumerate(tensors.values()):
-        module.register_buffer(str(i), tensor)
-    tensors |= {"weight": nn.Parameter(torch.zeros(2))}
-    checkpoints = checkpoints_of(folder, tensors)
-    checkpoints.resume()
-    checkpoints.save(1)
-    assert tensors["everywhere"] == 0  # this run goes on with what a resumed run starts from
-    found = checkpoint_files.read(folder / "step-00000001")
-    assert len(found) == 10 and found["everywhere"] == 0
-    for dtype in types:
-        for stage in (0, 1):
-            assert found[f"stage{stage}.{dtype}"].equal(torch.full((3, 2), 1).to(dtype))
-
-
-@on_ranks(2)
-def test_an_average_of_sharded_weights(folder, mesh):
-    """It is sharded as they are, and saved whole, beside them. Of one number rank 1 has nothing."""
-    weight, scale = (nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
-                     for x in (torch.arange(5.0), torch.ones(1)))
-    checkpoints = checkpoints_of(
-        folder, {"weight": weight, "scale": scale, "ema": weight.detach() / 2})
-    checkpoints.resume()
-    checkpoints.save(1)
-    average = torch.zeros_like(weight).detach()
-    tensors = {"weight": weight, "scale": scale, "ema": average}
-    assert checkpoints_of(folder, tensors).resume() == 1
-    assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
-
-
-@on_ranks(2)
-def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
-    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone."""
-    weight, other = nn.Parameter(torch.ones(2)), torch.tensor([[1.0], [1.0 + rank]]).T
-    for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
-        tensors = {"weight": weight, "same": torch.ones(3), name: tensor}
-        checkpoints = checkpoints_of(folder, tensors)
-        checkpoints.resume()
-        with pytest.raises(SettingError, match=f"model.{name} has other values on rank 1 than on "
-                                               f"rank 0.* make it a DTensor"):
-            checkpoints.save(1)
-        assert torch.equal(tensor, tensors[name]) and not (folder / "step-00000001").exists()
-    tensor.data.fill_(2.0)
-    checkpoints.save(1)
-
-
-@on_ranks(2)
-def test_ranks_that_differ(folder, rank):
-    """In settings, also in those that may change in a run; each with a folder of its own."""
-    weight = {"weight": nn.Parameter(torch.ones(2))}
-    for kind in ("must", "may"):
-        with pytest.raises(SettingError, match="n_layer is 2 on rank 0 and 3 on rank 1"):
-            checkpoints_of(folder, weight, **{kind: {"n_layer": 2 + rank}}).resume()
-    with mock.patch.object(checkpoint.distributed_c10d, "default_pg_timeout",
-                           datetime.timedelta(seconds=1)), \
-            pytest.raises(SettingError, match="is not one folder for all machines"):
-        checkpoints_of(folder / str(rank), weight).resume()  # it waits half of a second
-    assert checkpoints_of(folder / str(rank), weight, every=0).resume() == 0  # it saves nothing
-
-
-@on_ranks(2)
-def test_each_file_has_one_writer(folder, rank):
-    """Also after each rank has saved the same tensors alone. One rank compares its hash."""
-    def of_all_ranks(names):
-        return [name for own in checkpoint.gather(names, dist.group.WORLD) for name in own]
-
-    weight = nn.Parameter(torch.zeros(2))
-    with mock.patch.object(dist, "is_initialized", lambda: False):
-        alone = checkpoints_of(folder / str(rank), {"weight": weight})
-        alone.resume()
-        alone.save(1)
-    writers, checkpoints = [], checkpoints_of(folder / "both", {"weight": weight})
-    checkpoints.resume()
-    with mock.patch.object(checkpoint, "HashingWriter", side_effect=lambda path: (
-            writers.append(checkpoint_files.HashingWriter(path)) or writers[-1])), \
-            mock.patch.object(checkpoint, "complete", side_effect=lambda path, *sums, **run: (
-                path.name.endswith(".tmp") and checkpoint_files.complete(path, *sums, **run))):
-        checkpoints.save(1)  # it gets its name at the end
-    (written,) = of_all_ranks(list(writers[0].sums))
-    with mock.patch.object(checkpoint_files, "hash_of", wraps=checkpoint_files.hash_of) as hash_of:
-        checkpoints_of(folder / "both", {"weight": weight}).resume()
-    assert of_all_ranks([call.args[0].name for call in hash_of.call_args_list]).count(written) == 1
-
-
-@on_ranks(2)
-def test_what_must_not_be_saved(folder, rank):
-    """What only one rank can know is an error on all, and leaves the checkpoint before it. The
-    infinity of a mask is saved."""
-    weight, mask = nn.Parameter(torch.zeros(2)), torch.tensor([0.0, float("-inf")])
-    optimizer = torch.optim.SGD([weight])
-    checkpoints = checkpoints_of(folder, {"weight": weight, "mask": mask}, optimizer)
-    checkpoints.resume()
-    checkpoints.save(1)
-    assert checkpoint_files.read(folder / "step-00000001")["mask"].equal(mask)
-    for value, momentum, norm, message in [
-        (float("inf"), None, 1.0, "step 2 is not saved, since model.weight is not finite: lower"),
-        (0.0, torch.tensor([1.0, float("nan")]), 1.0, "weight.momentum_buffer is not finite"),
-        (0.0, 3, 1.0, "momentum_buffer of the optimizer is 3, and checkpoints hold tensors only"),
-        (0.0, None, float("nan"), "a gradient norm is not finite"),
-    ]:
-        if rank == 1:
-            nn.init.constant_(weight, value)
-            optimizer.state[weight] = {} if momentum is None else {"momentum_buffer": momentum}
-        for norm_of_step in (norm if rank == 1 else 1.0, 1.0):  # two steps that are not saved
-            checkpoints.after_step(5, norm_of_step)
-        with pytest.raises(SettingError, match=message):
-            checkpoints.save(2)
-    checkpoints.finish()
-    assert {path.name for path in folder.iterdir()} == {"step-00000001", "lock", "run-id"}
-
-
-@on_ranks(2)
-def test_rank_0_decides(folder, rank):
-    """Rank 1 sees another newest checkpoint than rank 0, as on a network file system: both load
-    what rank 0 sees."""
-    weight = nn.Parameter(torch.zeros(2))
-    first = checkpoints_of(folder, {"weight": weight}, keep=9)
-    first.resume()
-    for step in (1, 2, 3):
-        nn.init.constant_(weight, step)
-        first.save(step)
-    listed = checkpoint.list_checkpoints
-    with mock.patch.object(checkpoint, "list_checkpoints",
-                           lambda folder: listed(folder)[: -1 if rank == 1 else None]):
-        nn.init.zeros_(weight)
-        assert checkpoints_of(folder, {"weight": weight}).resume() == 3 and (weight == 3).all()
-
-
-# Checkpoints of other models, taken alone
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
 
 
 def small():
     return nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
 
 
-def test_imported_weights_are_a_checkpoint_of_step_0(tmp_path):
-    """Only the settings that it has are compared; it is never removed; --from returns to it."""
-    imported, model = small(), small()
-    checkpoints = checkpoints_of(tmp_path, imported, must={"size": 4})
-    checkpoints.resume()
-    checkpoints.save(0)
-    settings = {"size": 4, "--seed": 1}
-    checkpoints = checkpoints_of(tmp_path, model, must=settings, keep=1)
-    assert checkpoints.resume() == 0
-    assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
-    for step in (1, 2):
-        checkpoints.save(step)
-    assert steps(tmp_path) == [0, 2]
-    assert checkpoints_of(tmp_path, small(), must=settings).resume() == 2
-    model, first = small(), str(tmp_path / "step-00000000")
-    assert checkpoints_of(tmp_path / "new", model, must=settings).resume(first) == 0
-    assert all(map(torch.equal, model.state_dict().values(), imported.state_dict().values()))
-    with pytest.raises(SettingError, match="size is 4 in .*step-00000000 and 5 .* --model"):
-        checkpoints_of(tmp_path / "other", small(), must={"size": 5}).resume(first)
+def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
+    """A Run of at most 9 steps that saves each of them."""
+    parser = option_parser("")
+    Run.add_options(parser)
+    words = f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}"
+    args = parse_options(parser, words.split())
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    sampler = BatchSampler(len(dataset), 2, seed=args.seed, stop=args.steps)
+    return Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)
+
+
+def train(run, last, change=lambda step: None, grad_norm=1.0):
+    """Train up to step ``last``: ``change(step)`` stands for a step, counted from 1."""
+    for step, _ in run.steps((step, None) for step in range(run.sampler.start, last)):
+        change(step + 1)
+        run.after_step(step, 1.0, grad_norm)
+
+
+# On several ranks
+
+
+@on_ranks(2)
+def test_an_average_of_sharded_weights(folder, mesh):
+    """It is sharded as they are, and saved whole, beside them. Of one number rank 1 has nothing."""
+    model = nn.Module()
+    for name, x in {"weight": torch.arange(5.0), "scale": torch.ones(1)}.items():
+        model.register_parameter(name, nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])))
+    state = model.state_dict(keep_vars=True)
+    train(run_of(folder, model, tensors=state | {"ema": model.weight.detach() / 2}), 1)
+    average = torch.zeros_like(model.weight).detach()
+    assert run_of(folder, model, tensors=state | {"ema": average}).sampler.start == 1
+    assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+@on_ranks(2)
+def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
+    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. But
+    buffers may differ, as BatchNorm's do: those of one rank are saved."""
+    model, other = small(), torch.tensor([[1.0], [1.0 + rank]]).T
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model.norm.running_mean.fill_(rank)
+    for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
+        state = model.state_dict(keep_vars=True) | {name: tensor}
+        optimizer = torch.optim.SGD([x for x in state.values() if x.requires_grad])
+        with pytest.raises(SettingError, match=f"model.{name} has other values on another rank.*"
+                                               f"must be a DTensor"):
+            train(run_of(folder, model, optimizer, tensors=state), 1)
+        assert steps(folder) == []
+    train(run_of(folder, model), 1)
+    assert tensors(folder, 1)["model.norm.running_mean"].tolist() in ([0.0] * 4, [1.0] * 4)
+
+
+@on_ranks(2)
+def test_ranks_that_differ(folder, rank):
+    """In data, or each with a folder of its own."""
+    model = small()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    with pytest.raises(SettingError, match="hash of --data is .* on rank 0, .* on rank 1"):
+        run_of(folder, model, dataset=range(rank, 9 + rank))
+    with pytest.raises(SettingError, match="is not one folder for all machines: here it has no"):
+        train(run_of(folder / str(rank), model), 1)
+
+
+@on_ranks(2)
+def test_all_ranks_hear_what_one_rank_knows(folder, rank):
+    """A signal that comes to one rank stops all after the same step; a save that fails on one rank
+    fails on all. What is there stays whole."""
+    model = small()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    run = run_of(folder, model)
+    train(run, 9, lambda step: step == 2 and rank == 1 and os.kill(os.getpid(), 10))  # SIGUSR1
+    assert run.stopping and run.done in (2, 3) and steps(folder)[-1] == run.done
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SettingError, match="File too large|failed writing"):  # rank 1's disk is full
+        train(run_of(folder, model), 9, lambda step: rank == 1 and resource.setrlimit(
+            resource.RLIMIT_FSIZE, (100, limits[1])))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert steps(folder)[-1] == run.done and open_checkpoint(list_checkpoints(folder)[-1])
+
+
+# Alone
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    """Each has its hash, in the form that sha256sum reads; and states have their tensor's name."""
+    model = small()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(run_of(tmp_path, model, optimizer), 1, lambda step: optimizer.step())
+    (checkpoint,) = list_checkpoints(tmp_path)
+    said = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=checkpoint, check=True, text=True,
+                          capture_output=True).stdout.splitlines()
+    listed = {line.removesuffix(": OK") for line in said}
+    assert listed | {"SHA256SUMS"} == set(os.listdir(checkpoint))
+    names = {f"model.{name}" for name in model.state_dict()} | {
+        f"optimizer.{name}.{state}" for name, _ in model.named_parameters()
+        for state in ("step", "exp_avg", "exp_avg_sq")}
+    assert tensors(tmp_path, 1).keys() == names
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    """Also if the norm was so in a step that is not logged. The infinity of a mask is saved."""
+    model = small()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    train(run_of(tmp_path, model), 1)
+    assert tensors(tmp_path, 1)["model.mask"].equal(model.mask)
+    with pytest.raises(SettingError, match="at step 2 the loss is 1.0 and .* norm nan, which is not"):
+        train(run_of(tmp_path, model), 9, grad_norm=float("nan"))
+    run = run_of(tmp_path, model, options="--save-every 4 --log-every 9")
+    with pytest.raises(SettingError, match="step 4 is not saved, since a norm of gradients was not"):
+        for step, _ in run.steps((step, None) for step in range(1, 9)):
+            run.after_step(step, 1.0, float("inf") if step == 2 else 1.0)
+    assert steps(tmp_path) == [1]
+
+
+def test_async_saves_hold_the_step_that_they_name(tmp_path):
+    """However fast the weights change, and also the last one; in order, and no more than --keep."""
+    model = nn.Linear(700, 1100, bias=False)
+    train(run_of(tmp_path, model, options="--async-save --keep 4"), 9,
+          lambda step: nn.init.constant_(model.weight, step))
+    assert steps(tmp_path) == [6, 7, 8, 9] and not list(tmp_path.glob("*.tmp"))
+    for step in 6, 7, 8, 9:
+        assert tensors(tmp_path, step)["model.weight"].unique().tolist() == [step]
 
 
 def test_a_checkpoint_of_another_run(tmp_path):
     adam, sgd, model = torch.optim.AdamW, torch.optim.SGD, small()
-    checkpoints = checkpoints_of(tmp_path, model, adam(model.parameters()), {"sizes": (1, 2)})
-    assert checkpoints.resume() == 0
-    checkpoints.save(1)
+    train(run_of(tmp_path, model, adam(model.parameters())), 2)
     fewer = small()
     fewer.linear.bias = fewer.norm.running_var = None
-    more = nn.ModuleDict({"linear": nn.Linear(4, 4), "x": nn.Linear(1, 1)})
-    larger = nn.ModuleDict({"linear": nn.Linear(4, 5)})
-    for other, optimizer, last, message in [
-        (model, adam(model.parameters()), 3, "sizes is .1, 2. in .* and .1, 3. in"),
-        (model, adam(model.parameters(), amsgrad=True), 2, "amsgrad is False in .* and True in"),
-        (model, sgd(model.parameters()), 2, "the optimizer is AdamW in .* and SGD in this run"),
-        (fewer, adam(fewer.parameters()), 2, "no rank of this .* linear.bias, norm.running_var"),
-        (more, adam(more.parameters()), 2, "x.weight has shape .1, 1. here and none there"),
-        (larger, adam(larger.parameters()), 2, "linear.weight has shape .5, 4. here and .4, 4."),
-        # Tensors and optimizers that do not belong together
-        (model, sgd(model.linear.parameters()), 2, "norm.weight is trained, but by none of the"),
-        (model.norm, sgd(model.parameters()), 2, "a parameter of shape .4, 4. that is not among"),
+    more = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "x": nn.Linear(1, 1)})
+    larger = nn.ModuleDict({"linear": nn.Linear(4, 5), "norm": nn.BatchNorm1d(4)})
+    for other, optimizer, change, words in [
+        (model, adam, {"options": "--seed 1"}, "--seed is 0 in .*step-00000002 and 1 in this run: "
+                                               "resume with the same; for a new run take another"),
+        (model, adam, {"options": "--steps 1"}, "step-00000002 is beyond --steps 1: raise it"),
+        (model, adam, {"dataset": range(10)}, "samples in --data is 9 in .* and 10"),
+        (model, adam, {"dataset": range(1, 10)}, "hash of --data is "),
+        (model, sgd, {}, "optimizer is AdamW in .* and SGD in this run"),
+        (fewer, adam, {}, "is of another model: see model.(linear.bias|norm.running_var)"),
+        (more, adam, {}, "is of another model: see model.x"),
+        (larger, adam, {}, "is of another model: see model.linear"),
     ]:
-        with pytest.raises(SettingError, match=message):
-            checkpoints_of(tmp_path, other, optimizer, {"sizes": (1, last)}).resume()
+        optimizer = optimizer([p for p in other.parameters() if p is not None])
+        for source in "", f"--from {tmp_path}/step-00000002 --out {tmp_path}/new":
+            with pytest.raises(SettingError, match=words):
+                run_of(tmp_path, other, optimizer, **change | {
+                    "options": f"{change.get('options', '')} {source}"})
+    # Tensors and optimizers that do not belong together
+    for other, optimizer, words in [
+        (model, sgd(model.linear.parameters()), "norm.weight is trained, but by none of the"),
+        (model.norm, sgd(model.parameters()), "updates a tensor that is not among those to be saved"),
+    ]:
+        with pytest.raises(SettingError, match=words):
+            run_of(tmp_path, other, optimizer)
+    assert steps(tmp_path) == [1, 2]
 
 
-def test_options_of_the_optimizer(tmp_path, capsys):
-    """Of all groups of parameters. What decides which states there are stays as it is."""
-    def resume(name, *groups, **options):
-        groups = [{"params": part.parameters(), **group}
-                  for part, group in zip(model.values(), groups)]
-        checkpoints = checkpoints_of(tmp_path / name, model,
-                                     getattr(torch.optim, name)(groups, **options))
-        if checkpoints.resume() == 0:
-            checkpoints.save(1)
-
-    model = small()
-    for decays in (0.1, 0.0), (0.1, 0.2):
-        resume("AdamW", *({"weight_decay": decay} for decay in decays))
-    assert "weight_decay was [0.1, 0.0], is [0.1, 0.2]" in capsys.readouterr().out
-    resume("RMSprop", {}, {})
-    with pytest.raises(SettingError, match="centered is False in .* and True in"):
-        resume("RMSprop", {}, {}, centered=True)
+# Damage
 
 
-def test_the_lock_is_held_while_the_run_lasts(run, corpus, tmp_path):
-    checkpoints = checkpoints_of(tmp_path / "out", small())
-    checkpoints.resume()
-    result = run("single.py", 0, f"{SMALL} --data {corpus}", expect_ok=False,
-                 inject="time.sleep = lambda _: None")
-    assert f"out is in use by process {os.getpid()} on " in result.output and not result.ok
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
 
 
-def test_a_save_in_the_background(tmp_path, monkeypatch):
-    """It has the weights of its step, however late it begins, is complete after ``finish``, and
-    needs no GPU: DCP would copy ahead on a stream of the thread's GPU, which is GPU 0 on every
-    rank. The last step of a run is saved too."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delattr(torch.distributed.checkpoint.filesystem, "_OverlappingCpuLoader")
-    model, copies = nn.Linear(7, 11, bias=False), []
-    checkpoints = checkpoints_of(tmp_path, model, every=2, in_background=True, stop=3)
-    checkpoints.resume()
-    for step in range(3):
-        late = threading.Event()
-        checkpoints.background.submit(late.wait)
-        nn.init.constant_(model.weight, step + 1)
-        checkpoints.after_step(step, 1.0)
-        copies.append(checkpoints.staged.get("model.weight"))
-        nn.init.constant_(model.weight, 9)
-        late.set()
-    late.clear()
-    checkpoints.background.submit(lambda: (time.sleep(0.1), late.set()))
-    checkpoints.finish()
-    checkpoints.finish()
-    assert late.is_set() and copies[1] is copies[2] is not None  # no memory is allocated again
-    assert steps(tmp_path) == [2, 3]
-    for step in (2, 3):
-        found = checkpoint_files.read(tmp_path / f"step-0000000{step}")["weight"]
-        assert torch.equal(found, torch.full((11, 7), float(step)))
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of step 2; there is one of step 1 too."""
+    train(run_of(tmp_path / "out", small()), 2)
+    return tmp_path / "out" / "step-00000002"
 
 
-@on_ranks(2)
-def test_buckets_are_arranged_without_a_trace():
-    """Buffers and the random state of DDP are afterwards as before. It takes a micro-batch."""
-    model, shapes = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), []
-    model[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    sampler = BatchSampler(9, 8, 2, world_size=2)
-    state, before = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
-    for unused in (False, True):
-        replica = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
-        arrange_buckets(replica, sampler, torch.ones(3))
-        model.unused = nn.LayerNorm(1)
-        model.forward = lambda x: model[:3](x)
-    for sample in (torch.ones(3),), {"x": torch.ones(3)}:
-        arrange_buckets(replica, sampler, sample)
-    model.forward = lambda x, y=None: model[:3](x["deep"])
-    arrange_buckets(replica, sampler, {"deep": torch.ones(3)})
-    arrange_buckets(replica, sampler, {"x": {"deep": torch.ones(3)}, "y": "text"})
-    model.forward = lambda x, y: None
-    with pytest.raises(SettingError, match=r"takes \(x, y\), and a sample is a dict of \['a'\]"):
-        arrange_buckets(replica, sampler, {"a": torch.ones(3)})
-    assert torch.equal(torch.get_rng_state(), state) and set(shapes) == {(2, 3)}, shapes
-    assert all(map(torch.equal, model.buffers(), before))
+def test_damage_is_noticed(checkpoint):
+    """Any bit of any file; a file that is short, long, empty or not there."""
+    random.seed(0)
+    for path in sorted(checkpoint.iterdir()):
+        whole, bits = path.read_bytes(), range(8 * path.stat().st_size)
+        changes = [lambda path, bit=bit: flip(path, bit) for bit in random.sample(bits, 200)]
+        for change in *changes, lambda path: path.write_bytes(b""), os.unlink, *(
+                lambda path, size=size: os.truncate(path, size) for size in (len(whole) - 1,
+                                                                              len(whole) + 1)):
+            change(path)
+            if not path.exists() or path.read_bytes().split() != whole.split():  # a line ends so too
+                with pytest.raises((SettingError, OSError)):
+                    open_checkpoint(checkpoint)
+            path.write_bytes(whole)
+    assert open_checkpoint(checkpoint)
+
+
+def test_what_to_do_about_damage(checkpoint):
+    """The run does not take an older checkpoint without a word: the line says how to."""
+    flip(next(checkpoint.glob("*.distcp")), 4000)
+    out, model = checkpoint.parent, small()
+    with pytest.raises(SettingError, match="__0_0.distcp is damaged: its SHA-256 .* from an older "
+                                           "checkpoint by --from, with another --out"):
+        run_of(out, model)
+    run = run_of(out.with_name("new"), model, options=f"--from {out}/step-00000001")
+    assert run.sampler.start == 1
+
+
+def hash_again(checkpoint):
+    """Write the list of hashes of all files in a checkpoint."""
+    lines = [f"{hash_of(path)}  {path.name}\n" for path in sorted(checkpoint.iterdir())
+             if path.name != "SHA256SUMS"]
+    (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("index, words", [
+    (b"cposix\nsystem\n(S'touch ran'\ntR.", "asks for posix.system"),
+    (b"cbuiltins\neval\n(S'1'\ntR.", "asks for builtins.eval"),
+    (b"ctorch.serialization\nload\n(S'x'\ntR.", "asks for torch.serialization.load"),
+    (b"ctorch\nSize.mro\n.", "asks for torch.Size.mro"),
+    (b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR.", "asks for getattr of"),
+    (pickle.dumps(BytesStorageMetadata()), "BytesStorageMetadata, which DCP never writes"),
+])
+def test_an_index_runs_no_code(checkpoint, monkeypatch, index, words):
+    """A stranger's, with hashes that fit."""
+    monkeypatch.chdir(checkpoint)
+    (checkpoint / ".metadata").write_bytes(index)
+    hash_again(checkpoint)
+    with pytest.raises(SettingError, match=words):
+        run_of(checkpoint.parent, small())
+    assert not (checkpoint / "ran").exists()
+
+
+class OfPython311(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3 pickle a member of an Enum by getattr. DCP's index has one."""
+
+    def reducer_override(self, x):
+        return (getattr, (type(x), x.name)) if isinstance(x, _MEM_FORMAT_ENCODING) else NotImplemented
+
+
+def test_an_index_that_another_python_has_written(checkpoint):
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    with open(checkpoint / ".metadata", "wb") as file:
+        OfPython311(file).dump(metadata)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    hash_again(checkpoint)
+    assert run_of(checkpoint.parent, small()).sampler.start == 2
+
+
+def test_the_files_of_an_older_version(checkpoint):
+    """Its run.json had other keys."""
+    run = json.loads((checkpoint / "run.json").read_text())
+    old = {"step": 2, "must stay the same": run[FIXED], "may change": {"--steps": 4}}
+    (checkpoint / "run.json").write_text(json.dumps(old))
+    hash_again(checkpoint)
+    with pytest.raises(SettingError, match="step-00000002 is of an older version, .*: go on with that"):
+        run_of(checkpoint.parent, small())
+
+
+def test_what_is_no_checkpoint(checkpoint, tmp_path):
+    """A half one counts for nothing, and is removed."""
+    out = checkpoint.parent
+    for source in out, tmp_path / "nowhere", out / "step-00000007":
+        with pytest.raises(SettingError, match="is no checkpoint, or this machine does not see it: "
+                                               "name one, such as runs/a/step-00000100"):
+            run_of(tmp_path / "new", small(), options=f"--from {source}")
+    checkpoint.rename(out / "step-00000002.tmp")
+    shutil.copytree(out / "step-00000001", out / "step-00000009.tmp")
+    assert run_of(out, small()).sampler.start == 1
+    assert sorted(os.listdir(out)) == ["lock", "metrics.jsonl", "step-00000001"]
