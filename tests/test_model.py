@@ -14,8 +14,8 @@ from common.materialise import draw_weight, materialise
 from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, plain_attention, wrap_layers
 )
-from common.services.counting import StepCounter
 from common.step import decay_groups
+from tools.counting import StepCounter
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
