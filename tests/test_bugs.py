@@ -37,13 +37,10 @@ def test_parity_says_what_the_page_says(once, script):
 
 
 def test_the_page_shows_the_patches():
-    """What parity says in short has no other words."""
     index, *puzzles = (ROOT / "docs" / "bugs.md").read_text().split("\n## Bug ")
-    rows = re.findall(r"(?m)^\| \[\d+\. (.*)\]\(#bug-\d+\) \|.*\| (.*) \| (.*) \|$", index)
-    for bug, row, puzzle, run in zip(BUGS, rows, puzzles, draw.read("bugs"), strict=True):
-        title, loss, short = row
-        assert title == bug.title and float(loss[:-1]) == round(100 * draw.change_of_loss(run), 1)
-        assert {*re.findall("[a-z]+", short)} <= {*re.findall("[a-z]+", bug.says)}, short
+    losses = re.findall(r"(?m)^\| \[\d+\]\(#bug-\d+\) \| .* \| (.*)%\*? \|$", index)
+    for bug, loss, puzzle, run in zip(BUGS, losses, puzzles, draw.read("bugs"), strict=True):
+        assert float(loss) == round(100 * draw.change_of_loss(run), 1)
         shown = [f"\n`{bug.run}`\n", f"\n> {bug.says}\n"]
         shown += [textwrap.dedent(new).strip("\n") for _, new in bug.edits]
         shown += ["".join(f"{line}\n" for line in hunk if line[0] != " ") for hunk in bug.hunks]
