@@ -39,8 +39,8 @@ experts and back. With --pp nothing hides the reduction of the gradients.
 Under bfloat16, torch 2.13 adds up the norms' partial gradients of the tp ranks in bfloat16,
 2.15 in float32 (https://github.com/pytorch/pytorch/issues/190626).
 
-This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them. To
-copy it, take it, these five files and common/. ``compose`` has the order: the stage is cut first,
+This script composes functions of ep.py, tp.py, cp.py, fsdp.py and pp.py, which explain them.
+``compose`` has the order: the stage is cut first,
 so that a rank splits only its own layers; then experts, so that what follows leaves them alone;
 then tensor parallel, because it changes what a layer computes; then the attention of context
 parallel; then FSDP, which shards what the rank now holds. The pipeline's schedule goes around it.
@@ -179,10 +179,10 @@ def main(argv=None):
         if E:
             balance_experts(model, args.balance_rate, meshes.tokens.get_group())
         optimizer.zero_grad()
-        # EP: how uneven the load of the experts is
-        more = {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
         with loss_parallel():  # TP: for an evaluation; and all ranks of tp have the same loss
-            run.after_step(step, loss / tp, grad_norm, **more)
+            run.after_step(step, loss / tp, grad_norm, **(  # EP: how uneven the load of experts is
+                {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
+            ))
     return run.history
 
 

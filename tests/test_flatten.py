@@ -1,0 +1,71 @@
+"""The flat file of a script, alone in its folder, trains as the script does, and resumes; `check`
+finds it equal."""
+
+import re
+
+import pytest
+
+from tests.support.processes import ROOT
+from tests.support.sample import sampled, thorough
+from tools.flatten import flatten
+
+SCRIPTS = [("fsdp.py", 2), ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("tp.py", 2),
+           ("cp.py", 2), ("pp.py", 2), ("ep.py --num-experts 4", 2), ("hybrid_3d.py --tp 2", 2),
+           ("hybrid_3d.py --pp 2 --num-experts 4", 2)]
+OPTIONS = "--steps 3 --seq-len 64 --batch-size 8 --num-hidden-layers 2 --dtype float64"
+NAMES = "step", "loss", "grad_norm"
+
+
+def write(folder, script, with_run):
+    """The flat file, alone in a folder, as ``run`` takes it."""
+    folder = folder / ("with-run" if with_run else "bare")
+    folder.mkdir()
+    (folder / script).write_text(flatten(ROOT / script, with_run))
+    return str(folder / script)
+
+
+@pytest.mark.parametrize("command, world", sampled(SCRIPTS, SCRIPTS[:1]))
+def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
+    script, *own = command.split()
+    bare, full = (write(tmp_path, script, with_run) for with_run in (False, True))
+    options = [*own, *OPTIONS.split(), "--data", corpus]
+    more = [*options, *f"--log-every 1 --save-every 2 --val-data {held_out}".split()]
+    expected = run(script, world, more, out="a")
+    found = run(full, world, more, out="b")
+    resumed = run(full, world, [*more, "--from", found.out / "step-00000002"], out="c")
+    shown = run(bare, world, options, pass_out=False).output
+    assert expected.curve(*NAMES) == found.curve(*NAMES) and len(found.curve()) == 3
+    assert expected.curve("val_loss") == found.curve("val_loss") == resumed.curve("val_loss")
+    assert found.curve(*NAMES)[2:] == resumed.curve(*NAMES)
+    assert re.findall(r"step (\d)  loss (\S+)  norm (\S+)", shown) == [
+        (str(step), f"{loss:.12g}", f"{norm:.12g}") for step, loss, norm in found.curve(*NAMES)]
+
+
+@thorough
+@pytest.mark.parametrize("command, world", SCRIPTS)
+def test_check_finds_it_equal(run, tmp_path, command, world):
+    """One bare file, beside itself on one process; that of single.py beside ddp.py."""
+    script, *own = command.split()
+    ranks = ["--ranks", world] if world else ["--ranks", 1, "--against", ROOT / "ddp.py"]
+    output = run("tools/check.py", 0, [write(tmp_path, script, False), "--num-hidden-layers", 2,
+                                       "--seq-len", 24, "--steps", 2, *ranks, *own],
+                 pass_out=False).output
+    assert "EQUAL" in output and "DIFFERENT" not in output
+
+
+def test_a_base_class_comes_first(tmp_path):
+    text = (ROOT / "single.py").read_text()
+    own = ("\n\nclass Reversed(TokenDataset):\n    def __getitem__(self, index):\n"
+           "        return super().__getitem__(len(self) - 1 - index)\n\n\ndef main(")
+    text = text.replace("\n\ndef main(", own).replace("load_steps, open", "TokenDataset, load_steps, open")
+    text = text.replace("open_dataset(args)", "Reversed(args.data, args.seq_len)")
+    (tmp_path / "my.py").write_text(text)
+    flat = flatten(tmp_path / "my.py")
+    assert flat.index("class TokenDataset") < flat.index("class Reversed") < flat.index("def main(")
+
+
+def test_refuses_a_clash(tmp_path):
+    text = "def refuse():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
+    (tmp_path / "my.py").write_text(text.replace("    n = dist", "    refuse()\n    n = dist"))
+    with pytest.raises(SystemExit, match="refuse means two things: in my.py, options.py"):
+        flatten(tmp_path / "my.py")
