@@ -31,6 +31,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: left out without --all")
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")  # DCP
 
 
 def pytest_collection_modifyitems(config, items):
