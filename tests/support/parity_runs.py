@@ -22,7 +22,7 @@ from tools.support.recorded import record
 
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
-           "--save-every 0 --dtype float32")
+           "--dtype float32")
 TRAINER = "tests/support/parity_trainer.py"  # it has options of its own
 RANKS = 2  # of all bugs; what they are compared with is one process
 
@@ -81,8 +81,7 @@ def main():
         if script == TRAINER:  # it records itself, and draws its data
             module.main([*more, *options, "--out", str(path)])
         else:
-            record(module, [*OPTIONS.split(), *more, *options, "--data", args.data,
-                            "--out", str(args.out / name)], path)
+            record(module, [*OPTIONS.split(), *more, *options, "--data", args.data], path)
 
 
 if __name__ == "__main__":
