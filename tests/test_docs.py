@@ -15,18 +15,17 @@ from unittest import mock
 
 import pytest
 
-from common import torch_versions
 from docs import draw
 from tests.support.processes import PATIENCE, ROOT, TOOLS
 from tests.support.sample import thorough
-from tests.test_lift import ALL, SCRIPTS, SOURCES, names_in, without
+from tests.test_bare import SCRIPTS, SOURCES, names_in, without_run
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for folder in (".", "docs", "parity") for path in sorted((ROOT / folder).glob("*.md"))}
 DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()))
               for name in SCRIPTS}
 README = PAGES["README.md"]
-FOLDERS = ["", "common/", "common/services/", "parity/", "tools/", "tools/huggingface/",
+FOLDERS = ["", "common/", "parity/", "tools/", "tools/huggingface/",
            "tools/support/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help ipc local-rank
@@ -97,12 +96,12 @@ def test_commands_and_options_exist(page):
 
 
 SMALL = "--steps 2 --hidden-size 32 --seq-len 32 --num-hidden-layers 2"
-(PRINTED,) = re.findall(r"(?m)^    # (in all .*)", README)
+PRINTED = re.findall(r"(?m)^    # ((?:in all|parameters|sent in) .*)", README)
 APPENDED = {  # to a command that begins so
     "bash run.sh ddp.py": SMALL, "torchrun": SMALL,
     "bash run.sh test": "--version",
     "bash run.sh plan": "--model tiny --devices 2 --seq-len 64 --only fsdp.py",
-    "bash run.sh parity": "--help", "bash run.sh dry_run 8": "--model tiny --seq-len 64",
+    "bash run.sh parity": "--help",
 }
 # What two pages show
 SHOWN = dict.fromkeys(" ".join(words) for page in (README, PAGES["AGENTS.md"])
@@ -124,7 +123,7 @@ def test_a_command_works_as_typed(line, tmp_path):
         ["bash", "-c", f"{line} {more}"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, timeout=PATIENCE, env=environment)
     assert result.returncode == line.startswith("diff "), result.stdout[-3000:]
-    assert PRINTED in result.stdout or "dry_run 1024" not in line
+    assert "dry_run" not in line or len(PRINTED) == 3 and all(x in result.stdout for x in PRINTED)
 
 
 # Diffs and code
@@ -155,11 +154,11 @@ def test_the_diffs_of_the_lesson(script, tmp_path):
 
 
 def test_the_code_of_the_pages():
-    """The header of a loop without services in README.md; the loop of single.py in the lesson,
+    """The header of a loop without ``Run`` in README.md; the loop of single.py in the lesson,
     indented by 8 blanks less; and what to lift are lines of the trainers in
     tests/support/lifted.py, which a test runs."""
     (line,) = re.findall("`(for step, batch in .*:)`", README)
-    assert all(f"\n    {line}\n" in without(ALL, source) for source in SOURCES.values())
+    assert all(f"\n    {line}\n" in without_run(source) for source in SOURCES.values())
     (loop,) = blocks(PAGES["docs/lesson.md"], "python")
     assert in_order(loop.splitlines(), [line[8:] for line in main_of("single.py").splitlines()])
     lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
@@ -169,7 +168,7 @@ def test_the_code_of_the_pages():
 
 def test_the_functions_to_take_are_complete():
     """A function that the table names uses no other name of its script, or of common/, than those
-    that the table names too, and those of torch_versions."""
+    that the table names too."""
     row = r"(?m)^\| [^|]+ \| (.*?\]\(\.\./([\w/]+\.py)\).*?) \| .* \|$"
     rows = re.findall(row, section(PAGES["docs/copying.md"], "Only the functions"))
     assert len(rows) == 7
@@ -184,7 +183,7 @@ def test_the_functions_to_take_are_complete():
         if "all below `main`" in cell:
             taken |= defined.keys() - {"main", "check"}
         used = set.union(*(names_in(defined[name]) for name in taken & defined.keys() - {"main"}))
-        assert used & known <= taken | vars(torch_versions).keys(), script
+        assert used & known <= taken | {"refuse"}, script
 
 
 def test_what_a_table_quotes_exists():
