@@ -5,14 +5,15 @@
         --batch-size 512 --tflops 312 --link 300 --network 25
 
 Every script is tried, and hybrid_3d.py with every sensible grid: the last lines name those that are
-left out. For a mixture of experts ep.py is tried with every --ep, and hybrid_3d.py with the largest
---ep that divides the devices of a machine, so that tokens stay within it; the other scripts train
-no experts. Of each the table has
-the fewest accumulation steps that fit. Activation checkpointing is tried if nothing fits without
-it, since it computes more: selective, and if that does not fit, full. It is also tried beside
-several accumulation steps, which may send more. A row is what ``tools.dry_run`` counts for the rank
-that holds most; of a pipeline ``ranks_to_count`` says which these may be. What does not fit is
-counted no further: it holds at least what its row says.
+left out, and why. Of pp.py three schedules are tried. For a mixture of experts ep.py is tried with
+every --ep, and hybrid_3d.py with the largest --ep that divides the devices of a machine, so that
+tokens stay within it; the other scripts train no experts.
+
+A row of the table has the fewest accumulation steps that fit. Activation checkpointing is tried if
+nothing fits without it, since it computes more: selective, and if that does not fit, full. It is
+also tried beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
+counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
+does not fit is counted no further: it holds at least what its row says.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -32,7 +33,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import pathlib
 import shlex
 import sys
@@ -40,18 +40,15 @@ import sys
 import torch
 from tqdm import tqdm
 
-from common.errors import SettingError, printable
-from common.experts import use_experts
-from common.files import read_text
-from common.model import PRESETS, Transformer
-from common.options import at_least, flag
-from common.services.hf_config import read_config
-from common.services.new_files import new_file
+from common.experts import MixtureConfig, use_experts
+from common.model import PRESETS, Transformer, add_model_options
+from common.options import SettingError, at_least, option_parser, parse_options
 from pp import cost_of_head, split_layers
 from tools import dry_run
-from tools.support.command import check_json, make_parser, refuse, run, write_json
+from tools.huggingface.config import add_preset
+from tools.support.command import ROOT, make_parser, printable, refuse, run
 
-ROOT = pathlib.Path(__file__).parent.parent
+CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 WHOLE = [  # every rank reads samples of its own; the simplest first
     "ddp.py", "fsdp.py", "fsdp.py --no-reshard-after-forward", "zero.py --stage 1",
     "zero.py --stage 2",
@@ -187,28 +184,26 @@ def ranks_to_count(strategy, args):
 
 
 def cached(script, options, world_size, rank, nproc_per_node):
-    """``dry_run.count``, without what only describes. It is kept in a file in ~/.cache, if this can
-    be written; another torch, or a changed script, has another file."""
+    """``dry_run.count``, without what only describes. It is kept in a file of ``CACHE``, if this
+    can be written; another torch, or a changed script, has another file."""
     job = script, options, world_size, rank, nproc_per_node
     key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
-    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    path = folder / "parallel-by-example" / f"{key}.json"
+    path = CACHE / f"{key}.json"
     with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
-        return json.loads(read_text(path))
+        return json.loads(path.read_text())
     counted = {name: value for name, value in dry_run.count_apart(*job).items()
                if name not in ("description", "theory")}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path, "w") as file:
-            json.dump(counted, file)
+        path.write_text(json.dumps(counted))
     return counted
 
 
 @functools.cache
 def sources():
     """A hash of the scripts and of what counts them."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
-    paths += [ROOT / "tools" / "dry_run.py", *ROOT.glob("tools/support/*.py")]
+    folders = "", "common/", "tools/", "tools/support/"
+    paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
 
@@ -308,18 +303,17 @@ def lay_out(rows):
 
 
 def model_options(name):
-    """The options that choose a model, and its ModelConfig: of a preset, or of a config.json, whose
-    content is part of what ``cached`` keeps."""
-    if name in PRESETS:
-        return ["--model", name], PRESETS[name]
-    if not os.path.exists(name):
-        raise SettingError(
-            f"--model {name}: no such preset or file; give a config.json, its folder, or one of "
-            f"{', '.join(PRESETS)}"
-        )
-    config = read_config(name)
+    """The options that choose a model, and its MixtureConfig. The content of a file becomes
+    options: it is part of what ``cached`` keeps."""
+    by_name = name in PRESETS
+    add_preset(name)
+    parser = option_parser("")
+    add_model_options(parser, MixtureConfig)
+    config = parse_options(parser, ["--model", name]).config
+    if by_name:
+        return ["--model", name], config
     # rope_scaling is no option, and changes no bytes. A dense model has no options of experts.
-    options = [(flag(key), str(value)) for key, value in vars(config).items()
+    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in vars(config).items()
                if key != "rope_scaling" and value]
     return [word for pair in options for word in pair], config
 
@@ -331,7 +325,7 @@ def more_devices(options, args):
         batch_size = max(args.batch_size, devices)
         larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
         with contextlib.suppress(SettingError):
-            script = "ep.py --ep 1" if getattr(args.config, "num_experts", 0) else "fsdp.py"
+            script = "ep.py --ep 1" if args.config.num_experts else "fsdp.py"
             command, counted = search(Strategy(script, devices), options, larger)[0]
             if fits(counted, args):
                 return f"; with --devices {devices} --batch-size {batch_size} fits {command}"
@@ -341,7 +335,8 @@ def more_devices(options, args):
 def parse(argv):
     parser = make_parser("plan", __doc__)
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
-    add("--model", required=True, help="a preset, or a Hugging Face config.json")
+    add("--model", required=True, help="as in the scripts, or a config.json of Hugging Face, or "
+        "its folder")
     add("--devices", type=at_least(1, most=2**17), required=True, metavar="N",
         help="as many as processes")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
@@ -367,8 +362,6 @@ def parse(argv):
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
         refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
                f"{args.nproc_per_node}: machines are alike")
-    if args.json:
-        check_json(args.json, "plan")
     return args
 
 
@@ -378,8 +371,7 @@ def main(argv=None):
     shape = ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
     options = [*model, *shape]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
-                                 args.config.num_hidden_layers,
-                                 getattr(args.config, "num_experts", 0))
+                                 args.config.num_hidden_layers, args.config.num_experts)
     scripts = dict.fromkeys(each.command.split()[0] for each in tried)
     for name in args.only or ():
         if name not in [*scripts, *(each.command for each in tried)]:
@@ -412,17 +404,20 @@ def main(argv=None):
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
     if args.json:
-        write_json(args.json, "plan", {
+        args.json.write_text(json.dumps({
             "rows": [{"command": command, "fits": fits(counted, args),
                       "bounds": bounds(counted, args), **counted} for command, counted in rows],
             "left_out": list(left_out),
-        })
+        }, indent=1))
     if not simplest:
         sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
     setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
+    if add_preset(args.model):
+        print(f"first: bash run.sh import_hf {shlex.quote(args.model)} FOLDER")
+        setting[1] = "FOLDER/model.json"
     for name, command in ("the first row", rows[0][0]), ("the simplest that fits", simplest):
         print(f"{name}: {start} {shlex.join([*command.split(), *setting])}")
 

@@ -52,7 +52,7 @@ def config_from(content, path):
             for name, plain in PLAIN.items()])
     config_class = MixtureConfig if kind == "mixtral" else ModelConfig
     needed = [field.name for field in dataclasses.fields(ModelConfig)][:5]  # the sizes of a Llama
-    refuse([(content.get(name) is None, f"{path} lacks {name}, which the config.json of a Llama has")
+    refuse([(content.get(name) is None, f"{path} lacks {name}, which that of a Llama has")
             for name in needed])
     return config_class(**{
         field.name: float(content[field.name]) if field.type is float else content[field.name]
@@ -70,15 +70,17 @@ def rope_of(content, path):
     if kind == "default":
         return inner | {"rope_scaling": None}
     refuse([(kind != "llama3" or rope.keys() != set(ROPE_SCALING),
-             f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' (Llama "
-             f"3.1) is supported, with {', '.join(ROPE_SCALING)}")])
+             f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' "
+             f"(Llama 3.1) is supported, with {', '.join(ROPE_SCALING)}")])
     scaling = {"rope_type": kind} | {name: rope[name] for name in ROPE_SCALING}
     return inner | {"rope_scaling": scaling}
 
 
 def add_preset(name):
     """If ``name`` is the path of a config.json, or of its folder, let --model of a script take it
-    in this process."""
+    in this process. Returns whether it is."""
     file = config_file(name)
-    if name not in PRESETS and file.is_file() and "model_type" in json.loads(file.read_text()):
+    found = file.is_file() and "model_type" in json.loads(file.read_text())
+    if found:
         PRESETS[name] = read_config(name)
+    return found

@@ -115,8 +115,8 @@ class Tensors:
         shapes = {name: size for name, size in shapes.items()
                   if name.partition(".")[2] not in shapes}
         for name in [name for name in shapes if name.endswith(".mlp.bias")]:
-            refuse([(self.read(name).any(), f"{checkpoint} has {name}, which chooses experts and is "
-                     f"not 0; a Mixtral has no such bias: train with --balance-rate 0")])
+            refuse([(self.read(name).any(), f"{checkpoint} has {name}, which chooses experts and "
+                     f"is not 0; a Mixtral has no such bias: train with --balance-rate 0")])
             del shapes[name]
         check_shapes(shapes, shapes_of(config), checkpoint)
 

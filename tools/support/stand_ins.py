@@ -246,11 +246,9 @@ class Run:
                         disable=not progress)
         for each in self.models:
             each.register_forward_hook(self.on_forward)
-        size = sum(p.numel() for each in self.models for p in each.parameters())
-        dtype = str(args.compute_dtype).removeprefix("torch.")
-        name = getattr(args, "model", type(self.models[0]).__name__)
-        counted["description"] = [f"model {name}: {size:,} parameters here, {dtype}", str(sampler),
-                                  *map(str, lines)][:5]
+        self.ranks = 1
+        _, model = run.Run.start_lines(self, None, size)  # the other line is of this process
+        counted["description"] = [model, str(sampler), *map(str, lines[:1])]
         if getattr(args, "cpu_offload", False):
             counted["description"].append("counted: what is on the GPU; parameters, gradients and "
                                           "optimizer states are in host memory")

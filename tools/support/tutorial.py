@@ -1,9 +1,9 @@
-"""Training loops as PyTorch's users write them. tools/bench.py compares the scripts with them.
+"""Training loops as users of PyTorch write them. tools/bench.py compares the scripts with them.
 
     python -m tools.support.tutorial single
     torchrun --nproc_per_node=2 -m tools.support.tutorial ddp      or fsdp, tp or torchtitan
 
-- single: the model as it is. --compile compiles all of it.
+- single: a plain loop, of no tutorial. --compile compiles the whole model.
 - ddp: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 - fsdp: https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html, FSDP2
 - tp: https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html, with sequence and loss
@@ -14,9 +14,8 @@
 
 Each loop takes the options that all scripts share, and trains what they train: the model of
 common/model.py from the same initial weights, on the same samples, with the same learning rates. It
-reads, draws and schedules by the functions of the scripts, so that a comparison is of training
-alone. AdamW has PyTorch's default implementation, which loops over the parameters or groups them;
-torchtitan's is the fused one, as in the scripts.
+reads, draws and schedules by the functions of the scripts, and AdamW is fused, as there, so that a
+comparison is of training alone.
 """
 
 import functools
@@ -38,17 +37,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.attention import wide
-from common.data import BatchSampler, load_steps
-from common.errors import refuse
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset
 from common.experts import MixtureConfig, use_experts
-from common.launch import launch, rank_and_world_size, start_process, start_process_group
+from common.launch import launch, start_process, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, keep_products, next_token_loss
-from common.model_options import add_model_options
-from common.options import option_parser, parse_options
+from common.model import Transformer, add_model_options, keep_products, next_token_loss
+from common.options import option_parser, parse_options, refuse
 from common.step import decay_groups, set_learning_rate
-from common.tokens import add_text_options, open_dataset
 
 FSDP = "fsdp", "torchtitan"
 CHUNKS = 8
@@ -56,12 +51,9 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
              SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def read(argv, rank, n):
-    """The parsed options of a loop, its dataset, and the sampler of a rank of n.
-
-    Raises:
-        SettingError: there is no such option, or the loop cannot do what it asks for.
-    """
+def read(argv):
+    """The parsed options of a loop. Raises SettingError: there is no such option, or the loop
+    cannot do what it asks for."""
     parser = option_parser(__doc__)
     parser.add_argument("strategy", choices=("single", "ddp", "tp", *FSDP), help="the loop")
     add_model_options(parser, MixtureConfig)
@@ -75,24 +67,25 @@ def read(argv, rank, n):
          "--compile with --activation-checkpointing full: torch cannot compile the loop tp so; "
          "leave one out, or use --activation-checkpointing selective"),
     ])
-    dataset = open_dataset(args)
-    sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps, rank=rank,
-        world_size=n, replication=n if args.strategy == "tp" else 1,
-    )
-    return args, dataset, sampler
+    return args
 
 
 def main(argv=None):
-    rank, n = rank_and_world_size()
-    args, dataset, sampler = read(argv, rank, n)
+    args = read(argv)
     strategy = args.strategy
     device = start_process(args) if strategy == "single" else start_process_group(args)
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dataset = open_dataset(args)
+    sampler = BatchSampler(
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
+        mesh=None if strategy == "tp" else mesh,
+    )
     with torch.device("meta"):
         model = use_experts(Transformer(args.config)).to(args.param_dtype)
     size = sum(parameter.numel() for parameter in model.parameters())
     wrap(model, args)
-    mesh = init_device_mesh(device.type, (n,)) if dist.is_initialized() else None
     if strategy == "tp":
         split(model, mesh)
     elif strategy in FSDP:
@@ -101,8 +94,7 @@ def main(argv=None):
         shard(model, [*layers, *more], mesh, torch.bfloat16 if args.bfloat16 else None)
     materialise(model, device, args.seed)
     optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas,
-        fused=True if strategy == "torchtitan" else None,
+        decay_groups(model.parameters(), args.weight_decay), args.lr, args.betas, fused=True
     )
     parameters, head = list(model.parameters()), model.lm_head
     if strategy == "torchtitan":
@@ -129,7 +121,8 @@ def main(argv=None):
                 with model.no_sync() if strategy == "ddp" and not last else nullcontext():
                     with autocast:
                         logits = model(inputs).flatten(0, 1)
-                        part = F.cross_entropy(logits.to(wide(logits)), targets.flatten())
+                        wide = torch.promote_types(logits.dtype, torch.float32)
+                        part = F.cross_entropy(logits.to(wide), targets.flatten())
                     (part / len(batch)).backward()
                 loss += part.detach() / len(batch)
             nn.utils.clip_grad_norm_(parameters, args.max_norm)
@@ -138,9 +131,10 @@ def main(argv=None):
             losses.append(loss)
 
     losses = torch.tensor([float(x) for x in losses], dtype=torch.float64, device=device)
-    if dist.is_initialized():
+    if mesh:
         dist.all_reduce(losses)
-    if rank == 0:
+    if not mesh or mesh.get_rank() == 0:
+        n = mesh.size() if mesh else 1
         print(json.dumps({"parameters": size, "losses": (losses / n).tolist()}))
 
 
