@@ -248,7 +248,7 @@ class Run:
             each.register_forward_hook(self.on_forward)
         self.ranks = 1
         _, model = run.Run.start_lines(self, None, size)  # the other line is of this process
-        counted["description"] = [model, str(sampler), *map(str, lines[:1])]
+        counted["description"] = [model, str(sampler), *map(str, itertools.islice(lines, 1))]
         if getattr(args, "cpu_offload", False):
             counted["description"].append("counted: what is on the GPU; parameters, gradients and "
                                           "optimizer states are in host memory")
