@@ -163,7 +163,7 @@ def test_the_code_of_the_pages():
     assert in_order(loop.splitlines(), [line[8:] for line in main_of("single.py").splitlines()])
     lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
     found = blocks(section(PAGES["docs/copying.md"], "Only the functions"), "python")
-    assert len(found) > 8 and not [block for block in found if block not in lifted]
+    assert len(found) > 2 and not [block for block in found if block not in lifted]
 
 
 def test_the_functions_to_take_are_complete():
