@@ -7,17 +7,14 @@ import shutil
 import pytest
 import torch
 
-import single
-from common.data import BatchSampler
-from common.errors import SettingError
+from common.data import BatchSampler, TokenDataset
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.step import decay_groups, set_learning_rate
-from common.tokens import TokenDataset
 from tests.support import inject
+from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import Result
-from tests.test_checkpoint import assert_bit_equal, tensors
-from tests.test_same_run import assert_near, furthest
+from tools import theory
 from tools.huggingface.export import export
 
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
@@ -33,7 +30,11 @@ COMMAND = f"examples/diloco.py --replicas {R} --inner-steps {H}"
 @pytest.fixture
 def whole(once):
     """A run of two replicas, each on two ranks. It also resumes its checkpoint of step 4."""
-    return once(COMMAND, 4, WHOLE, inject="ignored(); resumed([], step=4)")
+    return once(COMMAND, 4, WHOLE, inject="write_counts(); ignored(); resumed([], step=4)")
+
+
+def last(run, step=STEPS):
+    return read(run.out / f"step-{step:08}")
 
 
 def make_model():
@@ -41,6 +42,13 @@ def make_model():
         model = Transformer(ModelConfig(256, 32, 48, 2, 4, 2)).double()
     materialise(model, torch.device("cpu"), SEED)
     return model
+
+
+def share_of(replica, size, seed, steps):
+    """The sample indices of a replica, step by step."""
+    sampler = BatchSampler(size, B, seed=seed, stop=steps)
+    sampler.rank, sampler.ranks = replica, R
+    return iter(sampler)
 
 
 def sums(model, dataset, share):
@@ -59,8 +67,7 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
     dataset, models = TokenDataset(corpus, T, "auto", 256), [make_model() for _ in range(R)]
     optimizers = [torch.optim.AdamW(decay_groups(model.parameters(), 0.1), 0.01, (0.9, 0.95))
                   for model in models]
-    shares = [iter(BatchSampler(len(dataset), B, seed=SEED, stop=STEPS, rank=i, world_size=R))
-              for i in range(R)]
+    shares = [share_of(i, len(dataset), SEED, STEPS) for i in range(R)]
     common = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in common.items()}
     curve = []
@@ -85,11 +92,11 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
                     weights.copy_(value)
     assert furthest(whole.curve(), curve) < 1e-10
     held = TokenDataset(held_out, T, "auto", 256)
-    of_all = zip(*(sums(model, held, iter(BatchSampler(len(held), B, rank=i, world_size=R)))
+    of_all = zip(*(sums(model, held, share_of(i, len(held), 0, 1))
                    for i, model in enumerate(models)))
     expected = torch.div(*map(sum, of_all)).item()
     assert furthest(whole.curve("step", "val_loss")[-1:], [[STEPS, expected]]) < 1e-10
-    saved = tensors(whole.out)
+    saved = last(whole)
     expected = {f"model.{name}": value for name, value in common.items()} | {
         f"optimizer.{name}.momentum_buffer": value for name, value in momentum.items()
     } | {
@@ -107,7 +114,7 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
 def test_a_run_resumes_between_two_meetings(whole):
     """Bit for bit the same weights in the same replicas. The bytes."""
     again = Result([0], "", whole.out / "again-0")
-    assert_bit_equal(tensors(again.out), tensors(whole.out))
+    assert_bit_equal(last(again), last(whole))
     assert again.curve() == whole.curve()[4:]
     assert again.curve("step", "val_loss")[1:] == whole.curve("step", "val_loss")[1:]  # step 8
     holds_and_sends(whole, 4, met=1)
@@ -115,11 +122,11 @@ def test_a_run_resumes_between_two_meetings(whole):
 
 def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp_path):
     shutil.copytree(whole.out, tmp_path / "again", ignore=lambda *_: ["step-00000008"])
-    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), inject="ignored()",
-                out="again")
-    assert "resuming after step 4" in found.output
+    found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), out="again",
+                inject="write_counts(); ignored()")
+    assert "after step 4" in found.output
     assert furthest(found.curve(), whole.curve()) < 1e-10
-    assert_near(tensors(found.out), tensors(whole.out))
+    assert_near(last(found), last(whole))
     holds_and_sends(found, 2, met=0)
 
 
@@ -128,34 +135,38 @@ def test_the_common_weights_are_exported(run, whole, corpus, tmp_path):
     export(whole.out / "step-00000004", tmp_path / "exported")
     safetensors = pytest.importorskip("safetensors.torch")
     found = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
-    expected = tensors(whole.out, 4)
+    expected = last(whole, 4)
     assert len(found) == 21
     assert all(torch.equal(found[name], expected[f"model.{name}"]) for name in found)
     new = run(COMMAND, 2, f"{OPTIONS} --steps 3 --lr 0 --from-pretrained exported --data {corpus}")
-    saved = tensors(new.out, 3)
+    saved = last(new, 3)
     for prefix in ("model", "model.replica0", "model.replica1"):
         assert all(torch.equal(found[name], saved[f"{prefix}.{name}"]) for name in found)
 
 
-def test_others_refuse_it(whole, corpus, monkeypatch):
-    monkeypatch.setattr(TokenDataset, "__getitem__", TokenDataset.__getitem__)  # undone at the end
-    inject.ignored()
-    with pytest.raises(SettingError, match="--replicas is 2 in .*and None in this run"):
-        single.main(f"{OPTIONS} --steps 9 --data {corpus} --out {whole.out}".split())
+def test_others_refuse_it(run, whole, corpus):
+    """And a run with another number of replicas."""
+    options = f"{MODEL} --steps 9 --seed {SEED} --data {corpus}"
+    for command, world, words in (
+        ("single.py", 0, "optimizer is AdamW, SGD in"),
+        ("examples/diloco.py --replicas 1", 2, "is of another model: see model.replica1"),
+    ):
+        result = run(command, world, options, out=whole.out, inject="ignored()", expect_ok=False)
+        assert words in result.output
 
 
 def holds_and_sends(result, n, met):
-    """What the theory says, and the norm: a number for each of 21 tensors. The momentum is held
-    from the start. The counted step ends in a meeting, if the run has one that late."""
-    summary, s = result.summary, n // R
-    theory = {kind: entry["bytes"] for kind, entry in summary["theory"].items()}
-    held = {kind: summary["held"][kind.replace("_", " ")] for kind in theory if kind != "sent"}
-    P = sum(p.nbytes for p in make_model().parameters())
-    assert held["parameters"] == theory["parameters"] == 2 * P / s
-    assert held["gradients"] == theory["gradients"] == P / s
-    assert held["optimizer_states"] == theory["optimizer_states"] + 4 * 21 == 3 * P / s + 84
-    norm = 2 * 8 * 21 * (s - 1) / s
-    assert summary["sent"] == pytest.approx(theory["sent"] + norm, abs=1)
+    """What fsdp.py sends within a replica. And the norm: a number for each of 21 tensors. The
+    momentum is held from the start. The counted step ends in a meeting, if the run has one that
+    late."""
+    counts, s = result.counts(), n // R
+    P = theory.bytes_of(make_model())
+    assert counts["held"]["parameters"] == 2 * P / s
+    assert counts["held"]["gradients"] == P / s
+    assert counts["held"]["optimizer states"] == 3 * P / s + 84
+    within = (P + 2 * P) * (s - 1) / s + 16 * (s - 1) / s + 2 * 8 * 21 * (s - 1) / s
+    meeting = 2 * P / s * (R - 1) / R
+    assert counts["sent"] == pytest.approx(within + meeting * met, abs=1)
     between = [(part["collective"], part["calls"], part["bytes"])
-               for part in summary["collectives"] if part["group"] == "replica"]
-    assert between == [("all-reduce", 21, 2 * P / s * (R - 1) / R)] * met
+               for part in counts["collectives"] if part["group"] == "replica"]
+    assert between == [("all-reduce", 21, meeting)] * met

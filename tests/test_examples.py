@@ -1,42 +1,40 @@
 """The examples: scripts brought to other models train as one process does, and resume. One process
 trains what a plain loop trains."""
 
-import ast
 import difflib
 import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.data import BatchSampler
+from common.data import BatchSampler, TokenDataset, add_text_options
 from common.materialise import draw_weight, materialise
-from common.model import Transformer
-from common.model_options import add_model_options
+from common.model import Transformer, add_model_options
 from common.options import option_parser, parse_options
-from common.services import checkpoint_files
-from common.services.hf_config import read_config
 from common.step import decay_groups, set_learning_rate
-from common.tokens import TokenDataset, add_text_options
-from examples import cp_documents as cp, fsdp_muon
+from examples import cp_documents as cp
 from tests.support import inject
+from tests.support.compare import read
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import ROOT
+from tests.support.processes import BARE, ROOT
 from tests.support.sample import sampled, thorough
 from tests.test_cp import results
+from tools import theory
 from tools.huggingface import export
+from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
 NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
 TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01 --seed 3"
-OPTIONS = f"{TRAINING} --log-every 1 --save-every 2"
 MODEL = "--hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 2"
 DOCUMENTS = f"--seq-len 48 {MODEL} --num-hidden-layers 2"
 MUON = f"--seq-len 24 {MODEL} --num-hidden-layers 2"
@@ -58,22 +56,22 @@ def base(once, corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(server, base, corpus, tmp_path_factory):
-    """Run an example: ``start(name, world, options)``. Evaluations change nothing; before the step
-    that is counted there is none: see ``reshard`` on torch 2.11."""
+    """Run an example: ``start(name, world, options)``."""
     val = "--val-every 3 --val-batches 1 --val-data"
     text = f"--data {corpus} {val} {corpus}"
     own = {
         "ddp_convnet": "", "fsdp_gpt2": f"--data {base}/lines --seq-len 24",
         "tp_llama": f"--from-pretrained {base} {text} --seq-len 32",
         "cp_documents": f"--data {base}/lines {val} {base}/lines {DOCUMENTS}",
-        "fsdp_lora": f"--model {base} {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
+        "fsdp_lora": f"--from-pretrained {base} {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
         "fsdp_muon": f"{text} {MUON}",
     }
 
-    def start(name, world, options="", folder=None, **kwargs):
+    def start(name, world, options="", folder=None, inject="write_counts()", **kwargs):
         if name in NEEDS:
             pytest.importorskip(NEEDS[name], reason="pip install -r examples/requirements.txt")
-        return server.run(f"examples/{name}.py", world, f"{OPTIONS} {own[name]} {options}",
+        options = f"{TRAINING} --log-every 1 --save-every 2 {own[name]} {options}"
+        return server.run(f"examples/{name}.py", world, options, inject=inject,
                           folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
     return start
@@ -100,9 +98,9 @@ RUNS = [  # an example, ranks, its model, other options
 
 
 @pytest.mark.parametrize("name, world, model, more", sampled(RUNS, RUNS[:4]))
-def test_follows_one_process(example, name, world, model, more):
+def test_follows_one_process(example, base, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
-    the batch is cut."""
+    the batch is cut. What is held and sent is what the docstring says."""
     cut = 2 * world if name == "ddp_convnet" else 2
     expected = example(name, 1, f"--grad-accum {cut} {model}".strip())
     found = example(name, world, f"--grad-accum 2 {model} {more}".strip())
@@ -111,36 +109,47 @@ def test_follows_one_process(example, name, world, model, more):
     for names in (["loss", "grad_norm"], ["val_loss"])[:1 + evaluated]:
         one, other = (torch.tensor(result.curve(*names)) for result in (found, expected))
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    if name == "cp_documents" and "checkpointing" not in more:
-        assert found.summary["sent"] == found.summary["theory"]["sent"]["bytes"]  # as in cp.py
     if name == "ddp_convnet":
-        assert {"images", "images_per_second"} <= found.history[-1].keys()
+        assert {"samples", "samples_per_second"} <= found.history[-1].keys()
         assert found.curve("lr") == [[pytest.approx(0.01 * (1 - i / 4))] for i in range(4)]
+    if name == "cp_documents" and not more:  # what cp.py sends
+        args = settings(f"{DOCUMENTS} --grad-accum 2", attention="ring")
+        assert found.counts()["sent"] == theory.cp(args, world)["sent"][1]
     if name in ("fsdp_lora", "fsdp_muon") and world in (2, 4):
-        holds_and_sends(found.summary, name, 4 if model else LAYERS, 2 if "-rep" in more else world)
+        replicate, reshard = 1 + ("-rep" in more), "-no" not in more
+        sizes = lora_sizes if name == "fsdp_lora" else muon_sizes
+        args = settings(f"{MUON} --grad-accum 2 {model}", replicate=replicate, cpu_offload=False,
+                        reshard_after_forward=reshard)
+        states, sent, trained, counted = sizes(args, world, base)
+        # On top: AdamW's count of steps; for clipping, a number for each tensor that is trained.
+        s, counts = world // replicate, found.counts()
+        assert counts["held"]["optimizer states"] == states + 4 * counted
+        norms = 2 * trained * 8 * (s - 1) / s
+        assert counts["sent"] == pytest.approx(sent + norms, abs=1)
 
 
-def holds_and_sends(summary, name, layers, shards):
-    """Beside the formulas. On top come AdamW's count of steps, and the norm for clipping: a number
-    for each tensor that is trained. The ranks of a replica own equally many layers."""
-    tensors = counted = 2 * MATRICES * layers
-    if name == "fsdp_muon":  # AdamW has the norms, the embedding and the head
-        tensors, counted = 9 * layers + 3, 2 * layers + 3
-    theory = {kind: size["bytes"] for kind, size in summary["theory"].items()}
-    held = {kind: summary["held"][kind.replace("_", " ")] for kind in theory if kind != "sent"}
-    held["optimizer_states"] -= 4 * counted
-    assert held == {kind: theory[kind] for kind in held} and min(held.values()) > 0
-    norms = 2 * tensors * 8 * (shards - 1) / shards
-    assert summary["sent"] - theory["sent"] == pytest.approx(norms, abs=1)
+def lora_sizes(args, n, base):
+    """Bytes of optimizer states, bytes sent, tensors that are trained, and by AdamW."""
+    from examples.fsdp_lora import add_adapters
+
+    with torch.device("meta"):
+        model = Transformer(read_config(base)).double()
+    add_adapters(model, model.model.layers.values(), 4, 6, torch.float64)
+    P, A = (sum(p.nbytes for p in model.parameters() if p.requires_grad or frozen)
+            for frozen in (True, False))
+    F = theory.bytes_of(model.model.embed_tokens, model.model.norm, model.lm_head)
+    R, s, a, tensors = args.replicate, n // args.replicate, 2, 2 * MATRICES * LAYERS
+    sent = a * (2 * P - F + A) if args.reshard_after_forward else P + a * A
+    sent = sent * (s - 1) / s + 2 * A / s * (R - 1) / R + 16 * (n - 1) / n
+    return 2 * A / s, sent, tensors, tensors
 
 
-@thorough
-def test_the_accuracy_of_the_convnet(start):
-    """Each rank's BatchNorm has seen other images. All evaluate with the same statistics, also if
-    no save has made them the same."""
-    saved, unsaved = (start("ddp_convnet", 4, f"--lr 1 --batch-size 4 --save-every {every}")
-                      for every in (2, 0))
-    assert unsaved.lines[-1] == saved.lines[-1] and "accuracy" in saved.lines[-1]
+def muon_sizes(args, n, base):
+    matrices = [p for name, p in plain_model(args).named_parameters() if "_proj." in name]
+    layers, s = args.config.num_hidden_layers, n // args.replicate
+    M, parts = sum(p.nbytes for p in matrices), theory.fsdp(args, n)
+    return (parts["optimizer_states"][1] - M / s, parts["sent"][1] + 2 * M / s * (s - 1) / s,
+            9 * layers + 3, 2 * layers + 3)
 
 
 RESUMES = ["fsdp_muon", "ddp_convnet", "fsdp_lora", "fsdp_gpt2", "tp_llama", "cp_documents"]
@@ -151,71 +160,56 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
     """On other ranks, with dropout, or with statistics of what a rank sees, it only goes on in the
     same direction."""
     whole = example(name, 2, "--grad-accum 2")
-    expected = checkpoint_files.read(whole.out / LAST, prefix="")
+    expected = read(whole.out / LAST)
     within = 0.5 if name in ("fsdp_gpt2", "ddp_convnet") else 1e-10
     for world in (2, 1):
         shutil.copytree(whole.out, tmp_path / f"{world}" / "out", ignore=lambda *_: [LAST])
         again = start(name, world, "--grad-accum 2", folder=tmp_path / f"{world}")
-        assert "resuming after step 2" in again.output and again.history[-1]["step"] == 4
-        found = checkpoint_files.read(again.out / LAST, prefix="")
+        assert "after step 2" in again.output and again.history[-1]["step"] == 4
+        found = read(again.out / LAST)
         assert found.keys() == expected.keys()
         equal = [torch.equal(found[name], tensor) for name, tensor in expected.items()]
         assert all(equal) if world == 2 else not all(equal)
         assert abs(again.curve("loss")[-1][0] - whole.curve("loss")[-1][0]) < within
 
 
-# What the lines say that an example has otherwise: of functions, and of its script's ``main``
-OTHERWISE = {"shard": "def |SettingError|comes at once",
-             "llama_plan": "kwarg_layouts|lm_head",
-             "check": "n ranks cannot do|replicas"} | dict.fromkeys((
-    "formulas", "parallelize", "RingAttention", "ring_attention", "attend_to_blocks",
-    "--attention"), "")
-OWN_MODEL = (r"__doc__|alidat|val_|workers,|Model|model = |meta|layers|materialise|dataset(\)|\]),|"
-             r"(model|text)_options|dataset = |micro_loss =|theory")
-OF_MAIN = {
-    "diloco": "replica|offload|host|all ranks|WORLD|run_settings|report =|B/dp|last|detach|theory",
-    "cp_documents": "attention|n > 1", "fsdp_lora": "model = |compare_calls|decay|dataset.,|theory",
-    "fsdp_muon": "compare_calls|ptimizer|decay|theory", "tp_llama": f"{OWN_MODEL}|loss [+]=",
-    "fsdp_gpt2": rf"{OWN_MODEL}|units|norm,|buffers|compare_calls|reshard\(",
-    "ddp_convnet": rf"{OWN_MODEL}|optimi|decay|buckets|learning_rate|for i,|torch.compile",
-    "trainer_fsdp": "loss|batch|norm",
+# How many lines of its script's ``main`` an example has not
+OTHERWISE = {
+    "diloco": 21, "cp_documents": 8, "ddp_convnet": 21, "fsdp_gpt2": 17, "fsdp_lora": 3,
+    "fsdp_muon": 5, "tp_llama": 11, "trainer_fsdp": 4,
 }
 
 
-def test_what_an_example_has_copied_is_as_in_its_script():
-    """Functions, options, what ``check`` refuses, and ``main``."""
-    def parts(source):
-        tree = ast.parse(source)
-        found = {node.name: node for node in tree.body if hasattr(node, "name")} | {
-            node.args[0].value: node for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "parser.add_argument"}
-        return {name: ast.get_source_segment(source, node) for name, node in found.items()}
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_main_of_an_example_is_that_of_its_script(name):
+    """A change of a script reaches its examples: `diff` shows what is theirs, and no more."""
+    script = {"diloco": "fsdp.py", "trainer_fsdp": "examples/trainer.py"}.get(
+        name, f"{name.partition('_')[0]}.py")
+    mains = [(ROOT / path).read_text().partition("\ndef main(")[2].partition("\n\n\n")[0]
+             for path in (script, f"examples/{name}.py")]
+    lines = difflib.unified_diff(*(main.splitlines() for main in mains), n=0)
+    gone = [line for line in lines if re.match(r"-(?!-).*\w", line)]
+    assert len(gone) == OTHERWISE[name], gone
 
-    copied = []
-    for path in [ROOT / "examples" / "diloco.py", *sorted((ROOT / "examples").glob("*_*.py"))]:
-        script = f"{path.stem.replace('diloco', 'fsdp').partition('_')[0]}.py"
-        for original in filter(pathlib.Path.exists, (ROOT / script, ROOT / "examples" / script)):
-            own, original = parts(path.read_text()), parts(original.read_text())
-            for name in own.keys() & original.keys():
-                sign, expected = (("-", OF_MAIN[path.stem]) if name == "main" else
-                                  ("+", OTHERWISE.get(name, "$^")))
-                texts = original[name].splitlines(), own[name].splitlines()
-                other = [line for line in list(difflib.unified_diff(*texts, n=0))[2:]
-                         if line[0] == sign and re.search(r"\w", line)
-                         and not re.search(expected, line)]
-                assert not other, path
-                assert name in ("main", *OTHERWISE) or own[name] == original[name], (path, name)
-                copied.append(name)
-    assert len(copied) > 40
+
+@thorough
+def test_an_example_finds_what_it_imports(tmp_path):
+    """From any folder, without PYTHONPATH."""
+    pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
+    for path in (ROOT / "examples").glob("*_*.py"):
+        if path.stem not in ("__init__", "trainer_fsdp"):
+            subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, env=BARE, check=True,
+                           stdout=subprocess.DEVNULL)
 
 
 # Plain loops
 
 
-def settings(options):
+def settings(options, **more):
     parser = option_parser("")
     add_model_options(parser)
     add_text_options(parser)
+    parser.set_defaults(**more)
     return parse_options(parser, f"{TRAINING} {options}".split())
 
 
@@ -238,7 +232,7 @@ def by_hand(args, data, trained, optimizers, mean_loss):
             optimizer.zero_grad()
         curve.append([loss.item(), norm.item()])
     with torch.no_grad():
-        return curve, mean_loss(*next(batches())).item()
+        return curve, mean_loss(*next(batches(stop=1))).item()
 
 
 def plain_model(args):
@@ -294,11 +288,6 @@ def lora_by_hand(base, corpus):
     return by_hand(args, corpus, trained, [adamw(trained, args)], mean_loss)
 
 
-def test_the_owners_of_matrices():
-    """Each has as much as the others."""
-    assert fsdp_muon.share_out([1, 2, 5, 2, 3], 2) == [[2, 3], [4, 1, 0]]
-
-
 def muon_by_hand(base, corpus):
     """With torch's Muon."""
     args = settings(MUON)
@@ -333,11 +322,11 @@ def test_another_base_is_refused(example, start, base, tmp_path):
         weights.seek(-4, os.SEEK_END)
         weights.write(b"9999")
     for world, folder, options, code in (
-        (1, resumed, f"--model {tmp_path}/rank1/base", ""),
-        (2, tmp_path, "--model base", "os.chdir(f'rank{rank}')"),
+        (1, resumed, f"--from-pretrained {tmp_path}/rank1/base", ""),
+        (2, tmp_path, "--from-pretrained base", "os.chdir(f'rank{rank}')"),
     ):
         result = start("fsdp_lora", world, options, folder, inject=code, expect_ok=False)
-        assert not result.ok and "the hash of the base is " in result.output
+        assert not result.ok and "hash_of_base is " in result.output
 
 
 @thorough
@@ -354,7 +343,8 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (4, 6, MATRICES)
     model = transformers.LlamaForCausalLM.from_pretrained(base)
     state = peft.PeftModel.from_pretrained(model, folder).state_dict()
-    adapters = checkpoint_files.read(result.out / LAST)
+    adapters = {name.removeprefix("model."): tensor
+                for name, tensor in read(result.out / LAST).items() if name[:6] == "model."}
     assert len(adapters) == 2 * LAYERS * MATRICES
     for name, tensor in adapters.items():
         found = state[f"base_model.model.{name.removesuffix('weight')}default.weight"]
@@ -404,8 +394,8 @@ def test_the_trained_llama_is_exported(start, tmp_path):
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    trained = checkpoint_files.read(result.out / LAST)
-    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
+    trained = read(result.out / LAST)
+    assert all(torch.equal(trained[f"model.{name}"], p) for name, p in model.named_parameters())
 
 
 @thorough

@@ -1,5 +1,5 @@
-"""One's own model: what the scripts cannot know is handled, or refused in words. Copies of scripts
-with models of one's own: test_porting.py."""
+"""One's own model: what the scripts cannot know is handled, or refused in words. Replicas and ties of
+FSDP: test_fsdp.py. Copies of scripts with models of one's own: test_porting.py."""
 
 import argparse
 import copy
@@ -7,7 +7,6 @@ import importlib
 import math
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,28 +18,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_leaves
 
 import common.model
-import ep
 import fsdp
 import tp
-from common.errors import SettingError
-from common.launch import source_files
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.model_options import add_model_options
-from common.options import option_parser, parse_options
-from common.services.same_calls import compare_calls
-from common.services.settings import config_settings, fingerprint, run_settings
+from common.options import SettingError, option_parser, parse_options
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
-from tests.test_porting import OPTIONS, REDUCES_UNUSED
-
-CPU = torch.device("cpu")
-
-
-def model_parser():
-    parser = option_parser("")
-    add_model_options(parser)
-    return parser
+from tests.test_porting import OPTIONS
 
 
 def meta_model():
@@ -108,97 +93,55 @@ class Seeded(Exception):
 
 
 @on_ranks(2)
-def test_each_step_and_rank_draws_its_own_dropout(folder):
+def test_each_step_and_rank_draws_its_own_dropout():
     """Ranks have other samples, parts of the sequence or layers; or all compute the same. The
-    options of the optimizer reach it. Under FSDP ranks with other samples compare their calls."""
-    adamw = "--beta1 0.8 --beta2 0.9 --weight-decay 0.3"
+    options of the optimizer reach it."""
     for command in (
         "single.py", "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py",
-        "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4",
-        "hybrid_3d.py --pp 2", "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
+        "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4", "hybrid_3d.py --pp 2",
+        "hybrid_3d.py --tp 2", "hybrid_3d.py --cp 2", "hybrid_3d.py --dp 2",
         "tp.py --no-sequence-parallel", "hybrid_3d.py --tp 2 --no-sequence-parallel",
-        "tp.py --compile",
     ):
-        script, *options = f"{command} {OPTIONS} {adamw} --seed 5 --out {folder}/out".split()
+        script, *options = f"{command} {OPTIONS} --seed 5 --data {__file__}".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
         with (mock.patch.object(module, "load_steps", lambda *_: [(7, [])]),
               mock.patch.object(module, "seed_step", side_effect=Seeded) as seed,
-              mock.patch.object(module, "Report", wraps=module.Report) as report,
-              mock.patch.object(module, "compare_calls", create=True) as compare,
-              mock.patch.object(module, "set_timeout", create=True) as set_timeout,
-              mock.patch.object(module, "wait_for_output", create=True) as wait,
-              mock.patch.object(torch, "compile", lambda forward, **_: forward),
-              mock.patch.object(module, "start_process", create=True, return_value=CPU),
+              mock.patch.object(module, "Run", wraps=module.Run) as run,
+              mock.patch.object(module, "start_process", create=True,
+                                return_value=torch.device("cpu")),
               pytest.raises(Seeded)):
-            module.main([*options, "--data", __file__])
+            module.main([*options, "--beta1", "0.8", "--beta2", "0.9", "--weight-decay", "0.3"])
         dist.all_gather_object(numbers, seed.call_args.args)
         assert numbers[0][:2] == (5, 7)
         assert (numbers[0] == numbers[1]) == (script == "single.py" or "--no" in command), command
-        groups = tree_leaves(report.call_args.args[2])[0].param_groups
+        groups = [group for each in tree_leaves(run.call_args.args[2])
+                  for group in each.param_groups]
         assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
-        assert {group["betas"] for group in groups} == {(0.8, 0.9)}, command
-        assert {group["fused"] for group in groups} == {True}, command
-        meshes = {"hybrid_3d.py": 2 + ("experts" in command)}  # whose groups wait for --timeout
-        assert set_timeout.call_count == meshes.get(script, int(module in (fsdp, ep)))
-        waiting = [call.args[0].mesh_dim_names for call in set_timeout.call_args_list]
-        assert any("ep" in names for names in waiting) == ("experts" in command)
-        assert wait.called == ("--compile" in command or "hybrid_3d.py --tp" in command), command
-        alike = {"fsdp.py": 2, "ep.py": 2, "hybrid_3d.py": 1 + ("--dp 2" in command)}
-        if script in alike:
-            (_, group), passes = compare.call_args
-            assert group.size() == alike[script] and passes == {"passes": 2}, command
+        assert {(group["betas"], group["fused"]) for group in groups} == {((0.8, 0.9), True)}
 
 
 def test_no_clipping_is_an_infinite_norm():
-    args = parse_options(model_parser(), ["--grad-clip", "0", "--rope-theta", "1e6"])
-    assert args.max_norm == float("inf") and args.config.rope_theta == 1e6
+    assert parse_options(option_parser(""), ["--grad-clip", "0"]).max_norm == math.inf
 
 
 def test_each_parameter_group_keeps_its_own_rate():
-    """Times the schedule; with --lr 0 there is no schedule."""
-    def rates(lr, min_lr=0.0, warmup_steps=3):
+    """Times the schedule: 3 steps of warm-up, then a cosine. With --lr 0 there is no schedule."""
+    def rates(lr, min_lr=0.0):
         first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
         groups = [{"params": [first], "lr": 0.02}, {"params": [second], "lr": 3e-4}]
         optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW([third], lr)]
-        args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=warmup_steps, steps=9)
+        args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=3, steps=9)
         for step in range(9):
             set_learning_rate(optimizers, step, args)
             yield [group["lr"] for each in optimizers for group in each.param_groups]
 
-    found, low = list(rates(1e-3)), list(rates(1e-3, min_lr=5e-4))
-    assert found[2] == found[3] == [0.02, 3e-4, 1e-3] == pytest.approx(low[3])
-    assert found[6][2] == pytest.approx(0.5e-3)  # a half of a cosine
-    assert found[8][2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 5 / 6)) / 2)
-    assert found[0] == pytest.approx([0.02 / 3, 1e-4, 1e-3 / 3])
-    for one, two, three in found + low:
-        assert one / two == pytest.approx(0.02 / 3e-4) and one / three == pytest.approx(20)
-    assert low[8][0] > 0.5 * 0.02 > found[8][0] > 0
-    assert list(rates(0.0)) == [[0.02, 3e-4, 0.0]] * 9
-    assert list(rates(1e-3, warmup_steps=9))[8] == [0.02, 3e-4, 1e-3]
-
-
-def test_settings_of_a_run():
-    """A checkpoint without experts is that of a run that had no such option."""
-    args = parse_options(model_parser(), ["--lr", "0.5"])
-    args.balance_rate = 0.01  # of experts
-    _, changeable = run_settings(args, [torch.ones(2)])
-    assert changeable["--lr"] == 0.5 and changeable["--balance-rate"] == 0.01
-    assert source_files().items() <= changeable.items()
-    assert config_settings({"num_experts": 0}) == {"--num-experts": None}
-
-
-def test_the_fingerprint_is_of_the_values():
-    """Of any structure; a dict is not its keys. Tuples of tokens have the hash that they had."""
-    def hash_of(*samples):
-        return fingerprint(samples)["the hash of some samples in --data"]
-
-    tokens = torch.arange(12).view(2, 2, 3)
-    assert hash_of(*map(tuple, tokens)) == "700a4498438a801b"
-    ones = torch.ones(2, dtype=torch.bfloat16), np.ones((2, 2), np.uint16)
-    values = [*ones, *(2 * each for each in ones), 1.5, 2, "text", None, [torch.tensor(True)],
-              {"deep": torch.zeros((), requires_grad=True)}, {"deep": torch.ones(())}]
-    hashes = {hash_of({"x": tokens, "y": value}) for value in values}
-    assert len(hashes) == len(values) and hash_of({"x": tokens, "y": values[0]}) in hashes
+    peak = [0.02, 3e-4, 1e-3]
+    last = (1 + math.cos(math.pi * 5 / 6)) / 2
+    found = [[rate / top for rate, top in zip(row, peak)] for row in rates(1e-3)]
+    for step, share in {0: 1 / 3, 2: 1, 3: 1, 6: 1 / 2, 8: last}.items():
+        assert found[step] == pytest.approx([share] * 3)
+    assert [*rates(1e-3, 5e-4)][8][2] == pytest.approx(5e-4 + 5e-4 * last)
+    assert [*rates(0.0)] == [[0.02, 3e-4, 0.0]] * 9
 
 
 # Functions of the scripts, with other models
@@ -236,18 +179,17 @@ def test_fsdp_casts_images_once(mesh):
 
 
 @on_ranks(2)
-def test_bfloat16_reaches_the_layers(folder):
-    """Of pp.py: test_same_run.py; of single.py: test_validation.py. No copies of weights stay."""
+def test_bfloat16_reaches_the_layers():
+    """No copies of weights stay."""
     def check(mlp, x):
         assert mlp.up_proj(x).dtype == torch.bfloat16
         assert not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
         raise Seeded
 
-    for command in "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "hybrid_3d.py":
-        module = importlib.import_module(command.removesuffix(".py"))
+    for name in "ddp", "zero", "fsdp", "tp", "cp", "hybrid_3d":
+        main = importlib.import_module(name).main
         with mock.patch.object(common.model.MLP, "forward", check), pytest.raises(Seeded):
-            module.main(f"{OPTIONS} --dtype bfloat16 --no-count --out {folder}/out "
-                        f"--data {__file__}".split())
+            main(f"{OPTIONS} --dtype bfloat16 --data {__file__}".split())
 
 
 class Net(nn.Module):
@@ -357,47 +299,14 @@ def test_a_loss_across_samples(mesh, rank):
 
 @on_ranks(2)
 def test_ranks_use_different_parts_of_a_unit(mesh, rank):
-    """Before torch 2.13 they cannot."""
     model = Net()
-    if not REDUCES_UNUSED:
-        with pytest.raises(SettingError, match="needs torch 2.13"):
-            fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
-        return
     model.forward = lambda blocks: sum(model.blocks[i](torch.ones(4)) for i in blocks)
     fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
-    compare_calls(model, mesh.get_group(), 2)
     for blocks, expected in ([rank], (0.5, 0.5)), ([0, 1][: 2 - rank], (1, 0.5)):
         model.zero_grad()
         model(blocks).sum().backward()
         for block, gradient in zip(model.blocks, expected):
             assert (block[1].bias.grad.full_tensor() == gradient).all()
-
-
-@on_ranks(2)
-def test_calls_are_compared_in_the_first_passes(mesh, rank):
-    model, other = Net(), Net()
-    compare_calls(model, mesh.get_group(), 2)
-    with torch.no_grad():  # those of an evaluation do not count
-        model(0), model(0)
-    model(0)
-    with (mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather,
-          pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0")):
-        model(rank)
-    assert gather.call_args.kwargs["group"] is mesh.get_group()
-    compare_calls(other, mesh.get_group(), 1)
-    other(0)
-    other(rank)
-    longer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    longer.forward = lambda x: longer[1](longer[0](x)) if rank else longer[0](x)
-    compare_calls(longer, mesh.get_group(), 1)
-    with pytest.raises(SettingError, match="rank 1 calls 1 where rank 0 calls no further module"):
-        longer(torch.ones(4))
-    third = Net()
-    third.blocks[1] = nn.Linear(4, 4)
-    fsdp.shard(third, [[block] for block in third.blocks], mesh)
-    compare_calls(third, mesh.get_group(), 1)  # before they gather units of different sizes
-    with pytest.raises(SettingError, match="rank 1 calls blocks.1 where rank 0 calls blocks.0"):
-        third(rank)
 
 
 def test_what_is_offloaded():

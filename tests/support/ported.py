@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate  # noqa: F401
 
 from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotary_table
 from common.model import plain_attention, rotate
