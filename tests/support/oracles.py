@@ -2,14 +2,10 @@
 the scripts print the counted bytes alone, since sums of so many terms teach nothing. The symbols
 are those of docs/planning.md; E is the number of experts, W the bytes of all of their weights."""
 
-import contextlib
 import types
-from unittest import mock
 
 import torch
 
-import ep
-import hybrid_3d
 from common.experts import use_experts
 from common.model import Transformer
 from pp import cost_of_head, keep_stage, split_layers
@@ -21,19 +17,10 @@ ABSENT = {  # options that ep.py does not have
 }
 
 
-def expected(command, n, options=""):
-    """The bytes of ``parameters``, ``gradients``, ``optimizer_states`` and ``sent`` in a step, for
-    one of ``n`` ranks that run a command with further ``options``; in a pipeline, of its first
-    stage."""
-    script, *own = command.split()
-    module = ep if script == "ep.py" else hybrid_3d
-    with mock.patch.object(module, "check", side_effect=InterruptedError) as check:
-        with contextlib.suppress(InterruptedError):  # it parses its options, and checks them next
-            module.main([*own, *options.split()])
-    args = types.SimpleNamespace(**ABSENT | vars(check.call_args.args[0]))
-    args.ep = args.ep or n
-    size, sent = held_and_sent(args, n)
-    return {kind: size for kind, (_, size) in held(size).items()} | {"sent": sent}
+def of(args, n):
+    """As tools/theory.py: for one of ``n`` ranks, in a pipeline of its first stage."""
+    size, sent = held_and_sent(types.SimpleNamespace(**ABSENT | vars(args)), n)
+    return held(size) | {"sent": ("", sent)}
 
 
 def held_and_sent(args, n):
@@ -45,7 +32,7 @@ def held_and_sent(args, n):
         model = use_experts(Transformer(args.config)).to(args.param_dtype)
     stages = split_layers(config.num_hidden_layers, pp, cost_of_head(model))
     layers = list(keep_stage(model, stages, 0).model.layers.values())
-    E, ep, ranks = config.num_experts, args.ep, dp * cp * tp  # of a stage
+    E, ep, ranks = config.num_experts, args.ep or n, dp * cp * tp  # of a stage
     size, matrix_size = args.param_dtype.itemsize, args.compute_dtype.itemsize
     again, half = bool(args.activation_checkpointing), matrix_size / size
     last = pp == 1  # this stage, the first one, is also the last
