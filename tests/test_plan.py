@@ -10,11 +10,11 @@ import types
 import pytest
 import torch
 
-from common.errors import SettingError
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from common.services import counting
+from common.options import SettingError
 from tools import plan
+from tools.counting import HELD
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
 AGAIN = "--activation-checkpointing"
@@ -143,30 +143,28 @@ def test_strategies_and_why_not():
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
-    """In a file, of these sources; a file that was not written to its end, or cannot be written,
-    does no harm."""
+    """In a file, of these sources; a file that was not written to its end does no harm."""
     calls = []
     monkeypatch.setattr(plan.dry_run, "count_apart", lambda *job: calls.append(job) or {"sent": 1})
+    monkeypatch.setattr(plan, "CACHE", tmp_path / "new" / "cache")
 
-    def cached(folder, script="fsdp.py", nproc_per_node=8):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    def cached(script="fsdp.py", nproc_per_node=8):
         assert plan.cached(script, [], 2, 0, nproc_per_node) == {"sent": 1}
         return len(calls)
 
-    new = tmp_path / "new" / "cache"
-    assert [cached(new), cached(new)] == [1, 1]
-    (path,) = new.glob("*/*")
+    assert [cached(), cached()] == [1, 1]
+    (path,) = plan.CACHE.iterdir()
     path.write_text('{"se')
-    assert [cached(new), cached(new), cached(path)] == [2, 2, 3]
-    assert [cached(new, "ddp.py"), cached(new, "ddp.py")] == [4, 4]
-    assert cached(new, nproc_per_node=1) == 5
+    assert [cached(), cached()] == [2, 2]
+    assert [cached("ddp.py"), cached("ddp.py")] == [3, 3]
+    assert cached(nproc_per_node=1) == 4
     monkeypatch.setattr(torch, "__version__", "another")
-    assert cached(new) == 6
-    for number, text in (7, b""), (8, b"edited"):
+    assert cached() == 5
+    for number, text in (6, b""), (7, b"edited"):
         plan.sources.cache_clear()
         monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: (
-            text if path.match("common/services/counting.py") else b""))
-        assert cached(new) == number
+            text if path.match("tools/counting.py") else b""))
+        assert cached() == number
     plan.sources.cache_clear()
 
 
@@ -182,7 +180,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         steps = int(words[words.index("--grad-accum") + 1]) if "--grad-accum" in words else 1
         activations = 128e6 / steps / world_size / (4 if AGAIN in words else 1)
         return {"peak": {"in all": 10e6 + activations, "activations": activations},
-                "held": dict(zip(counting.HELD, (4e6, 3e6, 2e6))),
+                "held": dict(zip(HELD, (4e6, 3e6, 2e6))),
                 "collectives": [{"group": "dp", "bytes": 8e6}], "sent": 8e6,
                 "between_machines": 3e6, "operations": 4e9,
                 **({"bubble": 0.5} if "ddp" in str(script) else {})}
@@ -228,8 +226,10 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(vars(PRESETS["tiny"]) | more))
     mixtral = f"--model {tmp_path} --seq-len 128 --devices 2 --only ep.py --device-memory"
     plan.main(f"{mixtral} 1".split())
-    found = re.findall("  (ep.py.*)", capsys.readouterr().out)
-    assert found == ["ep.py --ep 1", "ep.py --ep 2"]
+    output = capsys.readouterr().out
+    assert re.findall("  (ep.py.*)", output) == ["ep.py --ep 1", "ep.py --ep 2"]
+    assert f"first: bash run.sh import_hf {tmp_path} FOLDER\n" in output
+    assert "run.sh ep.py --ep 1 --model FOLDER/model.json " in output
     given = " ".join(asked["ep.py"])
     for words in ("--ep 2", "--head-dim 4", "--seq-len 128", "--dtype bfloat16", "--batch-size 2"):
         assert words in given, words
@@ -243,7 +243,6 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, fsdp.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
     (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
-    (f"{TINY} --devices 2 --json {__file__}", "test_plan.py exists, and "),
 ])
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
