@@ -1,4 +1,4 @@
-"""The kernels of common/ that CUDA computes otherwise than the CPU, beside a reference in float64:
+"""The kernels that CUDA computes otherwise than the CPU, beside a reference in float64:
 
     PYTHONPATH=. python tests/gpu/kernels.py cuda        or cpu
 
@@ -10,9 +10,9 @@ import sys
 
 import torch
 
-from common.attention import attend, attend_backward, merge, wide
 from common.experts import grouped_product
 from common.model import LossInChunks, next_token_loss, plain_attention
+from cp import attend, attend_backward, merge, wide
 
 EXACT = 1e-4  # float32
 ROUNDED = 0.015  # bfloat16: 0.2 % to 0.5 % of a result on the CPU; a wrong kernel has 10 % and more

@@ -3,11 +3,12 @@
     bash run.sh test -s tests/gpu/test_cuda.py
 
 It prints lines to paste into an issue: for each command how far it is from the curve of one
-process on the CPU; tokens/s, MFU and bytes of a 1B Llama. On one GPU two ranks share it, where a
-test needs ranks. docs/gpus.md says more. Without a GPU all of it is skipped, here and in one piece.
-tests/gpu/test_gpus.py checks on the CPU what can be checked there.
+process on the CPU; tokens/s, MFU and bytes of a 1B Llama. Where there are fewer GPUs than ranks,
+tools/share_gpu.py lets the ranks share them. docs/gpus.md says more. Without a GPU all of it is
+skipped, here and in one piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
 """
 
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -15,11 +16,10 @@ import subprocess
 import pytest
 import torch
 
-from common.services import checkpoint_files
-from common.services.checkpoint_files import list_checkpoints
+from common.run import list_checkpoints
 from tests.conftest import ROOT, VISIBLE_GPUS
 from tests.gpu.test_gpus import EXPERTS, SMALL, UNCOUNTED_1B, curves, each_script, llama_1b
-from tests.test_same_run import furthest
+from tests.support.compare import assert_bit_equal, furthest, read
 from tools.dry_run import count_apart
 
 status, output = subprocess.getstatusoutput(
@@ -42,10 +42,12 @@ print(f"{GPUS} of {CARDS}, torch {torch.__version__}, NCCL {torch.cuda.nccl.vers
 @pytest.fixture
 def on_gpus(run, corpus):
     """Run a command, which has all options of its model."""
-    def on_gpus(command, world_size, options, **kwargs):
+    def on_gpus(command, world_size, options, env={}, **kwargs):
         world_size *= not command.startswith("single.py")  # plain python
-        return run(command, world_size, f"{options} --data {corpus} --device cuda", env=ON_GPUS,
-                   **kwargs)
+        if world_size > GPUS:
+            command = f"tools/share_gpu.py {ROOT}/{command}"
+        return run(command, world_size, f"{options} --data {corpus} --device cuda",
+                   env=ON_GPUS | env, **kwargs)
 
     return on_gpus
 
@@ -75,20 +77,27 @@ def test_more_ranks_share_a_gpu(on_gpus, on_cpu):
     """Two on each."""
     result = on_gpus("hybrid_3d.py --tp 2", 2 * GPUS, SMALL)
     assert furthest(result.curve(), on_cpu()) < WITHIN
-    assert f"{2 * GPUS} processes share {GPUS} " in result.output
 
 
 @pytest.mark.parametrize("options, command", [
     *[("--compile --activation-checkpointing", command)
       for command in ("single.py", "ddp.py", "fsdp.py", "tp.py")],
-    *[("--grad-accum 2 --workers 1 --profile", command) for command in EACH_SCRIPT],
+    *[("--grad-accum 2 --workers 1", command) for command in EACH_SCRIPT],
     ("--cpu-offload", "fsdp.py"),
 ])
 def test_options_change_nothing(on_gpus, on_cpu, options, command):
     result = on_gpus(command, N, f"{SMALL} {options}")
     assert furthest(result.curve(), on_cpu()) < WITHIN
-    if "--profile" in options:
-        assert "gpu_memcpy" in (result.out / "trace-rank0.json").read_text()
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_replicas_in_host_memory(on_gpus, on_cpu, attempt):
+    """Where the copy of a gradient to the host begins too late, some runs are wrong:
+    https://github.com/pytorch/pytorch/pull/180665"""
+    distance = furthest(
+        on_gpus("fsdp.py --replicate 2 --cpu-offload", max(4, N), SMALL).curve(), on_cpu())
+    print(f"\nfsdp.py --replicate 2 --cpu-offload: distance {distance:.2g}")
+    assert distance < WITHIN
 
 
 def test_kernels(server, tmp_path):
@@ -116,13 +125,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
     options = f"{SMALL} --dtype bfloat16 --deterministic --save-every 10"
     whole = on_gpus(command, N, options)
     curve, last = whole.curve(), whole.out / "step-00000020"
-    tensors = checkpoint_files.read(last, prefix="")
+    tensors = read.__wrapped__(last)  # from the disk, each time
     shutil.rmtree(last)
     resumed = on_gpus(command, N, options)
-    assert "resuming after step 10" in resumed.output and resumed.curve() == curve
-    others = checkpoint_files.read(last, prefix="")
-    assert tensors.keys() == others.keys() and len(tensors) > 100
-    assert not [name for name in tensors if not torch.equal(tensors[name], others[name])]
+    assert "after step 10" in resumed.output and resumed.curve() == curve
+    assert_bit_equal(tensors, read.__wrapped__(last))
 
 
 # What it takes
@@ -130,33 +137,38 @@ def test_a_resumed_run_is_the_same_bit_for_bit(on_gpus, command):
 
 @pytest.mark.parametrize("command", [*each_script(GPUS), *UNCOUNTED_1B])
 def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
-    """The peak of a dry run, of all tensors, is at most the allocator's, which also has what no
-    tensor holds: workspaces of kernels, and the rounding of each block up to 512 bytes."""
-    n, counted = 1 if command == "single.py" else GPUS, None
+    """To a MB. The allocator also has what no tensor holds: workspaces of kernels, and the rounding
+    of each block up to 512 bytes."""
+    n, counted, held = 1 if command == "single.py" else GPUS, None, None
     if command not in UNCOUNTED_1B:
         script, *options = f"{command} {llama_1b(n)}".split()
         counted = count_apart(str(ROOT / script), options, n, 0, 8)["peak"]["in all"]
         if counted > 0.95 * MEMORY:
             pytest.skip(f"it takes {counted / 1e9:.0f} GB of a card's {MEMORY / 1e9:.0f}")
-    result = on_gpus(command, n, llama_1b(n))
+    result = on_gpus(command, n, llama_1b(n), inject="write_counts()" if counted else "")
     tokens, mfu, allocated = (
-        result.summary[name] for name in ("tokens_per_second", "mfu", "allocated"))
-    print(f"\n{command}: {tokens:.0f} tokens/s, {mfu=}, {counted=}, {allocated=}")
+        result.history[-1].get(name) for name in ("tokens_per_second", "mfu", "peak_memory"))
+    if counted:
+        held = result.counts()["peak"]["in all"]
+    print(f"\n{command}: {tokens:.0f} tokens/s, {mfu=}, {counted=}, {held=}, {allocated=}")
     losses = [loss for (loss,) in result.curve("loss")]
     assert losses[0] > 11 and losses[-1] < losses[0] - 1
     assert mfu is None or 0.05 < mfu < 0.9  # None: the peak of this card is unknown
+    assert counted is None or abs(held - counted) < 2**20
     assert counted is None or 0.8 * counted <= allocated <= 1.2 * counted + 2**27
 
 
 # How it ends
 
 
-def test_a_rank_that_stops_leaves_records(on_gpus):
+def test_a_rank_that_stops_leaves_records(on_gpus, tmp_path):
     """After --timeout NCCL's watchdog of rank 0 writes down its last collectives, gives the other
     ranks a minute to do so (4 times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), and aborts the process.
     Rank 1, which stands still, is killed 30 s later."""
+    record = tmp_path / "flight-record-rank"
     result = on_gpus("ddp.py", 2, f"{SMALL} --timeout 20", expect_ok=False, timeout=300,
-                     inject="at(3, signal_self, 'SIGSTOP', on=1)")
+                     inject="at(3, signal_self, 'SIGSTOP', on=1)",
+                     env={"TORCH_FR_DUMP_TEMP_FILE": str(record)})
     assert result.statuses == [-signal.SIGABRT, -signal.SIGKILL], result.output
     assert "Watchdog" in result.output
-    assert (result.out / "flight-record-rank0").stat().st_size > 0
+    assert pathlib.Path(f"{record}0").stat().st_size > 0

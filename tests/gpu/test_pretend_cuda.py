@@ -21,7 +21,7 @@ from tests.support.sample import thorough
 FOLDER = ROOT / "tests" / "gpu" / "pretend_cuda"
 SMALL = "--seq-len 64 --batch-size 16 --dtype bfloat16"
 # Command, number of ranks, rank, kernels of attention: PyTorch takes cuDNN's on an H100, and the
-# memory-efficient ones for a mask; common/attention.py calls flash attention itself.
+# memory-efficient ones for a mask; cp.py calls flash attention itself.
 ROWS = {
     "scripts": [
         ("single.py --grad-accum 2", 1, 0, "cudnn"),
@@ -82,7 +82,7 @@ def test_a_step_stays_on_the_gpu(guard, group):
     rows = [(command.replace(".py", f".py {SMALL}"), n, rank)
             for command, n, rank, _ in ROWS[group]]
     done = subprocess.run(
-        [sys.executable, FOLDER / "run.py", guard], cwd=ROOT, input=json.dumps(rows),
+        [sys.executable, FOLDER / "watch.py", guard], cwd=ROOT, input=json.dumps(rows),
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,8 @@ class ProcessServer:
 
     def start(self):
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # as run.sh does
         }
         self.process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Dry runs with every tensor on ``cuda:0``, on a machine without a GPU and a torch without CUDA:
 
-    python tests/gpu/pretend_cuda/run.py guard.so < rows.json
+    python tests/gpu/pretend_cuda/watch.py guard.so < rows.json
 
 ``guard.so`` is guard.cpp, compiled. A row is [command, world size, rank]; for each row a line of
 JSON comes back, with what happened in the steps:
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
-from common.services import checkpoint, report
+from common import run
 from tools import dry_run
 from tools.support import pretend, stand_ins
 
@@ -84,7 +84,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
 
 def where():
     """The innermost line of the repository that does not only watch or count."""
-    watchers = "run.py", "pretend.py", "operations.py", "counting.py"
+    watchers = "watch.py", "pretend.py", "operations.py", "counting.py"
     for frame in reversed(traceback.extract_stack()):
         path = pathlib.Path(frame.filename)
         if path.name not in watchers and "torch" not in path.parts:
@@ -113,19 +113,18 @@ def watch_steps(command, world_size, rank):
         pretend.Pretend.__torch_dispatch__ = watch
         return load_steps(*args)
 
-    # What the real ones do in a step that is neither logged nor saved.
-    def after_step(self, *args):
+    def after_step(counting, *args, **more):
+        """What the real one does in a step that is neither logged nor saved."""
+        options = types.SimpleNamespace(
+            steps=0, out=None, save_every=0, val_data=None, log_every=10**9)
         quiet = types.SimpleNamespace(
-            norms=0.0, vote=None, asked=0, saving=None, every=0, stop=None, group=None
-        )
-        checkpoint.Checkpoints.after_step(quiet, *args)
-
-    def log(self, *args, **more):
-        self.start, self.args.log_every, self.step_began = -1, 10**9, 0.0
-        report.Report.log(self, *args, **more)
+            args=options, norms=0.0, asked=None, saving=None, group=None,
+            sampler=types.SimpleNamespace(start=-1))
+        pretend.outside(run.Run.after_step)(quiet, *args, **more)
+        count(counting, *args, **more)
 
     stand_ins.load_steps = load_and_watch
-    stand_ins.Checkpoints.after_step, stand_ins.Report.log = after_step, log
+    count, stand_ins.Run.after_step = stand_ins.Run.after_step, after_step
     script, *options = command.split()
     dry_run.count(script, options, world_size, rank, 8, GPU)
     return json.dumps({name: sorted(found) for name, found in seen.items()})
