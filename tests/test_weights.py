@@ -5,27 +5,21 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import shlex
 import shutil
-import sys
 
 import pytest
 import torch
 
-from common.errors import SettingError
 from common.experts import use_experts
 from common.materialise import materialise
 from common.model import Transformer
-from common.model_options import add_model_options
-from common.options import option_parser, parse_options
-from common.services import checkpoint_files, run_folder
-from common.services.hf_config import read_config
-from common.tokens import add_text_options
+from common.options import SettingError
+from common.run import hash_of
+from tests.support.compare import furthest, read
 from tests.support.sample import sampled
-from tests.test_run_folder import hash_again
-from tests.test_same_run import furthest
 from tools.huggingface import export, import_hf
+from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
 GENERATION = "generation_config.json"
@@ -35,7 +29,7 @@ transformers = pytest.importorskip("transformers", reason=NEEDS)
 
 SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}
-TRAIN = "--model out --batch-size 12 --seq-len 32 --dtype float64 --log-every 1 --steps 2"
+TRAIN = "--batch-size 12 --seq-len 32 --dtype float64 --log-every 1 --steps 2"
 
 
 def save(folder, dtype=torch.float32, shard="5GB", kind="Llama", **config):
@@ -82,6 +76,11 @@ def assert_rounded(found, expected, dtype):
         assert found[name].dtype == dtype and torch.equal(found[name], tensor.to(dtype)), name
 
 
+def weights_in(checkpoint):
+    return {name.removeprefix("model."): tensor for name, tensor in read(checkpoint).items()
+            if name.startswith("model.")}
+
+
 def change(path, **values):
     """Change a config.json; None takes a name out."""
     path = path / "config.json"
@@ -93,10 +92,8 @@ def contents(folder, name):
     return json.loads((folder / name).read_text())
 
 
-def resave(path, edit):
-    """Change the tensors in a safetensors file."""
-    tensors = safetensors.load_file(path).items()
-    safetensors.save_file({name: edit(tensor) for name, tensor in tensors}, path)
+def import_to(weights, out, *options):
+    import_hf.main([str(weights), str(out), *options])
 
 
 # Reading
@@ -109,9 +106,9 @@ def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safetensors.save_file(angles, tmp_path / "hf" / "more.safetensors")  # older versions wrote them
-    import_hf.import_weights(tmp_path / "hf", tmp_path / "out")
+    import_to(tmp_path / "hf", tmp_path / "out")
     step = tmp_path / "out" / "step-00000000"
-    assert_rounded(checkpoint_files.read(step), expected, dtype)
+    assert_rounded(weights_in(step), expected, dtype)
     # A file for each: DCP would hold in memory all that it writes into one
     assert len(list(step.glob("*.distcp"))) == len(expected)
     for own in (torch.float32, torch.float64):
@@ -131,19 +128,25 @@ def test_logits_are_those_of_transformers(tmp_path):
 
 
 def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
-    """Also in the last stage of a pipeline, which has no embedding."""
+    """Also in the last stage of a pipeline, which has no embedding. --config-only writes the same
+    dimensions, without weights."""
     save(tmp_path / "hf", torch.bfloat16, "20KB", tie_word_embeddings=True)
     model = ours(tmp_path / "hf")
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     start(tmp_path / "hf", "pp.py", 2, inject=f"load_again({str(tmp_path / 'hf')!r})")
-    out = f"{tmp_path}/it's out"
-    import_hf.main([str(tmp_path / "hf"), out])
-    printed = capsys.readouterr()
-    assert "tie_word_embeddings: here the head is a weight of its own" in printed.err
-    command = printed.out.split(" such as: ")[1]
-    assert shlex.split(command) == ["bash", "run.sh", "fsdp.py", "--model", out, "--out", out]
-    assert json.loads(pathlib.Path(out, "config.json").read_text())["tie_word_embeddings"] is False
+    capsys.readouterr()
+    out, dry = tmp_path / "it's out", tmp_path / "dry"
+    import_to(tmp_path / "hf", out)
+    note, line = capsys.readouterr().out.splitlines()
+    assert "tie_word_embeddings: here the head is a weight of its own" in note
+    assert shlex.split(line.split("for example: ")[1]) == [
+        "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
+        f"{out}/step-00000000", "--out", "runs/mine"]
+    import_to(tmp_path / "hf" / "config.json", dry, "--config-only")
+    assert contents(dry, "model.json") == contents(out, "model.json") == {
+        name: value for name, value in vars(model.config).items()}
+    assert sorted(os.listdir(dry)) == ["config.json", GENERATION, "model.json"]
     change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
         ours(tmp_path / "hf")
@@ -172,12 +175,13 @@ def test_a_config_of_older_versions(llama, tmp_path):
 
 @pytest.fixture(scope="module")
 def start(server, corpus, tmp_path_factory):
-    """Import the weights in a folder to a run folder, out, and train from them."""
+    """Import the weights in a folder to the folder hf, and train from them."""
 
     def start(weights, script, world, options="", **kwargs):
         folder = tmp_path_factory.mktemp("run")
-        import_hf.import_weights(weights, folder / "out")
-        options = f"{TRAIN} --data {corpus} {options}"
+        import_to(weights, folder / "hf")
+        options = (f"--model hf/model.json --from {folder}/hf/step-00000000 {TRAIN} --data {corpus} "
+                   f"{options}")
         return server.run(script, world, options, folder=folder, **kwargs)
 
     return start
@@ -193,12 +197,20 @@ def test_every_script_starts_from_the_weights(start, llama, command, world):
     assert furthest(found.curve(), start(llama, "single.py", 0).curve()) < 1e-10
 
 
+def test_a_script_wants_our_names(run, llama):
+    result = run("single.py", 0, f"--model {llama}/config.json", expect_ok=False)
+    (line,) = result.lines
+    assert "this script's model has no architectures, " in line
+    assert line.endswith("bash run.sh import_hf translates a config.json of Hugging Face")
+
+
 # Writing
 
 
 @pytest.fixture(scope="module")
 def trained(start, llama):
-    """A run folder with imported weights and two checkpoints, each saved by two ranks."""
+    """A run folder with two checkpoints, each saved by two ranks, of a run that began with imported
+    weights."""
     return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
@@ -209,7 +221,7 @@ SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     ("", "", torch.float32, ["model.safetensors"]),  # the newest checkpoint
     ("step-00000001", "--dtype bfloat16 --max-shard-size 0.00003", torch.bfloat16, SHARDS),
     # Imported weights are exported as they came.
-    ("step-00000000", "", torch.bfloat16, ["model.safetensors"]),
+    ("../hf", "", torch.bfloat16, ["model.safetensors"]),
 ])
 def test_transformers_reads_what_is_exported(
     trained, llama, tmp_path, source, options, dtype, files
@@ -219,30 +231,23 @@ def test_transformers_reads_what_is_exported(
     export.main([str(trained / source), str(folder), *options.split()])
     index = ["model.safetensors.index.json"] * (len(files) > 1)
     assert sorted(os.listdir(folder)) == ["config.json", GENERATION, *files, *index]
-    begin = (folder / files[0]).read_bytes()[:8]
-    assert int.from_bytes(begin, "little") % 8 == 0  # so that the tensors are aligned
-    expected = checkpoint_files.read(trained / (source or "step-00000002"))
+    expected = weights_in(export.find_checkpoint(trained / source))
     found = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert_rounded(found.state_dict(), expected, dtype)
     assert_rounded(ours(folder, dtype).state_dict(), expected, dtype)
     assert read_config(folder) == read_config(llama)
     for name in index:
-        size = json.loads((folder / name).read_text())["metadata"]["total_size"]
+        size = contents(folder, name)["metadata"]["total_size"]
         assert size == sum(tensor.nbytes for tensor in found.state_dict().values())
-    name = str(dtype).removeprefix("torch.")
     assert contents(folder, "config.json") == contents(llama, "config.json") | {
-        "dtype": name, "tie_word_embeddings": False}
+        "dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False}
     assert contents(folder, GENERATION) == contents(llama, GENERATION)
     assert found.dtype == dtype and found.generation_config.eos_token_id == [2, 5]
 
 
-def test_the_config_of_a_run_that_has_changed_it(trained, llama, tmp_path):
-    """Also of one that began with a checkpoint of the run that has imported the weights."""
+def test_the_config_of_a_run_that_has_changed_it(trained, llama):
     config, imported = read_config(llama), export.folder_of_import(trained / "step-00000002")
-    assert imported == trained
-    later = tmp_path / "step-00000002"
-    run_folder.Claim(tmp_path, None, "0" * 16, str(trained / "step-00000002")).take()
-    assert export.folder_of_import(later) == trained
+    assert imported == trained.parent / "hf"
     change = functools.partial(dataclasses.replace, config)
     found = contents(llama, "config.json") | {"dtype": "float16", "tie_word_embeddings": False}
     theta = {"rope_theta": 7.0, "rope_scaling": SCALING, "max_position_embeddings": 300}
@@ -252,19 +257,10 @@ def test_the_config_of_a_run_that_has_changed_it(trained, llama, tmp_path):
     ):
         expected = {name: value for name, value in found.items()
                     if name != "rope_parameters" or values != theta}
-        assert export.huggingface_config(new, torch.float16, seq_len, trained) == expected | values
+        written = export.huggingface_config(new, torch.float16, seq_len, imported)
+        assert written == expected | values
     plain = export.huggingface_config(config, torch.float16, 64)  # no weights were imported
     assert plain["max_position_embeddings"] == 128 and plain["eos_token_id"] is None
-
-
-def test_sequences_longer_than_those_of_the_model(llama, capsys):
-    for length, said in (256, ""), (257, "--seq-len 257 is above max_position_embeddings 256 in "):
-        parser = option_parser("")
-        add_model_options(parser)
-        add_text_options(parser)
-        parse_options(parser, ["--model", str(llama), "--seq-len", str(length)])
-        found = capsys.readouterr().err
-        assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_a_file_has_at_most_so_many_bytes():
@@ -281,7 +277,7 @@ def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
     result = start(tmp_path / "mixtral", "ep.py", 2, "--lr 0 --dtype float32",
                    inject=f"load_again('{tmp_path}/mixtral')")
     export.main([str(result.out), str(tmp_path / "exported")])
-    import_hf.main([str(tmp_path / "exported"), str(tmp_path / "imported")])
+    import_to(tmp_path / "exported", tmp_path / "imported")
     assert "run.sh ep.py" in capsys.readouterr().out
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(mixtral)
@@ -292,68 +288,62 @@ def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
 
 # What is refused
 
+SECOND = "model-00002-of-00005.safetensors"
 
-CONFIGS = [  # what a config.json has instead, and what the error says beside its path
-    *[({name: 2}, f"{name} 2: only Llama") for name in (
+
+def resave(hf, edit):
+    """Change the tensors in a safetensors file."""
+    tensors = safetensors.load_file(hf / SECOND).items()
+    safetensors.save_file({name: edit(tensor) for name, tensor in tensors}, hf / SECOND)
+
+
+def rehash(step, name, edit):
+    """Change a file of a checkpoint, and its hash."""
+    sums, before = (step / "SHA256SUMS").read_text(), hash_of(step / name)
+    (step / name).write_text(edit((step / name).read_text()))
+    (step / "SHA256SUMS").write_text(sums.replace(before, hash_of(step / name)))
+
+
+REFUSED = [  # a tool, what is done to what it gets, or what a config.json has instead, and the words
+    *[(import_hf, {name: 2}, f"{name} 2: only .* is supported") for name in (
         "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
         "sliding_window", "router_jitter_noise")],
-    ({"model_type": "mistral"}, "model_type 'mistral'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'.*only 'llama3'"),
-    ({"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
-    ({"rope_scaling": SCALING | {"factor": 0}}, "'factor': 0.*above 0"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers 0"), ({"vocab_size": True}, "vocab_size True"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"), ({"vocab_size": None}, "lacks vocab_si"),
+    (import_hf, {"model_type": "mistral"}, "model_type 'mistral'"),
+    (import_hf, {"quantization_config": {"bits": 4}}, "quantization_config"),
+    (import_hf, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*only 'llama3'"),
+    (import_hf, {"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
+    (import_hf, {"vocab_size": None}, "lacks vocab_size"),
     # What the files do not have:
-    ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm.weight"),
-    ({"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama of its config"),
-    ({"vocab_size": 300}, r"embed_tokens.weight of shape \(256, 32\), and its config needs \(300"),
-]
-SECOND = "model-00002-of-00005.safetensors"
-NOT_IMPORTED = [(functools.partial(change, **values), f"given.*{words}|{words}.*given")
-         for values, words in CONFIGS] + [
-    (lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} cannot be read"),
-    (lambda hf: (hf / SECOND).write_bytes((hf / SECOND).read_bytes().replace(
-        b'"data_offsets":[0,', b'"data_offsets":[2,', 1)), f"{SECOND} cannot be read"),
-    (lambda hf: resave(hf / SECOND, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
-    (lambda hf: resave(hf / SECOND, lambda tensor: tensor / 0), "given has .* not finite"),
-    (lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "has .* in two files"),
-]
-
-
-def other_vocabulary(step):
-    run = json.loads((step / "run.json").read_text())
-    run["must stay the same"]["--vocab-size"] = 9
-    (step / "run.json").write_text(json.dumps(run))
-    hash_again(step)
-
-
-NOT_EXPORTED = [
-    (lambda step: (step / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read"),
-    (other_vocabulary, r"shape \(256, 32\), and its config"),
-    (shutil.rmtree, "given is neither a checkpoint nor a run folder"),
+    (import_hf, {"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm"),
+    (import_hf, {"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama"),
+    (import_hf, {"vocab_size": 300}, r"of shape \(256, 32\), and its config needs \(300"),
+    (import_hf, lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} is damaged"),
+    (import_hf, lambda hf: resave(hf, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
+    (import_hf, lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "in two files"),
+    (import_hf, lambda hf: [path.unlink() for path in hf.glob("*.safetensors")], "has no .safet"),
+    (import_hf, lambda hf: (hf.parent / "out").mkdir(), "out exists"),
+    (export, lambda step: os.truncate(step / "__1_0.distcp", 99), "__1_0.distcp is damaged"),
+    (export, lambda step: rehash(step, "run.json", lambda text: text.replace(
+        '"vocab_size": "256"', '"vocab_size": "9"')), r"shape \(256, 32\), and its config"),
+    (export, shutil.rmtree, "given is neither a checkpoint nor a run folder"),
 ]
 
 
-@pytest.mark.parametrize("tool, damage, words", [
-    *((import_hf, *row) for row in NOT_IMPORTED), *((export, *row) for row in NOT_EXPORTED),
-])
+@pytest.mark.parametrize("tool, damage, words", REFUSED)
 def test_nothing_is_left_behind(llama, trained, tmp_path, tool, damage, words):
     given = tmp_path / "given"
     shutil.copytree(llama if tool is import_hf else trained / "step-00000002", given)
-    damage(given)
-    before = sorted(tmp_path.iterdir())
+    change(given, **damage) if isinstance(damage, dict) else damage(given)
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SettingError, match=words):
         tool.main([str(given), str(tmp_path / "out")])
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_missing_package_is_one_line(llama, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(SettingError, match="pip install safetensors"):
-        ours(llama)
-
-
-def test_a_number_too_large_for_the_type():
-    with pytest.raises(SettingError, match="x has numbers too large for torch.float16: take --dty"):
-        export.write_parts(None, torch.tensor([1e5]), {"x": None}, torch.float16)
+def test_a_number_too_large_for_the_type(tmp_path, llama):
+    wide = {name: tensor.float() * 1e5 for name, tensor in ours(llama).state_dict().items()}
+    shutil.copytree(llama, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
+    safetensors.save_file(wide, tmp_path / "hf" / "model.safetensors")
+    import_to(tmp_path / "hf", tmp_path / "out")
+    with pytest.raises(SettingError, match="numbers too large for torch.float16: take --dtype bf"):
+        export.export(tmp_path / "out" / "step-00000000", tmp_path / "new", torch.float16)
