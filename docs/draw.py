@@ -1,5 +1,5 @@
 """Draw the pictures of README.md and docs/: docs/pictures/*.svg, from docs/data/*.json, cp.py and
-common/services/theory.py.
+tools/theory.py.
 
     python -m docs.draw
 
@@ -17,7 +17,7 @@ import torch
 
 import cp
 from common.model import PRESETS
-from common.services import theory
+from tools import theory
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, PICTURES = ROOT / "docs" / "data", ROOT / "docs" / "pictures"
