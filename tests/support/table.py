@@ -24,7 +24,7 @@ class Row:
     command: str
     world: int  # processes; 0: plain python
     dtype: str = "float64"
-    inject: str = "ignored(); in_mode()"
+    inject: str = "write_counts(); ignored(); in_mode()"
 
     @property
     def script(self):
@@ -41,16 +41,14 @@ class Row:
         return type(otherwise)(*value) if value else otherwise
 
     def run(self, once):
-        inject = f"write_counts(); {self.inject}"
-        if self in EXACT:
-            inject += "; resumed([])"
+        inject = f"{self.inject}; resumed([])" if self in EXACT else self.inject
         options = f"{OPTIONS} --dtype {self.dtype}"
         if self.script in ("zero.py", "fsdp.py", "hybrid_3d.py"):
             options += " --val-every 1"
         return once(self.command, self.world, options, inject=inject)
 
 
-CHUNKS = "ignored(); in_mode(); loss_in_chunks()"
+CHUNKS = f"{Row.inject}; loss_in_chunks()"
 # Without --all: at least one row of each script, on as few ranks as show it
 SAMPLE_EXACT = [Row(command, world) for command, world in [
     ("single.py", 0),
@@ -118,7 +116,8 @@ LOOSE = SAMPLE_LOOSE + [Row(command, world, "float32") for command, world in [
     ("cp.py", 2), ("cp.py --attention ulysses", 2), ("cp.py --attention allgather", 2),
     ("hybrid_3d.py --tp 2 --pp 2", 4),
 ]]
-COMPILED = [Row(f"{command} --compile", world, inject=f"ignored(); count_compiled('{backend}')")
+COMPILED = [Row(f"{command} --compile", world,
+                inject=f"write_counts(); ignored(); count_compiled('{backend}')")
             for command, world, backend in [
     # The first one compiles kernels, which takes minutes. The others stop at the graphs.
     ("single.py", 0, "inductor"), (f"ddp.py {AGAIN}", 2, "aot_eager"),
