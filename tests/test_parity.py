@@ -538,14 +538,17 @@ def test_measured_noise(tmp_path, row):
 
 def test_noise_that_is_none(tmp_path, capsys):
     """What is no nudged run of the reference is refused: it would hide faults, or invent them."""
-    paths = [str(tmp_path / name) for name in ("one", "two", "same", "other", "short", "nudged")]
-    one, two, same, other, short, nudged = paths
+    names = "one", "two", "same", "short", "nudged", "faulty", "faulty2"
+    one, two, same, short, nudged, *faulty = (str(tmp_path / name) for name in names)
     in_16_bits(one), in_16_bits(two), in_16_bits(same), in_16_bits(nudged, 1)
-    train(other, dtype=torch.bfloat16), in_16_bits(short, 2, steps=2)
+    in_16_bits(short, 2, steps=2)
+    for i, path in enumerate(faulty, 1):  # by the trainer that is judged
+        in_16_bits(path, i, spoil=scale(1.2))
     for noise, expected in [
             ([nudged], "two recordings or more"), ([nudged, nudged], "recording 2 are not nudged"),
             ([same, nudged], "recording 1 are not nudged: give Parity nudge=1"),
-            ([nudged, short], "recording 2 has 2 steps, the reference 4")]:
+            ([nudged, short], "recording 2 has 2 steps, the reference 4"),
+            (faulty, "are further from the reference than from each other")]:
         with pytest.raises(SystemExit):
             main([one, two, "--noise", *noise])
         assert expected in " ".join(capsys.readouterr().err.split())
@@ -559,6 +562,8 @@ FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
     ("cut", f'{FIRST}{{"st', "line 2 is cut"),
     ("null", f"{FIRST}null\n", "line 2 is no step"),
     ("keys", f'{FIRST}{{"step": 0}}\n', "line 2 is no step"),
+    ("damaged", FIRST + '{"step": 0, "ranks": 0, "loss": 0, "values": {}, "gradients": {}}\n',
+     "is damaged"),
     ("notes.md", "# Notes\n", "record it again"),
     ("older", FIRST.replace(str(recording.FORMAT), "0"), "record it again"),
     ("crashed", FIRST, "did the run crash before its first record"),
