@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
@@ -17,7 +16,6 @@ from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, thorough
 from tools import dry_run as tool
 from tools.support.operations import operations
-from tools.support.pretend import chunk_with_empty
 from tools.support.stand_ins import equal_counts, pipeline
 
 GPU = json.loads((ROOT / "docs" / "data" / "gpu_memory.json").read_text())
@@ -176,8 +174,8 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
                "--schedule interleaved1f1b")
     tool.main(["--nproc-per-node", "1", "--json", f"{tmp_path}/dry.json", "2", f"{ROOT}/pp.py",
                *options.split()])
-    lines, most = capsys.readouterr().out.splitlines(), json.loads(
-        (tmp_path / "dry.json").read_text())
+    lines = capsys.readouterr().out.splitlines()
+    most = json.loads((tmp_path / "dry.json").read_text())
     assert most["rank"] == 1 and "as rank 1 of 2, a dry run" in lines[0]
     assert re.fullmatch(r"model tiny: 9,127,040 parameters, bfloat16", lines[1])  # of both stages
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
@@ -185,24 +183,15 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp", "pp"))
     found = pipeline(types.SimpleNamespace(microbatches=None), mesh)  # of hybrid_3d.py
     assert found == {"stages": [0, 1], "bubble": 1 / 3}
-    args = types.SimpleNamespace(microbatches=2, schedule="loopedbfs", stages_per_rank=3)
-    assert pipeline(args, mesh)["bubble"] == 1 / 7
 
 
 def test_more_ranks_than_rows(count):
-    """FSDP pads each parameter to one row a rank, as its formula does. fully_shard cuts a parameter
-    into a piece for each rank; in a dry run one empty piece stands for all empty ones, or 16,384
-    ranks would take ten times as long as 1,024."""
+    """FSDP pads each parameter to one row a rank, as its formula does."""
     found = count("fsdp.py --num-hidden-layers 2 --batch-size 256", 256)  # k_proj has 64 rows
     norms = 2 * 4 * (9 * 2 + 3)
     assert found["sent"] == round(found["theory"]["sent"]["bytes"] + norms * 255 / 256)
     for kind in ("parameters", "gradients"):
         assert found["held"][kind] == found["theory"][kind]["bytes"]
-    for rows in (1, 3, 5, 8, 40):
-        whole = torch.empty(rows, 2)
-        chunks, expected = (cut(whole, 8, dim=0) for cut in (chunk_with_empty, _chunk_with_empty))
-        assert [chunk.shape for chunk in chunks] == [chunk.shape for chunk in expected]
-        assert len({id(chunk) for chunk in chunks if not len(chunk)}) == (rows < 8)
 
 
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", [

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from common.data import TokenDataset
-from common.options import SettingError
 from tests.support.commands import RUN, finish, start
 from tests.support.sample import sampled, thorough
 from tools import bench, prepare
-from tools.support import command, timed
+from tools.support import command
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """The path of a byte-level tokenizer, which any text goes through without loss."""
+    """A byte-level tokenizer.json, which any text goes through without loss."""
     tokenizers = pytest.importorskip("tokenizers")
     tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "</s>"]
     vocabulary = {token: number for number, token in enumerate(sorted(tokens))}
@@ -30,8 +29,7 @@ def bpe(tmp_path_factory):
     tokenizer.enable_truncation(5)  # files of real models may have such settings
     tokenizer.enable_padding(length=9)
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", vocabulary["</s>"])]
-    )
+        single="</s> $A", special_tokens=[("</s>", vocabulary["</s>"])])
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
@@ -180,30 +178,6 @@ def test_what_a_benchmark_refuses(monkeypatch, words, said):
     assert said in the_line(bench.main, ["--nproc", "2", *words.split()])
 
 
-@pytest.mark.parametrize("words, size", [
-    ("", "32000"), ("--model medium", ""), ("--vocab-size 300", "300"), ("--vocab-size=300", "300")
-])
-def test_the_vocabulary_of_a_benchmark(monkeypatch, words, size):
-    """At least 32,000 tokens, if nobody names another number."""
-    def measure(commands, args, options):
-        given = " ".join(options).replace("=", " ").partition("--vocab-size ")[2]
-        raise SettingError(f"it has {given}.")
-
-    monkeypatch.setattr(bench, "measure", measure)
-    assert the_line(bench.main, words.split()).endswith(f": it has {size}.")
-
-
-def test_the_cost_of_a_step_is_without_the_warm_up(monkeypatch, tmp_path):
-    """Of its seconds, and of the CPU seconds of the process."""
-    clock = types.SimpleNamespace(perf_counter=iter([9.0, 15.0]).__next__, process_time=lambda: 1.0)
-    monkeypatch.setattr(timed, "time", clock)
-    timed.note_costs(1, 3, tmp_path / "costs.json")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    for _ in range(4):
-        optimizer.step()
-    assert json.loads((tmp_path / "costs.json").read_text()) == [3.0, 0.0]
-
-
 SAME = "--hidden-size 64 --num-hidden-layers 2 --vocab-size 1000 --seq-len 32 --batch-size 8"
 CHANGED = "--grad-accum 2 --activation-checkpointing selective --lr 1e-3 --beta2 0.9 --grad-clip 2"
 PAIRS = [(loop, script, more) for loop, script in bench.PAIRS + [("torchtitan", "fsdp.py")]
@@ -242,7 +216,7 @@ def test_the_benchmark_runs(tmp_path):
     assert "--batch-size 3 cannot be shared evenly by 2" in output.splitlines()[-1]
     assert not list(tmp_path.iterdir())
     process = bench("--only single.py")
-    while "timed steps" not in process.stdout.readline():
+    while "timed steps; --vocab-size 32000" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process).splitlines()[-1] == "bench.py: error: stopped"

@@ -15,7 +15,6 @@ from common.experts import use_experts
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import SettingError
-from common.run import hash_of
 from tests.support.compare import furthest, read
 from tests.support.sample import sampled
 from tools.huggingface import export, import_hf
@@ -96,13 +95,9 @@ def import_to(weights, out, *options):
     import_hf.main([str(weights), str(out), *options])
 
 
-# Reading
-
-
 @pytest.mark.parametrize("dtype, shard", [(torch.float64, "5GB"), (torch.bfloat16, "20KB")])
 def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
-    """In an imported checkpoint bit for bit, and in its type. In a model rounded once, if at all.
-    """
+    """In a checkpoint bit for bit, and in its type. In a model rounded once, if at all."""
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safetensors.save_file(angles, tmp_path / "hf" / "more.safetensors")  # older versions wrote them
@@ -144,8 +139,7 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
         "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
         f"{out}/step-00000000", "--out", "runs/mine"]
     import_to(tmp_path / "hf" / "config.json", dry, "--config-only")
-    assert contents(dry, "model.json") == contents(out, "model.json") == {
-        name: value for name, value in vars(model.config).items()}
+    assert contents(dry, "model.json") == contents(out, "model.json") == vars(model.config)
     assert sorted(os.listdir(dry)) == ["config.json", GENERATION, "model.json"]
     change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
@@ -170,9 +164,6 @@ def test_a_config_of_older_versions(llama, tmp_path):
         assert read_config(tmp_path) == found
 
 
-# Training
-
-
 @pytest.fixture(scope="module")
 def start(server, corpus, tmp_path_factory):
     """Import the weights in a folder to the folder hf, and train from them."""
@@ -180,9 +171,8 @@ def start(server, corpus, tmp_path_factory):
     def start(weights, script, world, options="", **kwargs):
         folder = tmp_path_factory.mktemp("run")
         import_to(weights, folder / "hf")
-        options = (f"--model hf/model.json --from {folder}/hf/step-00000000 {TRAIN} --data {corpus} "
-                   f"{options}")
-        return server.run(script, world, options, folder=folder, **kwargs)
+        words = f"--model hf/model.json --from {folder}/hf/step-00000000 --data {corpus}"
+        return server.run(script, world, f"{words} {TRAIN} {options}", folder=folder, **kwargs)
 
     return start
 
@@ -263,12 +253,6 @@ def test_the_config_of_a_run_that_has_changed_it(trained, llama):
     assert plain["max_position_embeddings"] == 128 and plain["eos_token_id"] is None
 
 
-def test_a_file_has_at_most_so_many_bytes():
-    """Or one tensor, which is larger."""
-    sizes = {"a": 3, "b": 4, "c": 1, "d": 9, "e": 1}
-    assert export.split(sizes, 7) == [["a", "b"], ["c"], ["d"], ["e"]]
-
-
 def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
     """ep.py starts from one on 2 ranks, each with 3 of its 6 experts, at a learning rate of 0. What
     is exported then is the same, to the bit, and gives the same logits, as ours does."""
@@ -289,22 +273,7 @@ def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
 # What is refused
 
 SECOND = "model-00002-of-00005.safetensors"
-
-
-def resave(hf, edit):
-    """Change the tensors in a safetensors file."""
-    tensors = safetensors.load_file(hf / SECOND).items()
-    safetensors.save_file({name: edit(tensor) for name, tensor in tensors}, hf / SECOND)
-
-
-def rehash(step, name, edit):
-    """Change a file of a checkpoint, and its hash."""
-    sums, before = (step / "SHA256SUMS").read_text(), hash_of(step / name)
-    (step / name).write_text(edit((step / name).read_text()))
-    (step / "SHA256SUMS").write_text(sums.replace(before, hash_of(step / name)))
-
-
-REFUSED = [  # a tool, what is done to what it gets, or what a config.json has instead, and the words
+REFUSED = [  # a tool, what is done to its input or what a config.json has instead, the words
     *[(import_hf, {name: 2}, f"{name} 2: only .* is supported") for name in (
         "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
         "sliding_window", "router_jitter_noise")],
@@ -318,13 +287,10 @@ REFUSED = [  # a tool, what is done to what it gets, or what a config.json has i
     (import_hf, {"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama"),
     (import_hf, {"vocab_size": 300}, r"of shape \(256, 32\), and its config needs \(300"),
     (import_hf, lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} is damaged"),
-    (import_hf, lambda hf: resave(hf, torch.Tensor.char), "is in I8: only F64, F32, F16, BF16"),
     (import_hf, lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "in two files"),
     (import_hf, lambda hf: [path.unlink() for path in hf.glob("*.safetensors")], "has no .safet"),
     (import_hf, lambda hf: (hf.parent / "out").mkdir(), "out exists"),
     (export, lambda step: os.truncate(step / "__1_0.distcp", 99), "__1_0.distcp is damaged"),
-    (export, lambda step: rehash(step, "run.json", lambda text: text.replace(
-        '"vocab_size": "256"', '"vocab_size": "9"')), r"shape \(256, 32\), and its config"),
     (export, shutil.rmtree, "given is neither a checkpoint nor a run folder"),
 ]
 
@@ -338,12 +304,3 @@ def test_nothing_is_left_behind(llama, trained, tmp_path, tool, damage, words):
     with pytest.raises(SettingError, match=words):
         tool.main([str(given), str(tmp_path / "out")])
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_number_too_large_for_the_type(tmp_path, llama):
-    wide = {name: tensor.float() * 1e5 for name, tensor in ours(llama).state_dict().items()}
-    shutil.copytree(llama, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
-    safetensors.save_file(wide, tmp_path / "hf" / "model.safetensors")
-    import_to(tmp_path / "hf", tmp_path / "out")
-    with pytest.raises(SettingError, match="numbers too large for torch.float16: take --dtype bf"):
-        export.export(tmp_path / "out" / "step-00000000", tmp_path / "new", torch.float16)
