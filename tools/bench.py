@@ -75,7 +75,8 @@ def started(command, args, options, folder, result):
     last = args.warm_up + args.timed
     environment = {  # as run.sh sets them
         "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    } | os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    } | os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}"
     words = [*given, *options, "--steps", str(last)]
     words += [] if script == LOOPS else ["--log-every", "1000000"]
     with open(pathlib.Path(folder, "output"), "w") as output:

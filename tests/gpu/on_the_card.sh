@@ -24,7 +24,7 @@ part() {
 
 tests="python3 -m pytest -q -rP --no-header tests/gpu/test_cuda.py"
 part 110 "each script over NCCL, on ranks that share the card, beside one process on the CPU" \
-  $tests $workers -k "not 1b and not host_memory and not records"
-part 60 "predicted and held bytes" $tests -k "1b and (single or fsdp) and not compile"
+  $tests $workers -k "not llama and not host_memory and not records"
+part 60 "predicted and held bytes" $tests -k "llama and (single or fsdp) and not compile"
 part 50 "replicas in host memory, three times" $tests -k host_memory
 part 140 "speed" python3 -m tools.bench $model --only single.py fsdp.py
