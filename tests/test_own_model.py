@@ -311,5 +311,5 @@ def test_ranks_use_different_parts_of_a_unit(mesh, rank):
 
 def test_what_is_offloaded():
     with mock.patch.object(fsdp, "fully_shard") as fully_shard:
-        fsdp.shard(nn.Linear(2, 2), [], None, cpu_offload=True)
+        fsdp.shard(nn.Linear(2, 2), [], mock.Mock(ndim=1), cpu_offload=True)
     assert isinstance(fully_shard.call_args.kwargs["offload_policy"], CPUOffloadPolicy)
