@@ -165,7 +165,8 @@ class Run:
             except SettingError as error:
                 problem = str(error)
             except (OSError, dcp.CheckpointException) as error:
-                problem = str(error).strip().splitlines()[-1]
+                problem = (f"files of this run cannot be read or written "
+                           f"({str(error).strip().splitlines()[-1]}): is the disk full?")
         answers = self.gather((None if everywhere else answer, problem))
         refuse([(said, said) for _, said in answers])
         return answer if everywhere else answers[0][0]

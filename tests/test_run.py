@@ -1,0 +1,230 @@
+"""Promise 5: a kill costs steps, never a run. Each fault ends the run with a status that is not 0;
+the checkpoints before it are whole; and the same command goes on from them to the end of a run that
+nothing has disturbed, bit for bit (of single.py, ddp.py and fsdp.py; of each script: test_soak.py
+and test_same_run.py). What a run hears, prints and logs."""
+
+import json
+import os
+import re
+
+import pytest
+
+import single
+from common.options import SettingError
+from tests.support.processes import SMALL
+from tests.support.sample import sampled
+from tests.test_checkpoint import assert_bit_equal, steps, tensors
+from tests.test_refusals import in_order
+
+OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
+COMMANDS = [
+    ("single.py", 0), ("ddp.py", 2), ("zero.py --stage 2", 2), ("fsdp.py", 2), ("tp.py", 2),
+    ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2),
+]
+
+NOT_FINITE = "the loss is ... gradient norm nan, which is not finite: lower --lr (0.00"
+FULL = "files of this run cannot be read or written (RuntimeError"
+FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on={})"
+KILL = "signal_self('SIGKILL')"
+WRITES = "before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and {})"
+
+# A command, the number of processes and further options; what is injected (names of inject.py);
+# what the line says, "" if there is none; the steps of the checkpoints that are left.
+FAULTS = [
+    # A gradient that overflows, in a step that is not logged: it is not saved
+    *[(*command, "--log-every 9", "gradients_times(1e30, 5)", f"at step 6 {NOT_FINITE}", [3])
+      for command in COMMANDS],
+    ("single.py", 0, "", "gradients_times(1e30, 5)",  # in one that is logged
+     f"at step 5 {NOT_FINITE}", [3]),
+    # Whatever a layer refuses, also in a pipeline, whose stages torch wraps
+    *[(command, world, "", "before(common.model.MLP, 'forward', "
+       "lambda *_: common.options.refuse([(True, 'my words')]))", "error: my words", [])
+      for command, world in (("single.py", 0), ("hybrid_3d.py --pp 2", 2))],
+    # A process that dies, and one that is silent
+    ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=0)", "", [3]),
+    ("fsdp.py", 2, "--async-save", "at(5, signal_self, 'SIGKILL', on=1)", "", [3]),
+    ("ddp.py", 2, "--timeout 5",
+     "at(5, signal.signal, signal.SIGTERM, signal.SIG_DFL, on=1); at(5, time.sleep, 600, on=1)",
+     "", [3]),
+    # A process that is killed while it writes step 6, when it has, and while it removes step 2
+    *[("single.py", 0, f"--save-every 2 --keep 2 {mode}", when, "", left)
+      for when, left in [
+          (WRITES.format(KILL), [2, 4]),
+          (f"after(pathlib.Path, 'rename', lambda _, path, *__: path.match('*6.tmp') and {KILL})",
+           [2, 4, 6]),
+          ("after(os, 'unlink', lambda *_, **__: not pathlib.Path('out/step-00000002').exists() "
+           f"and {KILL})", [4, 6])]
+      for mode in ("", "--async-save")],
+    # A second signal, a second later, ends the run at once
+    ("single.py", 0, "", "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 1.1); "
+     "at(2, signal_self, 'SIGTERM')", "", []),
+    # One before the first step ends it at once too
+    ("single.py", 0, "", "signal.signal(signal.SIGINT, signal.default_int_handler); "
+     "before(common.materialise, 'materialise', lambda *_: signal.raise_signal(signal.SIGINT))",
+     "", []),
+    # A disk that is full
+    ("ddp.py", 2, "", FULL_DISK.format(1), FULL, [3]),
+    ("ddp.py", 2, "--async-save --save-every 7", FULL_DISK.format(1), FULL, []),
+    # A data worker that outlives its run for seconds does not lock the folder; and one that dies
+    ("single.py", 0, "--workers 1", "at(5, signal_self, 'SIGKILL')", "", [3]),
+    ("single.py", 0, "--workers 2",
+     "at(5, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))", "", [3]),
+    # What somebody's loop says
+    ("single.py", 0, "", "at(2, sys.exit, 'my words')", "my words", []),
+]
+
+
+@pytest.mark.parametrize("command, world, options, inject, words, left", sampled(
+    FAULTS, [fault for fault in FAULTS if "--timeout" not in fault[2] and (
+        NOT_FINITE not in fault[4] or fault[0] in ("single.py", "ddp.py"))]))
+def test_a_fault(run, once, corpus, command, world, options, inject, words, left):
+    options = f"{OPTIONS} --data {corpus} {options}"
+    result = run(command, world, options, inject=inject, expect_ok=False)
+    assert all(result.statuses), result.output
+    assert steps(result.out) == left
+    if words:
+        if "--pp" not in command:  # there another rank loses its peer
+            assert "Traceback" not in result.output, result.output
+        lines = [line for line in result.lines if "error:" in line or words in line]
+        assert lines and all(in_order(words, line) for line in lines), result.output
+    elif left:
+        goes_on(run(command, world, options), left[-1], once(command, world, OPTIONS))
+
+
+def goes_on(again, step, whole):
+    """A run ``again`` has resumed after ``step``, and is bit for bit the ``whole`` run."""
+    assert f"step-{step:08d} after step {step}\n" in again.output and " 8/8 [" in again.output
+    assert [record["step"] for record in again.history] == list(range(1, 9))
+    assert again.curve() == whole.curve()
+    assert_bit_equal(tensors(again.out), tensors(whole.out))
+    assert not list(again.out.glob("*.tmp"))
+
+
+# Signals
+
+
+@pytest.mark.parametrize("command, world, name, options", sampled(SIGNALS := [
+    ("ddp.py", 2, "SIGTERM", "--async-save --workers 1"), ("fsdp.py", 2, "SIGUSR1", ""),
+    ("pp.py", 2, "SIGINT", ""), ("hybrid_3d.py --tp 2", 2, "SIGTERM", "--workers 1"),
+], SIGNALS[:1]))
+def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
+    """They end with status 0; the same command goes on to the same end. A launcher may deliver the
+    signal twice, and to data workers too."""
+    options = f"{OPTIONS} --data {corpus} {options}"
+    result = run(command, world, options,
+                 inject=2 * f"at(4, os.killpg, 0, signal.{name}, on={world - 1})\n")
+    first, last = steps(result.out)
+    assert first == 3 and last in (4, 5)
+    assert result.lines[-1] == (
+        f"stopped after step {last} of 8, saved: the same command continues from there")
+    if command == "ddp.py":
+        goes_on(run(command, world, options), last, once(command, world, OPTIONS))
+
+
+ONCE = "sent = []\n{} and not sent and (sent.append(1), signal_self('SIGTERM')))"
+
+
+@pytest.mark.parametrize("options, inject, last_line, left", [
+    ("", "at(8, signal_self, 'SIGTERM')", "final loss ... saved in", [3, 6, 8]),
+    # In a save, also of the last step, and in an evaluation: the run ends after the next step
+    ("", ONCE.format("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('*6.tmp')]"),
+     "stopped after step 7 of 8, saved", [3, 6, 7]),
+    ("", ONCE.format("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('*8.tmp')]"),
+     "final loss ... saved in", [3, 6, 8]),
+    ("--val-data {val} --val-every 4 --val-batches 1",
+     ONCE.format("before(Run, 'validation_loss', lambda *_: True"), "stopped after step 5", [3, 5]),
+    ("--save-every 0", "at(4, signal_self, 'SIGTERM')", "stopped after step 4 ... nothing is saved",
+     []),
+])
+def test_when_a_signal_comes(run, corpus, held_out, options, inject, last_line, left):
+    options = f"{OPTIONS} --data {corpus} {options}".replace("{val}", held_out)
+    result = run("single.py", 0, options, inject=inject)
+    assert in_order(last_line, result.lines[-1]), result.lines[-1]
+    assert steps(result.out) == left
+    assert [record["step"] for record in run("single.py", 0, options).history
+            if "loss" in record] == list(range(1, 9))
+
+
+def test_without_out_nothing_is_written(run, corpus, tmp_path):
+    """A line at the start says so, and one after a signal."""
+    result = run("ddp.py", 2, f"{OPTIONS} --data {corpus}", pass_out=False,
+                 inject="at(4, signal_self, 'SIGTERM')")
+    assert "nothing is saved: there is no --out" in result.lines
+    assert result.lines[-1] == "stopped after step 4 of 8, nothing is saved"
+    assert not list(tmp_path.iterdir())
+
+
+# The run folder
+
+ANOTHER = """
+import runpy
+def start_another():
+    if not (pid := os.fork()):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    os.waitpid(pid, 0)
+"""
+
+
+def test_two_starts_of_one_folder(run, once, corpus):
+    """The second is refused, and does not disturb the first."""
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus}",
+                 inject=f"{ANOTHER}\nat(5, start_another)")
+    (line,) = [line for line in result.lines if "error:" in line]
+    assert line == (f"single.py: error: --out {result.out}: another process uses this folder: wait "
+                    "until it ends, or choose another one")
+    assert_bit_equal(tensors(result.out), tensors(once("single.py", 0, OPTIONS).out))
+
+
+@pytest.mark.parametrize("loses", [
+    "os.rename('out', 'elsewhere')", "os.rename('out', 'elsewhere'), os.mkdir('out')",
+    "os.unlink('out/lock'), pathlib.Path('out/lock').touch()"])
+def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
+    """The run ends, and writes nothing into what now has the name."""
+    result = run("ddp.py", 2, f"{OPTIONS} --data {corpus} --log-every 3", expect_ok=False,
+                 inject=f"at(5, lambda: rank or ({loses}))")
+    assert all(result.statuses)
+    assert (f"ddp.py: error: --out {result.out} is no longer the folder that this run has locked, and "
+            "nothing is written there: was it moved?") in result.lines
+    kept = tmp_path / ("elsewhere" if "elsewhere" in loses else "out")
+    assert steps(kept) == [3] and (kept == result.out or not list(result.out.glob("*")))
+
+
+def test_a_run_goes_on(corpus, tmp_path, capsys):
+    """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
+    half a line; a run without a checkpoint begins again."""
+    def start(options, out="out"):
+        single.main(f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}".split())
+        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
+        return capsys.readouterr().out, [json.loads(line)["step"] for line in lines]
+
+    start("--steps 2")
+    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3}\n{"step": 4')
+    (tmp_path / "out" / "step-00000009.tmp").mkdir()
+    said, lines = start("--steps 4 --lr 0.1")
+    (line,) = re.findall("resuming .*", said)
+    assert line.startswith(f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4")
+    assert "; --lr was 0.002, is 0.1" in line and lines == [1, 2, 3, 4]
+    assert not (tmp_path / "out" / "step-00000009.tmp").exists()
+    said, lines = start("--steps 4")
+    assert said.endswith(f"nothing to train: {tmp_path}/out has done all of --steps 4: raise it, or "
+                         "for a new run take another --out\n") and lines == [1, 2, 3, 4]
+
+    source = tmp_path / "out" / "step-00000002"
+    said, lines = start(f"--steps 3 --from {source}", "new")
+    assert f"resuming {source} after step 2" in said and lines == [3]
+    said, lines = start(f"--steps 5 --from {source}", "new")  # its own checkpoint comes first
+    assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]
+    assert steps(tmp_path / "out") == [2, 4] and steps(tmp_path / "new") == [3, 5]
+
+    for number in 3, 2:
+        said, lines = start(f"--steps {number} --save-every 0", "unsaved")
+        assert lines == [1, 2, 3][:number] and said.endswith("nothing is saved\n")
+
+
+def test_unwritable_folders(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    for out in "file", "file/run":
+        with pytest.raises(SettingError, match=f"{out}'"):
+            single.main(f"--data {corpus} --out {tmp_path / out}".split())
+    assert os.listdir(tmp_path) == ["file"]
