@@ -221,8 +221,6 @@ FAULTS = [
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
     ("step 0: gradients: all: times -1; the loss is right", {"spoil": scale(-1)}),
     (r"step 0: gradients: all: times 1\.0002; the loss is right", {"spoil": scale(1.0002)}),
-    ("step 0: gradients: all: times 2; the loss too", {
-        "loss_of": lambda model, x: 2 * model(x).square().mean()}),
     (r"step 0: gradients: all: times 1\.99; the loss", {
         "spoil": scale(1.99), "edit": on_ranks(0.5, 0.5)}),
     ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {
@@ -301,8 +299,8 @@ FAULTS = [
 # The same of runs that are equal
 SOUND = [
     # One of them clips by hand, before it is recorded: also in the last step
-    ("EQUAL.* 3 updates.*Note: clipped: the run clips by hand", UNTOUCHED | {"spoil": clip(0.01)},
-     CLIPS_LATER),
+    ("EQUAL.* 3 updates.*Not compared: one factor of .*Note: clipped: the run clips by hand",
+     UNTOUCHED | {"spoil": clip(0.01)}, CLIPS_LATER),
     ("EQUAL.* 3 updates.*Note: clipped: the reference clips", CLIPS_LATER | {
         "spoil": lambda _: None}, UNTOUCHED | {"spoil": clip(0.01)}),
     ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 .*: clipping .it is never active.; "
@@ -374,7 +372,6 @@ SOUND = [
         "loss_of": lambda model, x: model(x).float().square().mean()}),
     ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
     ("EQUAL.*, float32 ", {}, FLOAT32, {"full_precision": True}),
-    ("EQUAL.*, float32 (?!with)", {}, FLOAT32, {"float32_inside": True}),
     # Names of what wraps a layer do not count.
     ("EQUAL.*, 4 parameters", {"start": lambda model: model.__setitem__(
         0, checkpoint_wrapper(model[0])) or model.__setitem__(
@@ -538,12 +535,10 @@ def test_measured_noise(tmp_path, row):
 
 def test_noise_that_is_none(tmp_path, capsys):
     """What is no nudged run of the reference is refused: it would hide faults, or invent them."""
-    names = "one", "two", "same", "short", "nudged", "faulty", "faulty2"
-    one, two, same, short, nudged, *faulty = (str(tmp_path / name) for name in names)
+    one, two, same, short, nudged, *faulty = (str(tmp_path / f"{i}") for i in range(7))
     in_16_bits(one), in_16_bits(two), in_16_bits(same), in_16_bits(nudged, 1)
     in_16_bits(short, 2, steps=2)
-    for i, path in enumerate(faulty, 1):  # by the trainer that is judged
-        in_16_bits(path, i, spoil=scale(1.2))
+    in_16_bits(faulty[0], 1, spoil=scale(1.2)), in_16_bits(faulty[1], 2, spoil=scale(1.2))
     for noise, expected in [
             ([nudged], "two recordings or more"), ([nudged, nudged], "recording 2 are not nudged"),
             ([same, nudged], "recording 1 are not nudged: give Parity nudge=1"),
@@ -560,7 +555,6 @@ FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
 @pytest.mark.parametrize("name, text, expected", [
     ("no-such-file", "", "No such file"), ("./one", "", "are the same file"),
     ("cut", f'{FIRST}{{"st', "line 2 is cut"),
-    ("null", f"{FIRST}null\n", "line 2 is no step"),
     ("keys", f'{FIRST}{{"step": 0}}\n', "line 2 is no step"),
     ("damaged", FIRST + '{"step": 0, "ranks": 0, "loss": 0, "values": {}, "gradients": {}}\n',
      "is damaged"),
