@@ -100,7 +100,7 @@ class Run:
         refuse([(self.optimizer_of.keys() - set(self.tensors.values()),
                  "an optimizer updates a tensor that is not among those to be saved")])
         self.loss_of, self.after_evaluation = loss_of, after_evaluation
-        self.history, self.loggers = [], []
+        self.history, self.loggers, self.shown = [], [], {}  # the last: beside the bar
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
         self.lock = self.saving = None  # rank 0: the open lock file; a save that is not complete
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
@@ -131,17 +131,16 @@ class Run:
 
     def start_lines(self, mesh, size):
         """What runs where: processes and grid; the model."""
-        args, name = self.args, "CPU"
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
-        place = f"{os.path.basename(sys.argv[0])}: {self.ranks:,} "
-        place += f"process on {name}" if self.ranks == 1 else f"processes on {name}"
+        gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if gpu else "CPU"
+        noun = "process" if self.ranks == 1 else "processes"
+        place = f"{os.path.basename(sys.argv[0])}: {self.ranks:,} {noun} on {name}"
         if mesh is not None:
             grid = " x ".join(f"{dim} {n}" for dim, n in zip(mesh.mesh_dim_names, mesh.shape))
             place += f" ({dist.get_backend()}), rank grid {grid}"
         size = size or sum(p.numel() for each in self.models for p in each.parameters())
-        model = getattr(args, "model", type(self.models[0]).__name__.removeprefix("FSDP"))
-        return place, f"model {model}: {size:,} parameters, {str(args.compute_dtype)[6:]}"
+        model = getattr(self.args, "model", type(self.models[0]).__name__.removeprefix("FSDP"))
+        return place, f"model {model}: {size:,} parameters, {str(self.args.compute_dtype)[6:]}"
 
     def say(self, *lines):
         if self.rank == 0:
@@ -149,9 +148,8 @@ class Run:
 
     def gather(self, value):
         """The values of all ranks."""
-        values = [value]
+        values = [value] * self.ranks
         if self.group:
-            values = [None] * self.ranks
             dist.all_gather_object(values, value, self.group)
         return values
 
@@ -165,8 +163,7 @@ class Run:
             except SettingError as error:
                 problem = str(error)
             except (OSError, dcp.CheckpointException) as error:
-                problem = (f"files of this run cannot be read or written "
-                           f"({str(error).strip().splitlines()[-1]}): is the disk full?")
+                problem = f"cannot read or write: {str(error).strip().splitlines()[-1]}"
         answers = self.gather((None if everywhere else answer, problem))
         refuse([(said, said) for _, said in answers])
         return answer if everywhere else answers[0][0]
@@ -181,7 +178,6 @@ class Run:
         start, steps = self.sampler.start, self.args.steps
         self.bar = tqdm(initial=start, total=steps, unit=" steps", disable=self.rank != 0,
                         dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 5)
-        self.shown = {}  # beside the bar
         self.clock = start, time.perf_counter()  # steps done at the last line, and its time
         try:
             for number in handlers:
@@ -202,8 +198,7 @@ class Run:
 
     def last_line(self):
         """How the run ended, and where it is saved."""
-        args, last = self.args, {}
-        saves = args.out and args.save_every
+        args, last, saves = self.args, {}, self.args.out and self.args.save_every
         if not self.history:
             return (f"nothing to train: {args.out or args.source} has done all of --steps "
                     f"{args.steps}: raise it, or for a new run take another --out")
@@ -217,7 +212,8 @@ class Run:
         words += [f"val loss {last['val_loss']:.4f}"] if "val_loss" in last else []
         words.append(f"{last[f'{self.unit}_per_second']:,.0f} {self.unit}/s")
         words += [f"MFU {last['mfu']:.1%}"] if "mfu" in last else []
-        words += [f"peak memory {last['peak_memory'] / 1e9:.2f} GB"] if "peak_memory" in last else []
+        peak = last.get("peak_memory")
+        words += [f"peak memory {peak / 1e9:.2f} GB"] if peak else []
         return " | ".join([*words, f"saved in {args.out}" if saves else "nothing is saved"])
 
     def ask(self, number, _):
@@ -305,8 +301,7 @@ class Run:
             for log in self.loggers:
                 log(record)
 
-    # Validation: each evaluation reads the first batches of a fixed permutation of the data, shared
-    # out over ranks and micro-batches as in training
+    # Validation: the first batches of a fixed permutation, shared out over ranks as in training
 
     def prepare_validation(self):
         args, self.held_out = self.args, open_dataset(self.args, self.args.val_data)
@@ -386,8 +381,8 @@ class Run:
         reader, saved = self.agreed(
             lambda: open_checkpoint(checkpoint, slice(self.rank, None, self.ranks)), True)
         new_run = "for a new run take another --out"
-        refuse([(FIXED not in saved, f"{checkpoint} is of an older version, which wrote other files: "
-                 f"go on with that version; {new_run}")])
+        refuse([(FIXED not in saved, f"{checkpoint} is of an older version, which wrote other "
+                 f"files: go on with that version; {new_run}")])
         refuse([(value != self.fixed.get(name), f"{name} is {value} in {checkpoint} and "
                  f"{self.fixed.get(name)} in this run: resume with the same; {new_run}")
                 for name, value in saved[FIXED].items()])
@@ -412,8 +407,7 @@ class Run:
         changed = [f"{name} was {value}, is {self.options[name]}"
                    for name, value in saved[OPTIONS].items()
                    if self.options.get(name, value) != value]
-        if self.rank == 0:
-            print(f"resuming {checkpoint} after step {saved['step']}", *changed, sep="; ")
+        self.say("; ".join([f"resuming {checkpoint} after step {saved['step']}", *changed]))
         return saved["step"]
 
     @torch.no_grad()
@@ -576,9 +570,6 @@ class _Unpickler(pickle.Unpickler):
         refuse([(kind is not _MEM_FORMAT_ENCODING, f"the index of a checkpoint asks for getattr of "
                  f"{kind!r:.60}, which DCP never writes")])
         return kind[name]
-
-
-# Model FLOPs utilisation
 
 
 def flops_per_token(config, seq_len):
