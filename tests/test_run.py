@@ -42,7 +42,8 @@ FAULTS = [
       for command, world in (("single.py", 0), ("hybrid_3d.py --pp 2", 2))],
     # A process that dies, and one that is silent
     ("ddp.py", 2, "", "at(5, signal_self, 'SIGKILL', on=0)", "", [3]),
-    ("fsdp.py", 2, "--async-save", "at(5, signal_self, 'SIGKILL', on=1)", "", [3]),
+    ("fsdp.py", 2, "--async-save", "at(5, time.sleep, 3); at(6, signal_self, 'SIGKILL', on=1)", "",
+     [3]),
     ("ddp.py", 2, "--timeout 5",
      "at(5, signal.signal, signal.SIGTERM, signal.SIG_DFL, on=1); at(5, time.sleep, 600, on=1)",
      "", [3]),
