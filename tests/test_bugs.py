@@ -43,7 +43,8 @@ def test_the_page_shows_the_patches():
         assert (command, float(loss)) == (bug.run, round(100 * draw.change_of_loss(run), 1))
         shown = [f"\n> {bug.says}\n"]
         shown += [textwrap.dedent(new).strip("\n") for _, new in bug.edits]
-        shown += ["".join(f"{line}\n" for line in hunk if line[0] != " ") for hunk in bug.hunks]
+        shown += [textwrap.dedent("".join(f"{line[1:]}\n" for line in hunk if line[0] == "-"))
+                  for hunk in bug.hunks]
         assert not [part for part in shown if part not in puzzle], bug.name
 
 
