@@ -124,7 +124,7 @@ def test_all_ranks_hear_what_one_rank_knows(folder, rank):
     assert run.stopping and run.done in (2, 3) and steps(folder)[-1] == run.done
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(SettingError, match="File too large|failed writing"):  # rank 1's disk is full
+    with pytest.raises(SettingError, match="cannot read or write"):  # rank 1's disk is full
         train(run_of(folder, model), 9, lambda step: rank == 1 and resource.setrlimit(
             resource.RLIMIT_FSIZE, (100, limits[1])))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -158,10 +158,10 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     train(run_of(tmp_path, model), 1)
     assert tensors(tmp_path, 1)["model.mask"].equal(model.mask)
-    with pytest.raises(SettingError, match="at step 2 the loss is 1.0 and .* norm nan, which is not"):
+    with pytest.raises(SettingError, match="at step 2 the loss is 1.0 and .* norm nan, which is"):
         train(run_of(tmp_path, model), 9, grad_norm=float("nan"))
     run = run_of(tmp_path, model, options="--save-every 4 --log-every 9")
-    with pytest.raises(SettingError, match="step 4 is not saved, since a norm of gradients was not"):
+    with pytest.raises(SettingError, match="step 4 is not saved, since a norm of gradients was"):
         for step, _ in run.steps((step, None) for step in range(1, 9)):
             run.after_step(step, 1.0, float("inf") if step == 2 else 1.0)
     assert steps(tmp_path) == [1]
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_run(tmp_path):
     train(run_of(tmp_path, model, adam(model.parameters())), 2)
     fewer = small()
     fewer.linear.bias = fewer.norm.running_var = None
-    more = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "x": nn.Linear(1, 1)})
+    more = nn.ModuleDict({**small(), "x": nn.Linear(1, 1)})
     larger = nn.ModuleDict({"linear": nn.Linear(4, 5), "norm": nn.BatchNorm1d(4)})
     for other, optimizer, change, words in [
         (model, adam, {"options": "--seed 1"}, "--seed is 0 in .*step-00000002 and 1 in this run: "
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_another_run(tmp_path):
     # Tensors and optimizers that do not belong together
     for other, optimizer, words in [
         (model, sgd(model.linear.parameters()), "norm.weight is trained, but by none of the"),
-        (model.norm, sgd(model.parameters()), "updates a tensor that is not among those to be saved"),
+        (model.norm, sgd(model.parameters()), "updates a tensor that is not among those to be"),
     ]:
         with pytest.raises(SettingError, match=words):
             run_of(tmp_path, other, optimizer)
@@ -236,7 +236,8 @@ def test_damage_is_noticed(checkpoint):
                 lambda path, size=size: os.truncate(path, size) for size in (len(whole) - 1,
                                                                               len(whole) + 1)):
             change(path)
-            if not path.exists() or path.read_bytes().split() != whole.split():  # a line ends so too
+            # A line may end by another character too.
+            if not path.exists() or path.read_bytes().split() != whole.split():
                 with pytest.raises((SettingError, OSError)):
                     open_checkpoint(checkpoint)
             path.write_bytes(whole)
@@ -283,7 +284,9 @@ class OfPython311(pickle.Pickler):
     """Python 3.11.0 to 3.11.3 pickle a member of an Enum by getattr. DCP's index has one."""
 
     def reducer_override(self, x):
-        return (getattr, (type(x), x.name)) if isinstance(x, _MEM_FORMAT_ENCODING) else NotImplemented
+        if isinstance(x, _MEM_FORMAT_ENCODING):
+            return getattr, (type(x), x.name)
+        return NotImplemented
 
 
 def test_an_index_that_another_python_has_written(checkpoint):
@@ -301,7 +304,7 @@ def test_the_files_of_an_older_version(checkpoint):
     old = {"step": 2, "must stay the same": run[FIXED], "may change": {"--steps": 4}}
     (checkpoint / "run.json").write_text(json.dumps(old))
     hash_again(checkpoint)
-    with pytest.raises(SettingError, match="step-00000002 is of an older version, .*: go on with that"):
+    with pytest.raises(SettingError, match="step-00000002 is of an older version, .*: go on with"):
         run_of(checkpoint.parent, small())
 
 

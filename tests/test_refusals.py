@@ -1,5 +1,5 @@
-"""Promise 6: wrong options, files and environments are refused in one line, which names the value, what
-is allowed and what to change, before training."""
+"""Promise 6: wrong options, files and environments are refused in one line, which names the value,
+what is allowed and what to change, before training."""
 
 import argparse
 import importlib
@@ -8,10 +8,9 @@ import shlex
 import socket
 
 import pytest
-import torch
 
 from common.options import SettingError
-from tests.support.processes import BARE, ROOT, SMALL, TOOLS, free_port
+from tests.support.processes import BARE, ROOT, SMALL, TOOLS
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
@@ -88,11 +87,11 @@ single 0 --data odd.bin | odd.bin has 301 bytes
 single 0 --data zeros | --data zeros is no text ... .bin
 single 0 --data llm.c.bin | llm.c.bin has a header of llm.c: cut it off: tail
 single 0 --data empty | --data empty holds 0 tokens ... --seq-len 128 takes 129
-single 0 --data big.bin | token 256, beyond a vocabulary of 256: raise --vocab-size, or see --token-dtype
+single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size ... --token-dtype
 single 0 --val-data nowhere | nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
-single 0 {AGAIN} --steps 1 | step-00000002 is beyond --steps 1: raise it; for a new run take another --out
-single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... for a new run take another --out
+single 0 {AGAIN} --steps 1 | step-00000002 is beyond --steps 1: raise it; ... another --out
+single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
 single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
@@ -265,7 +264,7 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
 
 
 @pytest.mark.parametrize("command, world, code, words", SAID_ONCE + [
-    ("ddp.py --batch-size 7", 2, "", "--batch-size 7 cannot be shared ... multiple of 2, such as 8"),
+    ("ddp.py --batch-size 7", 2, "", "--batch-size 7 cannot be ... a multiple of 2, such as 8"),
     ("ddp.py --data big.bin", 2, "", "holds token 256"),
     # In a data worker, whose traceback stays out of it
     ("ddp.py --workers 1", 2, "changed(TokenDataset, '__getitem__', lambda sample, *_: "
@@ -279,7 +278,8 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
     # Ranks that differ
     ("ddp.py", 2, "sys.argv += ['--lr', '0.5'] * rank",
      "--lr is 0.002 on rank 0, 0.5 on rank 1: it must be the same"),
-    ("ddp.py", 2, "common.launch.__file__ = f'{rank}/launch.py'", "the code is ... on rank 0 ... on rank 1"),
+    ("ddp.py", 2, "common.launch.__file__ = f'{rank}/launch.py'",
+     "the code is ... on rank 0 ... on rank 1"),
     ("ddp.py", 2, "torch.__version__ = str(rank)", "torch is 0 on rank 0, 1 on rank 1"),
     (f"ddp.py {AGAIN} --out ../done --data letters", 2, "os.chdir(str(rank))", "hash of --data is"),
 ])

@@ -184,8 +184,8 @@ def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
     result = run("ddp.py", 2, f"{OPTIONS} --data {corpus} --log-every 3", expect_ok=False,
                  inject=f"at(5, lambda: rank or ({loses}))")
     assert all(result.statuses)
-    assert (f"ddp.py: error: --out {result.out} is no longer the folder that this run has locked, and "
-            "nothing is written there: was it moved?") in result.lines
+    assert (f"ddp.py: error: --out {result.out} is no longer the folder that this run has locked, "
+            "and nothing is written there: was it moved?") in result.lines
     kept = tmp_path / ("elsewhere" if "elsewhere" in loses else "out")
     assert steps(kept) == [3] and (kept == result.out or not list(result.out.glob("*")))
 
@@ -194,7 +194,8 @@ def test_a_run_goes_on(corpus, tmp_path, capsys):
     """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
     half a line; a run without a checkpoint begins again."""
     def start(options, out="out"):
-        single.main(f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}".split())
+        options = f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}"
+        single.main(options.split())
         lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
         return capsys.readouterr().out, [json.loads(line)["step"] for line in lines]
 
@@ -204,12 +205,13 @@ def test_a_run_goes_on(corpus, tmp_path, capsys):
     (tmp_path / "out" / "step-00000009.tmp").mkdir()
     said, lines = start("--steps 4 --lr 0.1")
     (line,) = re.findall("resuming .*", said)
-    assert line.startswith(f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4")
-    assert "; --lr was 0.002, is 0.1" in line and lines == [1, 2, 3, 4]
+    resuming = f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4"
+    assert line.startswith(resuming) and "; --lr was 0.002, is 0.1" in line
+    assert lines == [1, 2, 3, 4]
     assert not (tmp_path / "out" / "step-00000009.tmp").exists()
     said, lines = start("--steps 4")
-    assert said.endswith(f"nothing to train: {tmp_path}/out has done all of --steps 4: raise it, or "
-                         "for a new run take another --out\n") and lines == [1, 2, 3, 4]
+    nothing = f"nothing to train: {tmp_path}/out has done all of --steps 4: raise it, or for a new"
+    assert said.endswith(f"{nothing} run take another --out\n") and lines == [1, 2, 3, 4]
 
     source = tmp_path / "out" / "step-00000002"
     said, lines = start(f"--steps 3 --from {source}", "new")

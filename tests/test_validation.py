@@ -39,7 +39,7 @@ def run_of(folder, held_out, options="", **more):
     (folder / "held-out").write_bytes(bytes(range(1, 2 + 4 * held_out)))
     args = parse_options(parser, f"--data {folder}/data --val-data {folder}/held-out --seq-len 4 "
                                  f"--batch-size 8 --steps 7 --val-every 3 {options}".split())
-    args.config, dataset = argparse.Namespace(vocab_size=256), None
+    args.config = argparse.Namespace(vocab_size=256)
     dataset, model = open_dataset(args), Model()
     sampler = BatchSampler(len(dataset), 8, args.grad_accum, seed=args.seed, stop=7)
     return Run(args, model, torch.optim.SGD(model.parameters()), sampler, dataset,
