@@ -420,6 +420,9 @@ class Run:
                  f"the checkpoints before it are intact")])
         half, named = self.args.out / f"step-{step:08d}.tmp", self.named()
         self.refuse_unlike(named)
+        if self.args.async_save:  # torch fails to copy a DTensor of the CPU whose part is a view
+            named = {name: x.clone() if x.is_cpu and x.storage_offset() else x
+                     for name, x in named.items()}
         self.agreed(lambda: (self.check_lock(), half.mkdir()))
         # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
         # is GPU 0, every rank would open a context there.
