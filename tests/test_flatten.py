@@ -12,7 +12,8 @@ from tools.flatten import flatten
 SCRIPTS = [("fsdp.py", 2), ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("tp.py", 2),
            ("cp.py", 2), ("pp.py", 2), ("ep.py --num-experts 4", 2), ("hybrid_3d.py --tp 2", 2),
            ("hybrid_3d.py --pp 2 --num-experts 4", 2)]
-OPTIONS = "--steps 3 --seq-len 64 --batch-size 8 --num-hidden-layers 2 --dtype float64"
+OPTIONS = ("--steps 3 --seq-len 32 --batch-size 8 --num-hidden-layers 2 --hidden-size 32 "
+           "--dtype float64")
 NAMES = "step", "loss", "grad_norm"
 
 
@@ -29,7 +30,7 @@ def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
     script, *own = command.split()
     bare, full = (write(tmp_path, script, with_run) for with_run in (False, True))
     options = [*own, *OPTIONS.split(), "--data", corpus]
-    more = [*options, *f"--log-every 1 --save-every 2 --val-data {held_out}".split()]
+    more = [*options, *"--log-every 1 --save-every 2 --val-batches 1 --val-data".split(), held_out]
     expected = run(script, world, more, out="a")
     found = run(full, world, more, out="b")
     resumed = run(full, world, [*more, "--from", found.out / "step-00000002"], out="c")
