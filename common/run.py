@@ -198,15 +198,14 @@ class Run:
 
     def last_line(self):
         """How the run ended, and where it is saved."""
-        args, last, saves = self.args, {}, self.args.out and self.args.save_every
+        args, saves = self.args, self.args.out and self.args.save_every
+        last = {name: value for record in self.history for name, value in record.items()}
         if not self.history:
             return (f"nothing to train: {args.out or args.source} has done all of --steps "
                     f"{args.steps}: raise it, or for a new run take another --out")
         if self.stopping and self.done < args.steps:
             then = "saved: the same command continues from there" if saves else "nothing is saved"
             return f"stopped after step {self.done} of {args.steps}, {then}"
-        for record in self.history:
-            last |= record
         last |= self.speed(*self.timed) if self.timed[0] else {}
         words = [f"final loss {last['loss']:.4f}"]
         words += [f"val loss {last['val_loss']:.4f}"] if "val_loss" in last else []
@@ -412,8 +411,7 @@ class Run:
 
     @torch.no_grad()
     def save(self, step):
-        """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy in
-        host memory."""
+        """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy."""
         self.finish_save()
         refuse([(not math.isfinite(float(self.norms)), f"step {step} is not saved, since a norm of "
                  f"gradients was not finite: lower --lr if training diverged, or look at the data; "
@@ -424,8 +422,7 @@ class Run:
             named = {name: x.clone() if x.is_cpu and x.storage_offset() else x
                      for name, x in named.items()}
         self.agreed(lambda: (self.check_lock(), half.mkdir()))
-        # Copying ahead uses a CUDA stream, also for tensors on the CPU: in a thread, whose device
-        # is GPU 0, every rank would open a context there.
+        # Copying ahead opens a context on the thread's device, which is GPU 0 in every rank.
         writer = HashingWriter(half, per_thread_copy_ahead=0)
         save = dcp.async_save if self.args.async_save else dcp.save
         future = self.agreed(lambda: save(
