@@ -78,7 +78,7 @@ single 0 --num-attention-heads 6 --num-key-value-heads 3 --head-dim 8 | it start
 single 0 --num-attention-heads 7 | 7 does not divide hidden_size 128
 single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
 single 0 --model nowhere | --model nowhere ... no such preset or file: choose from tiny, small
-single 0 --model bad.json | --model bad.json is no JSON file: Expecting value ...
+single 0 --model bad.json | --model bad.json is no JSON file: Expecting value
 single 0 --model unknown.json | --model unknown.json: this script's model has no bias; ... import_hf
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
 single 0 --from done | done is no checkpoint ... name one, such as runs/a/step-00000100

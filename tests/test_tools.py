@@ -214,7 +214,7 @@ def test_the_benchmark_runs(tmp_path):
     output = finish(bench("--only ddp.py --batch-size 3"))
     assert "tutorial.py ddp failed: " in output.splitlines()[-1]
     assert "--batch-size 3 cannot be shared evenly by 2" in output.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
+    assert {path.name[:14] for path in tmp_path.iterdir()} <= {"torchinductor_"}  # torch's cache
     process = bench("--only single.py")
     while "timed steps; --vocab-size 32000" not in process.stdout.readline():
         assert process.poll() is None

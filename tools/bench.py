@@ -79,6 +79,7 @@ def started(command, args, options, folder, result):
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}"
     words = [*given, *options, "--steps", str(last)]
     words += [] if script == LOOPS else ["--log-every", "1000000"]
+    environment["TMPDIR"] = folder  # torchrun leaves a folder of its own behind if it is stopped
     with open(pathlib.Path(folder, "output"), "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
