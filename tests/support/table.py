@@ -64,7 +64,7 @@ SAMPLE_EXACT = [Row(command, world) for command, world in [
     # How the batch is cut: 3 is no multiple of 2, 4 is none of 3, and 6 is none of 4
     ("pp.py --schedule gpipe --grad-accum 2 --microbatches 3", 2),
     ("hybrid_3d.py --tp 2 --pp 2 --microbatches 2", 4),
-    ("hybrid_3d.py --grad-accum 2", 2),
+    ("hybrid_3d.py --replicate 2 --grad-accum 2", 2),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     ("ddp.py --grad-accum 2", 4),  # two ranks add up alike in any buckets
     (f"tp.py {AGAIN}", 2),
