@@ -1,5 +1,5 @@
-"""One's own model: what the scripts cannot know is handled, or refused in words. Replicas and ties of
-FSDP: test_fsdp.py. Copies of scripts with models of one's own: test_porting.py."""
+"""One's own model: what the scripts cannot know is handled, or refused in words. Replicas and ties
+of FSDP: test_fsdp.py. Copies of scripts with models of one's own: test_porting.py."""
 
 import argparse
 import copy
