@@ -105,17 +105,16 @@ class Run:
         self.lock = self.saving = None  # rank 0: the open lock file; a save that is not complete
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
         self.rank, self.ranks, self.group = 0, 1, None
-        if dist.is_initialized():  # collectives on the CPU wait for no GPU; a thread has its own
-            self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-            self.group, self.saving_group = (dist.new_group(
-                backend="gloo", timeout=datetime.timedelta(seconds=args.timeout)) for _ in range(2))
         options = {f"--{name.replace('_', '-')}": str(x) for name, x in vars(args).items()}
         self.options = options | {"the code": hash_of_code()}
         self.fixed = {name: options.get(name) for name in ("--seed", "--batch-size", "--seq-len")}
         config = vars(args.config) if "config" in args else {}
         self.fixed |= {name: str(x) for name, x in config.items() if x} | fingerprint(dataset)
         self.fixed["optimizer"] = ", ".join(type(each).__name__ for each in self.optimizers)
-        if self.group:
+        if dist.is_initialized():  # collectives on the CPU wait for no GPU; a thread has its own
+            self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+            self.group, self.saving_group = (dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=args.timeout)) for _ in range(2))
             same_on_all_ranks(self.fixed, self.group)
         if args.val_data:
             self.prepare_validation()
@@ -131,8 +130,7 @@ class Run:
 
     def start_lines(self, mesh, size):
         """What runs where: processes and grid; the model."""
-        gpu = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if gpu else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         noun = "process" if self.ranks == 1 else "processes"
         place = f"{os.path.basename(sys.argv[0])}: {self.ranks:,} {noun} on {name}"
         if mesh is not None:
@@ -175,10 +173,10 @@ class Run:
         Ctrl-C) asks to stop. What this changes in the process is put back at the end."""
         handlers = {number: signal.getsignal(number)
                     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-        start, steps = self.sampler.start, self.args.steps
-        self.bar = tqdm(initial=start, total=steps, unit=" steps", disable=self.rank != 0,
-                        dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 5)
-        self.clock = start, time.perf_counter()  # steps done at the last line, and its time
+        self.bar = tqdm(initial=self.sampler.start, total=self.args.steps, unit=" steps",
+                        disable=self.rank != 0, dynamic_ncols=True,
+                        mininterval=0.1 if sys.stderr.isatty() else 5)
+        self.clock = self.sampler.start, time.perf_counter()  # of the last line
         try:
             for number in handlers:
                 signal.signal(number, self.ask)
@@ -272,10 +270,11 @@ class Run:
         if self.device.type == "cuda":  # bytes, of this rank
             record["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
         self.write(record | {name: value() for name, value in more.items()})
-        refuse([(not math.isfinite(loss + grad_norm),
+        refuse([(done == self.sampler.start + 1 and loss == grad_norm == 0, "the first step has "
+                 "neither loss nor gradient: is every target -100?"),
+                (not math.isfinite(loss + grad_norm),
                  f"at step {done} the loss is {loss} and the gradient norm {grad_norm}, which is "
-                 f"not finite: lower --lr ({lr:.3g} in this step) if training diverged, or look at "
-                 f"the data; no such step is in a checkpoint")])
+                 f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data")])
 
     def speed(self, steps, seconds):
         """Of all ranks, by the names that it has in a record."""
@@ -384,7 +383,8 @@ class Run:
                  f"files: go on with that version; {new_run}")])
         refuse([(value != self.fixed.get(name), f"{name} is {value} in {checkpoint} and "
                  f"{self.fixed.get(name)} in this run: resume with the same; {new_run}")
-                for name, value in saved[FIXED].items()])
+                for name, value in saved[FIXED].items()  # for longer texts a new run may change it
+                if name != "rope_theta" or checkpoint.parent == self.args.out])
         refuse([(saved["step"] > self.args.steps, f"{checkpoint} is beyond --steps "
                  f"{self.args.steps}: raise it; {new_run}")])
         stored = reader.read_metadata().state_dict_metadata
@@ -403,9 +403,10 @@ class Run:
                     torch.zeros_like(tensor) if entry.size == tensor.shape else
                     torch.zeros(entry.size, dtype=entry.properties.dtype, device=tensor.device))
         dcp.load(self.named(), storage_reader=reader, process_group=self.group)
-        changed = [f"{name} was {value}, is {self.options[name]}"
-                   for name, value in saved[OPTIONS].items()
-                   if self.options.get(name, value) != value]
+        now = self.options | self.fixed
+        changed = [f"{name} was {value}, is {now[name]}"
+                   for name, value in (saved[OPTIONS] | saved[FIXED]).items()
+                   if now.get(name, value) != value]
         self.say("; ".join([f"resuming {checkpoint} after step {saved['step']}", *changed]))
         return saved["step"]
 
@@ -413,9 +414,8 @@ class Run:
     def save(self, step):
         """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy."""
         self.finish_save()
-        refuse([(not math.isfinite(float(self.norms)), f"step {step} is not saved, since a norm of "
-                 f"gradients was not finite: lower --lr if training diverged, or look at the data; "
-                 f"the checkpoints before it are intact")])
+        refuse([(not math.isfinite(float(self.norms)), f"step {step} is not saved, a gradient norm "
+                 f"was not finite: lower --lr if training diverged, or look at the data")])
         half, named = self.args.out / f"step-{step:08d}.tmp", self.named()
         self.refuse_unlike(named)
         if self.args.async_save:  # torch fails to copy a DTensor of the CPU whose part is a view
@@ -461,8 +461,7 @@ class Run:
         """Rank 0, before it writes: the folder of that name must still be the one it has locked."""
         path = self.args.out / "lock"
         same = path.exists() and os.path.samestat(path.stat(), os.fstat(self.lock.fileno()))
-        refuse([(not same, f"--out {path.parent} is no longer the folder that this run has locked, "
-                 f"and nothing is written there: was it moved?")])
+        refuse([(not same, f"--out {path.parent} is not what this run has locked: was it moved?")])
 
     def refuse_unlike(self, named):
         """Refuse a plain tensor that has other values on another rank: a checkpoint holds one. But
@@ -473,8 +472,8 @@ class Run:
         first = {}
         for of_rank in self.gather(sums):
             refuse([(first.setdefault(name, value) != value,
-                     f"{name} has other values on another rank, and a checkpoint holds one: if "
-                     f"each rank keeps a part, it must be a DTensor, as torch.zeros_like(p) makes")
+                     f"{name} has other values on another rank, and a checkpoint holds one: make "
+                     f"a part of each rank a DTensor, as torch.zeros_like(p) does")
                     for name, value in of_rank.items()])
 
 
@@ -482,7 +481,11 @@ def fingerprint(dataset):
     """What tells one dataset from another: its number of samples, and a hash of some of them."""
     digest, size = hashlib.sha256(), len(dataset)
     for index in range(0, size, -(-size // 64)):
-        for value in tree_leaves(dataset[index]):
+        sample = dataset[index]
+        if isinstance(sample, tuple) and getattr(sample[-1], "dtype", None) == torch.int64:
+            other = sample[-1][(sample[-1] < 0) & (sample[-1] != -100)].tolist()
+            refuse([(other, f"sample {index} has the target {other[:1]}: the mask is -100")])
+        for value in tree_leaves(sample):
             if torch.is_tensor(value):  # NumPy has no bfloat16
                 value = value.flatten().view(torch.uint8).numpy(force=True)
             digest.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
@@ -567,8 +570,7 @@ class _Unpickler(pickle.Unpickler):
 
     def member(self, kind, name):
         """``getattr`` of one Enum and of nothing else."""
-        refuse([(kind is not _MEM_FORMAT_ENCODING, f"the index of a checkpoint asks for getattr of "
-                 f"{kind!r:.60}, which DCP never writes")])
+        refuse([(kind is not _MEM_FORMAT_ENCODING, f"the index asks for getattr of {kind!r:.60}")])
         return kind[name]
 
 

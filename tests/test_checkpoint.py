@@ -1,6 +1,7 @@
 """Promises 4 and 5, of Run alone: what a checkpoint holds, what is damaged, what another run or a
 stranger has written. Whole scripts: test_run.py; each script's resume: test_same_run.py."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -93,7 +94,7 @@ def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
         state = model.state_dict(keep_vars=True) | {name: tensor}
         optimizer = torch.optim.SGD([x for x in state.values() if x.requires_grad])
         with pytest.raises(SettingError, match=f"model.{name} has other values on another rank.*"
-                                               f"must be a DTensor"):
+                                               f"part of each rank a DTensor"):
             train(run_of(folder, model, optimizer, tensors=state), 1)
         assert steps(folder) == []
     train(run_of(folder, model), 1)
@@ -161,10 +162,24 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(SettingError, match="at step 2 the loss is 1.0 and .* norm nan, which is"):
         train(run_of(tmp_path, model), 9, grad_norm=float("nan"))
     run = run_of(tmp_path, model, options="--save-every 4 --log-every 9")
-    with pytest.raises(SettingError, match="step 4 is not saved, since a norm of gradients was"):
+    with pytest.raises(SettingError, match="step 4 is not saved, a gradient norm was not"):
         for step, _ in run.steps((step, None) for step in range(1, 9)):
             run.after_step(step, 1.0, float("inf") if step == 2 else 1.0)
     assert steps(tmp_path) == [1]
+
+
+def test_targets_that_are_masked(tmp_path):
+    """All of them in the first step; or in nanoGPT's way, by -1."""
+    for losses in (1.0, 0.0), (0.0, 1.0):  # in a later one there may be none
+        run, ends = run_of(tmp_path / str(losses[0]), small()), contextlib.nullcontext()
+        if not losses[0]:
+            ends = pytest.raises(SettingError, match="first step has neither loss nor gradient: is")
+        with ends:
+            for step, _ in run.steps([(0, None), (1, None)]):
+                run.after_step(step, losses[step], losses[step])
+    samples = [(torch.arange(3.0), torch.tensor([5, -100, last])) for last in (-100, -1)]
+    with pytest.raises(SettingError, match=r"sample 1 has the target \[-1\]: the mask is -100"):
+        run_of(tmp_path / "new", small(), dataset=samples)
 
 
 def test_async_saves_hold_the_step_that_they_name(tmp_path):

@@ -184,8 +184,8 @@ def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
     result = run("ddp.py", 2, f"{OPTIONS} --data {corpus} --log-every 3", expect_ok=False,
                  inject=f"at(5, lambda: rank or ({loses}))")
     assert all(result.statuses)
-    assert (f"ddp.py: error: --out {result.out} is no longer the folder that this run has locked, "
-            "and nothing is written there: was it moved?") in result.lines
+    assert (f"ddp.py: error: --out {result.out} is not what this run has locked: was it moved?"
+            in result.lines)
     kept = tmp_path / ("elsewhere" if "elsewhere" in loses else "out")
     assert steps(kept) == [3] and (kept == result.out or not list(result.out.glob("*")))
 
@@ -214,9 +214,12 @@ def test_a_run_goes_on(corpus, tmp_path, capsys):
     assert said.endswith(f"{nothing} run take another --out\n") and lines == [1, 2, 3, 4]
 
     source = tmp_path / "out" / "step-00000002"
-    said, lines = start(f"--steps 3 --from {source}", "new")
+    said, lines = start(f"--steps 3 --from {source} --rope-theta 99", "new")  # for longer texts
     assert f"resuming {source} after step 2" in said and lines == [3]
-    said, lines = start(f"--steps 5 --from {source}", "new")  # its own checkpoint comes first
+    assert "; rope_theta was 10000.0, is 99.0" in said
+    with pytest.raises(SettingError, match="rope_theta is 99.0 in .* and 10000.0 in this run"):
+        start("--steps 5", "new")
+    said, lines = start(f"--steps 5 --from {source} --rope-theta 99", "new")  # its own checkpoint comes first
     assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]
     assert steps(tmp_path / "out") == [2, 4] and steps(tmp_path / "new") == [3, 5]
 
