@@ -101,16 +101,27 @@ def test_split_is_by_document(run_prepare, bpe, tmp_path):
 
 
 def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
-    """All of a short one; of a long one the pieces, which end with a line if they can."""
-    monkeypatch.setattr(prepare.read_documents, "__defaults__", (2**8,))
+    """The whole file; only a block that goes to val.bin divides it."""
+    monkeypatch.setattr(prepare.read_texts, "__defaults__", (2**8,))
     short, long = tmp_path / "a.txt", tmp_path / "b.txt"
     short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
-    lines = [*("猫 1234567\n" for _ in range(100)), "🦊" * 2**10]
+    lines = [*(f"猫 {i:07}\n" for i in range(100)), "🦊" * 2**10]
     long.write_text("".join(lines))
     train, _, _ = run_prepare(short, long, "--val", 0)
-    assert train[0] == "one\r\ntwo" and "".join(train[1:]) == "".join(lines)
-    assert train[1].endswith("\n") and 2**8 <= len(train[1]) < 2**8 + 10
-    assert all(len(document) <= 2**9 for document in train)
+    assert train == ["one\r\ntwo", "".join(lines)]
+    train, validation, _ = run_prepare(short, long, "--val", 0.5, "--bos", "</s>", out="bos")
+    blocks = train[1::2], validation[1::2]  # each document begins and ends with a token
+    assert not any(train[::2]) and not any(validation[::2]) and all(map(len, blocks))
+    assert sum(map(len, map("".join, blocks))) == len("one\r\ntwo" + "".join(lines))
+    assert all(block.endswith("\n") or block in "".join(lines) for block in blocks[1])
+
+
+def test_bad_lines_can_be_left_out(run_prepare, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": null}\n{"text": "\\ud83d"}\n{"text": "\xff"}\n{\n'
+                     b'[1]\n{"text": "b"}')
+    train, _, output = run_prepare(path, "--val", 0, "--skip-bad-lines")
+    assert train == ["a", "b"] and "left out: 5 bad lines" in output
 
 
 def the_line(main, words):
@@ -122,15 +133,18 @@ def the_line(main, words):
 
 
 @pytest.mark.parametrize("text, words, said", [
-    (b'{"text": "good"}\n\n{', "", "bad.jsonl, after document 2: "),
-    (b'{"text": "good"}\n[1]', "", "bad.jsonl, after document 2: "),
-    (b'{"text": "good"}\n{"body": "x"}', "", "bad.jsonl, after document 2: "),
-    (b'{"text": "\xff"}', "", "bad.jsonl, after document 0: "),
+    (b'{"text": "good"}\n\n{', "", "bad.jsonl, line 3: "),
+    (b'{"text": "good"}\n[1]', "", "bad.jsonl, line 2: "),
+    (b'{"text": "good"}\n{"body": "x"}', "", "bad.jsonl, line 2: "),
+    (b'{"text": "\xff"}', "", "bad.jsonl, line 1: "),
+    ('{"text": "x"}'.encode("utf-16"), "", "bad.jsonl, line 1: no UTF-8"),
+    (b'{"text": null}', "", "--skip-bad-lines leaves such lines out"),
     (b" \n", "", "bad.jsonl: no text"), (b'{"text": " "}', "", "bad.jsonl: no text"),
     (b'{"text": "x"}', "--val 0.999999", "--val 0.999999: all documents are in val.bin"),
     (b'{"text": "x"}', "--val nan", "--val nan: "), (b'{"text": "x"}', "--val 1", "--val 1.0: "),
     (b'{"text": "x"}', "--eod <eos>", "--eod <eos>: the tokenizer has no such"),
-    (b'{"text": "x"}', "--out {}", "bad.jsonl exists"), (None, "", "No such file"),
+    (b'{"text": "x"}', "--out {}", "bad.jsonl exists"),
+    (b'{"text": "x"}', "--bos <s>", "--bos <s>: the tokenizer has no such"), (None, "", "No such file"),
 ])
 def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     """Each ends with one line that names the value, and leaves nothing."""
@@ -141,6 +155,7 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
         bad, "--tokenizer", bpe, "--out", tmp_path / "out", "--eod", "</s>",
         *words.format(bad).split()])
     assert said in line and list(tmp_path.iterdir()) == [bad] * bad.exists()
+    assert len(line) < 200 + len(str(bad))
 
 
 # The benchmark

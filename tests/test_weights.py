@@ -101,6 +101,10 @@ def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safetensors.save_file(angles, tmp_path / "hf" / "more.safetensors")  # older versions wrote them
+    if shard == "20KB":  # of two tensors of a name the index decides
+        for stray in "a", "z":
+            zeros = {"lm_head.weight": torch.zeros(256, 32)}
+            safetensors.save_file(zeros, tmp_path / "hf" / f"{stray}.safetensors")
     import_to(tmp_path / "hf", tmp_path / "out")
     step = tmp_path / "out" / "step-00000000"
     assert_rounded(weights_in(step), expected, dtype)
@@ -142,7 +146,7 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     assert contents(dry, "model.json") == contents(out, "model.json") == vars(model.config)
     assert sorted(os.listdir(dry)) == ["config.json", GENERATION, "model.json"]
     change(tmp_path / "hf", tie_word_embeddings=False)
-    with pytest.raises(SettingError, match="lacks the tensor lm_head.weight"):
+    with pytest.raises(SettingError, match="lacks the tensor lm_head.weight: if .* set tie_word_emb"):
         ours(tmp_path / "hf")
 
 
@@ -204,6 +208,13 @@ def trained(start, llama):
     return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
+def in_older_names(folder):
+    """A config.json that transformers 4 reads too."""
+    config = contents(folder, "config.json")
+    theta = config.pop("rope_parameters")["rope_theta"]
+    return config | {"rope_theta": theta, "rope_scaling": SCALING}
+
+
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
@@ -229,7 +240,8 @@ def test_transformers_reads_what_is_exported(
     for name in index:
         size = contents(folder, name)["metadata"]["total_size"]
         assert size == sum(tensor.nbytes for tensor in found.state_dict().values())
-    assert contents(folder, "config.json") == contents(llama, "config.json") | {
+    written = contents(folder, "config.json")
+    assert written == in_older_names(llama) | {
         "dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False}
     assert contents(folder, GENERATION) == contents(llama, GENERATION)
     assert found.dtype == dtype and found.generation_config.eos_token_id == [2, 5]
@@ -239,18 +251,20 @@ def test_the_config_of_a_run_that_has_changed_it(trained, llama):
     config, imported = read_config(llama), export.folder_of_import(trained / "step-00000002")
     assert imported == trained.parent / "hf"
     change = functools.partial(dataclasses.replace, config)
-    found = contents(llama, "config.json") | {"dtype": "float16", "tie_word_embeddings": False}
-    theta = {"rope_theta": 7.0, "rope_scaling": SCALING, "max_position_embeddings": 300}
+    found = in_older_names(llama) | {"dtype": "float16", "tie_word_embeddings": False}
+    theta = {"rope_theta": 7.0, "max_position_embeddings": 300}
     for new, seq_len, values in (
         (config, 256, {}), (change(vocab_size=9), None, {"vocab_size": 9}),
         (change(rope_theta=7.0), 300, theta),
     ):
-        expected = {name: value for name, value in found.items()
-                    if name != "rope_parameters" or values != theta}
         written = export.huggingface_config(new, torch.float16, seq_len, imported)
-        assert written == expected | values
+        assert written == found | values
     plain = export.huggingface_config(config, torch.float16, 64)  # no weights were imported
     assert plain["max_position_embeddings"] == 128 and plain["eos_token_id"] is None
+    (trained.parent / "hf").rename(trained.parent / "moved")
+    with pytest.raises(SettingError, match="began with .*step-00000000, which is not here"):
+        export.folder_of_import(trained / "step-00000002")
+    (trained.parent / "moved").rename(trained.parent / "hf")
 
 
 def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
@@ -278,6 +292,8 @@ REFUSED = [  # a tool, what is done to its input or what a config.json has inste
         "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
         "sliding_window", "router_jitter_noise")],
     (import_hf, {"model_type": "mistral"}, "model_type 'mistral'"),
+    (import_hf, {"model_type": "llava", "text_config": {"model_type": "llama"}},
+     "its text is a Llama: .*llama.lm_head = model.lm_head"),
     (import_hf, {"quantization_config": {"bits": 4}}, "quantization_config"),
     (import_hf, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*only 'llama3'"),
     (import_hf, {"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
@@ -287,7 +303,12 @@ REFUSED = [  # a tool, what is done to its input or what a config.json has inste
     (import_hf, {"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama"),
     (import_hf, {"vocab_size": 300}, r"of shape \(256, 32\), and its config needs \(300"),
     (import_hf, lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} is damaged"),
-    (import_hf, lambda hf: shutil.copy(hf / SECOND, hf / "again.safetensors"), "in two files"),
+    (import_hf, lambda hf: ((hf / "model.safetensors.index.json").unlink(),
+                            shutil.copy(hf / SECOND, hf / "again.safetensors")),
+     "in again.safetensors and model-00002.*: remove one of the files"),
+    (import_hf, lambda hf: safetensors.save_file(
+        {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(1)}, hf / "fused.safetensors"),
+     r"one tensor: .*save_original_format=True"),
     (import_hf, lambda hf: [path.unlink() for path in hf.glob("*.safetensors")], "has no .safet"),
     (import_hf, lambda hf: (hf.parent / "out").mkdir(), "out exists"),
     (export, lambda step: os.truncate(step / "__1_0.distcp", 99), "__1_0.distcp is damaged"),

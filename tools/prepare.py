@@ -2,9 +2,10 @@
 
     python -m tools.prepare corpus.jsonl books/*.txt --tokenizer tokenizer.json --out tokens
 
-A document is a line of a file of JSON lines (.jsonl, .ndjson or .json), or 65,536 characters of
-another file and the rest of their line. A hash of its text decides whether it goes to val.bin.
-Memory does not grow with the files. It needs one more package: ``pip install tokenizers``.
+A document is a line of a file of JSON lines (.jsonl, .ndjson or .json), or another file. A hash of
+its text decides whether it goes to val.bin; a file of text is cut for it into blocks of 65,536
+characters and the rest of their line. Memory does not grow with the files. It needs one more
+package: ``pip install tokenizers``.
 """
 
 import itertools
@@ -21,33 +22,40 @@ from tools.support.command import make_parser, new_folder, refuse, run
 LINES = ".jsonl", ".ndjson", ".json"
 
 
-def read_documents(path, bar, size=2**16):
-    """Yields the text of each document of a file."""
-    number, jsonl = 0, path.lower().endswith(LINES)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+def read_texts(path, bar, skipped, size=2**16):
+    """Yields (text, whether a document begins with it) for each line of JSON lines, or each block
+    of another file. With a list ``skipped`` it adds the bad lines to it, and goes on; None: it
+    refuses them."""
+    jsonl, first = path.lower().endswith(LINES), True
+    if path.lower().endswith((".gz", ".bz2", ".xz", ".zst")):
+        refuse(f"{path} is compressed: unpack it first")
+    # A byte that is no UTF-8 becomes a lone surrogate, which cannot be encoded again.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         pieces = file if jsonl else iter(lambda: file.read(size) + file.readline(size), "")
-        try:
-            for number, piece in enumerate(filter(str.strip, pieces), 1):
-                bar.update(len(piece.encode()))
+        for number, piece in enumerate(pieces, 1):
+            bar.update(len(piece.encode(errors="surrogateescape")))
+            if not piece.strip():
+                continue
+            try:
                 text = json.loads(piece)["text"] if jsonl else piece
-                if text.strip():
-                    yield text
-        except (ValueError, TypeError, LookupError) as error:
-            refuse(f"{path}, after document {number}: no UTF-8, or no text in JSON ({error!r})")
+                text.encode()
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                if skipped is None or not jsonl:
+                    refuse(f"{path}, {'line' if jsonl else 'block'} {number}: no UTF-8"
+                           + (f", or no text in JSON ({error!s:.80}): --skip-bad-lines leaves such "
+                              f"lines out" if jsonl else ""))
+                skipped.append(number)
+                continue
+            if text.strip():
+                yield text, first
+                first = jsonl
 
 
-def load_tokenizer(path, eod):
-    """The tokenizer, and the id of the token ``eod``."""
-    from tokenizers import Tokenizer  # an optional package
-
-    tokenizer = Tokenizer.from_str(pathlib.Path(path).read_text())
-    end = tokenizer.token_to_id(eod)
-    if end is None:
-        refuse(f"--eod {eod}: the tokenizer has no such token; name one that ends a document")
-    tokenizer.encode_special_tokens = True  # a text that spells out the token does not end there
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, end
+def id_of(tokenizer, option, token):
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        refuse(f"{option} {token}: the tokenizer has no such token")
+    return number
 
 
 def main(argv=None):
@@ -55,30 +63,52 @@ def main(argv=None):
     parser.add_argument("files", nargs="+", help='text in UTF-8; .jsonl: lines of {"text": "..."}')
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face tokenizer.json")
     parser.add_argument("--eod", default="<|endoftext|>", help="the token after each document")
+    parser.add_argument("--bos", help="a token before each document (default: none)")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="leave out lines of JSON "
+                        "lines that have no text, or no UTF-8, and say how many")
     parser.add_argument("--val", type=float, default=0.01, help="share of val.bin (default: 0.01)")
     parser.add_argument("--out", required=True, type=pathlib.Path,
                         help="the folder for train.bin and val.bin; it must not exist")
     args = parser.parse_args(argv)
     if not 0 <= args.val < 1:
         refuse(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
-    tokenizer, end = load_tokenizer(args.tokenizer, args.eod)
+    from tokenizers import Tokenizer  # an optional package
+
+    tokenizer = Tokenizer.from_str(pathlib.Path(args.tokenizer).read_text())
+    tokenizer.encode_special_tokens = True  # a text that spells out a token does not end there
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end = [id_of(tokenizer, "--eod", args.eod)]
+    begin = [id_of(tokenizer, "--bos", args.bos)] if args.bos else []
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # not their number: there may be gaps
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    size = sum(map(os.path.getsize, args.files))
+    size, skipped = sum(map(os.path.getsize, args.files)), [] if args.skip_bad_lines else None
     with new_folder(args.out) as half, tqdm(total=size, unit="B", unit_scale=True) as bar, \
             open(half / "train.bin", "wb") as train, open(half / "val.bin", "wb") as val:
-        documents = itertools.chain.from_iterable(read_documents(path, bar) for path in args.files)
-        while batch := list(itertools.islice(documents, 64)):  # the cores share it
-            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            for text, encoding in zip(batch, encodings):
+        texts = itertools.chain.from_iterable(read_texts(path, bar, skipped) for path in args.files)
+        before = None  # the file that has a document without its end
+        while batch := list(itertools.islice(texts, 64)):  # the cores share it
+            encodings = tokenizer.encode_batch_fast([text for text, _ in batch],
+                                                    add_special_tokens=False)
+            for (text, first), encoding in zip(batch, encodings):
                 file = val if zlib.crc32(text.encode()) < args.val * 2**32 else train
-                file.write(np.array([*encoding.ids, end], dtype))
+                ids = encoding.ids
+                if first or file is not before:
+                    if before:
+                        before.write(np.array(end, dtype))
+                    ids = begin + ids
+                file.write(np.array(ids, dtype))
+                before = file
+        if before:
+            before.write(np.array(end, dtype))
         tokens = {file.name: file.tell() // np.dtype(dtype).itemsize for file in (train, val)}
         if not train.tell():
             refuse(f"--val {args.val}: all documents are in val.bin: give a smaller share"
                    if val.tell() else f"{', '.join(args.files)}: no text, so there are no tokens")
     for path, number in tokens.items():
         print(f"{args.out / pathlib.Path(path).name}: {number:,} tokens")
+    if skipped:
+        print(f"left out: {len(skipped):,} bad lines")
     print(f"give the scripts --data {args.out / 'train.bin'} --token-dtype {dtype} "
           f"--vocab-size {vocab_size}")
 

@@ -40,8 +40,13 @@ def read_config(path):
 def config_from(content, path):
     """The ModelConfig that a dict describes, the content of the config.json ``path``."""
     kind = content.get("model_type")
+    inner = content.get("text_config") or {}
     refuse([(kind not in ("llama", "mixtral"), f"{path} has model_type {kind!r}: only 'llama' and "
-             f"'mixtral' are supported")])
+             f"'mixtral' are supported" + (
+                 "; its text is a Llama: with transformers set llama = LlamaForCausalLM("
+                 "model.config.text_config), llama.model = model.model.language_model, "
+                 "llama.lm_head = model.lm_head, and save that by llama.save_pretrained"
+                 if inner.get("model_type") == "llama" else ""))])
     if kind == "mixtral":
         content = MIXTRAL | content
         content |= {"num_experts": content["num_local_experts"],

@@ -31,7 +31,8 @@ from tools.huggingface.config import config_from
 from tools.huggingface.weights import check_shapes, parts_of, shapes_of
 from tools.support.command import make_parser, new_folder, run
 
-ROPE = {"rope_theta", "rope_scaling"}
+GENERATION = "generation_config.json"
+ROPE = "rope_theta", "rope_scaling"
 
 
 def find_checkpoint(path):
@@ -44,7 +45,8 @@ def find_checkpoint(path):
 
 def folder_of_import(checkpoint):
     """The folder of import_hf.py with the weights from which the run of ``checkpoint`` began, maybe
-    through other runs; None: the run began without such weights."""
+    through other runs; None: the run began without such weights. Raises SettingError if the folder
+    is gone."""
     seen = set()
     while checkpoint not in seen and (checkpoint / "run.json").exists():
         if (checkpoint.parent / "config.json").exists():
@@ -52,6 +54,10 @@ def folder_of_import(checkpoint):
         seen.add(checkpoint)
         settings = json.loads((checkpoint / "run.json").read_text())
         checkpoint = pathlib.Path(settings[OPTIONS].get("--source", "None"))
+    # No run saves step 0.
+    refuse([(checkpoint.name == "step-00000000" and not checkpoint.exists(),
+             f"the run began with {checkpoint}, which is not here: config.json and "
+             f"{GENERATION} are taken from beside it; put it back, or start where it is")])
     return None
 
 
@@ -65,8 +71,8 @@ def model_config(saved):
 
 def huggingface_config(config, dtype, seq_len, imported=None):
     """The content of a config.json: that of the folder ``imported``, with what the run has changed.
-    Without such a folder the names are from before transformers 5, which still reads them. Our data
-    has no special tokens. ``seq_len``: that of the run, or None."""
+    Names are from before transformers 5, which still reads them. Our data has no special tokens.
+    ``seq_len``: that of the run, or None."""
     values, content = described(config), {"bos_token_id": None, "eos_token_id": None}
     length = seq_len or 2048  # imported weights have none: the default of transformers
     if scaling := config.rope_scaling:
@@ -78,9 +84,8 @@ def huggingface_config(config, dtype, seq_len, imported=None):
         before = described(config_from(content, path))
         values = {name: value for name, value in values.items() if before.get(name) != value}
         length = max(content.get("max_position_embeddings") or length, seq_len or 0)
-    if ROPE & values.keys():  # the run has changed it
-        values |= {name: getattr(config, name) for name in ROPE}
-        content.pop("rope_parameters", None)  # where transformers 5 has both
+    values |= {name: getattr(config, name) for name in ROPE}
+    content.pop("rope_parameters", None)  # transformers 4 does not read it, and takes 10,000
     types = {"dtype", "torch_dtype"} & content.keys() or {"torch_dtype"}
     return content | values | {"max_position_embeddings": length, "tie_word_embeddings": False} | (
         dict.fromkeys(types, str(dtype).removeprefix("torch.")))
@@ -187,7 +192,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
         write_json(half / "config.json", huggingface_config(
             config, dtype, seq_len and int(seq_len), imported))
         # It says when ``generate`` of transformers stops. A model may have none.
-        if imported and (path := imported / "generation_config.json").exists():
+        if imported and (path := imported / GENERATION).exists():
             shutil.copy(path, half)
     return files
 

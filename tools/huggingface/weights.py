@@ -98,10 +98,12 @@ class StoredTensor(typing.NamedTuple):
 
 
 def find_tensors(folder):
-    """The StoredTensors of all safetensors files of ``folder``, by their names there."""
+    """The StoredTensors of all safetensors files of ``folder``, by their names there. Of a tensor
+    that is in two files the index decides."""
     from safetensors import SafetensorError, safe_open
 
-    stored = {}
+    stored, index = {}, folder / "model.safetensors.index.json"
+    file_of = json.loads(index.read_text())["weight_map"] if index.exists() else {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -112,11 +114,14 @@ def find_tensors(folder):
             dtype = part.get_dtype()
             if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
                 continue
-            refuse([
-                (name in stored, f"{folder} has {name} in two files"),
-                (dtype not in DTYPES, f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are "
-                 f"supported"),
-            ])
+            refuse([(dtype not in DTYPES, f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} "
+                     f"are supported; save the weights in one of them, without quantization")])
+            if name in stored:
+                two = stored[name].path.name, path.name
+                refuse([(file_of.get(name) not in two, f"{folder} has {name} in {two[0]} and "
+                         f"{two[1]}: remove one of the files")])
+                if file_of[name] == two[0]:
+                    continue
             stored[name] = StoredTensor(path, name, DTYPES[dtype], tuple(part.get_shape()))
     refuse([(not stored, f"{folder} has no .safetensors file with weights, which save_pretrained "
              f"of transformers writes")])
@@ -148,9 +153,15 @@ def parts_of(config):
 def check_shapes(shapes, expected, where):
     """Compare two dicts of shapes by name. Raises SettingError with the first tensor that is
     missing, unexpected or of another shape."""
+    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
+    refuse([(fused, f"{where} has all experts of a layer in one tensor: save it by transformers "
+             f"with save_pretrained(..., save_original_format=True)")])
     refuse([row for name in expected | shapes for row in (
-        (name not in shapes, f"{where} lacks the tensor {name}"),
-        (name not in expected, f"{where} has the tensor {name}, unlike a Llama of its config"),
+        (name not in shapes, f"{where} lacks the tensor {name}: " + (
+            "if the head is the embedding, set tie_word_embeddings to true in its config.json"
+            if name == HEAD else "is a file of it missing?")),
+        (name not in expected, f"{where} has the tensor {name}, unlike a Llama of its config: is "
+         f"the config.json that of these files?"),
         (shapes.get(name) != expected.get(name), f"{where} has {name} of shape {shapes.get(name)}, "
          f"and its config needs {expected.get(name)}"),
     )])
