@@ -118,6 +118,40 @@ def mixed(x):
     return [{"a": x > 0, "ids": (x * 1e6).long(), "z": x[:, :1]}]
 
 
+def updated_early():
+    """Weights are updated before they are recorded, too."""
+    made = []
+    return {"optimizer": lambda *args: made.append(torch.optim.SGD(*args)) or made[-1],
+            "spoil": lambda _: made[-1].step()}
+
+
+def in_texts(parts, labels=True):
+    """Texts in micro-batches, each padded to its own longest: its last token is no input."""
+    def batch_of(ids):
+        batch = [x[:, : (x != 0).sum(1).max()] for x in ids.chunk(parts)]
+        return [{"tokens": x[:, :-1]} | ({"labels": targets_of(x)} if labels else {})
+                for x in batch]
+    return {"accumulate": parts, "batch_of": batch_of}
+
+
+def texts():
+    lengths = torch.tensor([7, 5, 3, 6, 4, 2, 3, 4])
+    return [torch.randint(1, 9, (8, 7)).masked_fill(torch.arange(7) >= lengths[:, None], 0)]
+
+
+def targets_of(ids):
+    return ids[:, 1:].masked_fill(ids[:, 1:] == 0, -100)
+
+
+def loss_of_texts(count=None):
+    """The mean over the targets of a micro-batch, or over as many as it is said."""
+    def loss_of(model, ids):
+        loss = torch.nn.functional.cross_entropy(
+            model(ids[:, :-1]).mT, targets_of(ids), reduction="sum")
+        return loss / (count or (targets_of(ids) != -100).sum())
+    return loss_of
+
+
 # Edits of what is recorded
 
 
@@ -156,6 +190,8 @@ def loss_off(lines):
 REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
 HALVES = {"0": [1.0, 48], "1": [1.0, 48]}  # outputs of modules; those of `0` add up
 ALL = 2 * [slice(8)]  # two ranks read all samples
+TEXTS = {"make": lambda: torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)),
+         "data": texts, "loss_of": loss_of_texts(), "batch_of": in_texts(1)["batch_of"]}
 TWICE = [slice(4), slice(4), slice(4, 8), slice(4, 8)]  # two ranks read the same
 NAN = {"spoil": in_steps([1], scale(math.nan, "0.bias"))}
 ADAM, FLOAT32 = {"optimizer": torch.optim.Adam, "lr": 0.01}, {"dtype": torch.float32}
@@ -202,6 +238,8 @@ FAULTS = [
         "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]}, MIXED),
     ("step 0: samples: other samples are read, or some are repeated", {
         "batch_of": lambda x: [x[REPEATED]]}, {"batch_of": lambda x: [x]}),
+    ("step 0: updates since the last record: 1, and in the reference 0: does each micro-batch",
+     updated_early(), {"optimizer": lambda own, lr: torch.optim.SGD(own, lr)}),
     # Weights, and what is reduced
     ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", {
         "edit": apart("values", 0, "0.weight")}),
@@ -217,6 +255,11 @@ FAULTS = [
         "edit": on_ranks(0, 0, targets=2 * [[5, 5]], shifted=[[1, 1], [4, 2]],
                          losses=[[1.0, 2.0], [2.0, 0.5]])}, {
             "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])}),
+    # Samples whose ends differ hide nothing, and what is not recorded cannot be told.
+    ("step 0: loss: a mean of means: .*right; samples of `tokens` differ in their last", in_texts(2),
+     TEXTS),
+    ("step 0: gradients: .*; no labels with -100 are recorded, so", in_texts(2, labels=False),
+     TEXTS | in_texts(1, labels=False)),
     # Gradients
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
     ("step 0: gradients: all: times -1; the loss is right", {"spoil": scale(-1)}),
@@ -258,6 +301,15 @@ FAULTS = [
     ("step 0: .*the outputs of all modules agree", ABSOLUTE | {"edit": on_ranks(
         1, 1, parts=ALL, outputs=[HALVES, HALVES | {"0": [2.0, 48]}])}, {
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
+    ("step 0: .*every module returns 0.875 times as many numbers", {
+        "loss_of": lambda model, x: model(x[1:]).square().mean()}),
+    ("step 0: .*: `0` returns 0.5 times as many .*, the first of all: do ranks", {
+        "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.0, 24], "2": [1.0, 24]})}, {
+            "edit": edit_rank(outputs={"0": [1.0, 48], "2": [1.0, 24]})}),
+    # Each has a stage.
+    ("step 0: .*the first module whose output differs is `2`", {"spoil": rolled(0.1)} | {
+        "edit": on_ranks(1, 1, parts=ALL, outputs=[{"0": [1.0, 48]}, {"2": [9.0, 24]}])}, {
+            "edit": edit_rank(outputs={"0": [1.0, 48], "2": [1.0, 24]})}),
     ("step 0: .* output differs is `the model itself.1.`, after `the model itself`$", module(
         0, lambda y: (y[0], y[1].sin())), {
             "make": lambda: torch.nn.Sequential(torch.nn.RNN(4, 3)),
@@ -309,6 +361,8 @@ SOUND = [
     ("EQUAL.* 0 updates, .*: updates of 4 parameters", {}, {
         "change": lambda _, model: scale(0)(model)}),
     ("EQUAL", {}, {"change": lambda _, model: scale(0.5, "2.weight")(model)}),
+    ("EQUAL.*Note: samples of `tokens` differ in their last number alone$", in_texts(2) | {
+        "loss_of": loss_of_texts(26 / 2)}, TEXTS),
     ("EQUAL.*: gradients of 3 parameters .0 or None", {}, {
         "spoil": scale(0, "0.weight", "0.bias", "2.weight")}),
     ("EQUAL.*, 4 parameters, .*; buffers .1.; parameters of whole numbers .1.; tensors of the "
@@ -411,8 +465,8 @@ def test_samples_that_are_padded_by_a_mask():
              "attention_mask": torch.ones_like(ids)}
     padded = {key: torch.nn.functional.pad(x, (0, 3), value=value)
               for (key, x), value in zip(batch.items(), (-100, 7, 7, 0))}
-    assert recording.read([batch])[:3] == recording.read([padded])[:3]
-    assert recording.read([batch])[1:3] == ([36], [4 * 8])
+    assert recording.read([batch])[:4] == recording.read([padded])[:4]
+    assert recording.read([batch])[2:4] == ([36], [4 * 8])
 
 
 @pytest.mark.parametrize("size, cuts, block", [
@@ -501,7 +555,31 @@ def draw(model, generator=torch.Generator()):
         p.grad = torch.randn(p.shape, generator=generator).bfloat16()
 
 
+def means(*targets):
+    """The loss is the mean of two, with the targets that each has in step 0, 1, ..."""
+    def edit(lines):
+        for line, counts in zip(lines, targets):
+            (loss,) = line["ranks"][0]["losses"]
+            line["ranks"][0] |= {"losses": [0.8 * loss, 0.4 * loss], "targets": counts,
+                                 "shifted": counts}
+    return {"edit": edit}
+
+
+def cast(model, x):
+    """As FSDP2 does, where autocast casts what goes into a product."""
+    weights = {name: p.bfloat16() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, x.bfloat16()).square().mean()
+
+
+AUTOCAST = {"dtype": torch.float32, "loss_of": torch.autocast("cpu", torch.bfloat16)(
+    lambda model, x: model(x).square().mean())}
 IN_16_BITS = [
+    ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32; "
+     "take FSDP2 on one rank as the reference", {"loss_of": cast}, AUTOCAST),
+    ("EQUAL within rounding", {"accumulate": 2}, AUTOCAST),
+    ("DIFFERENT: step 0: loss: a mean of means", means(*4 * [(1, 3)])),
+    # It explains one step, by chance.
+    ("DIFFERENT: step 0: loss: it is", means((1, 3), *3 * [(3, 1)])),
     ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
         "accumulate": 2}),
     # Losses of nudged runs all round to the same number.
@@ -618,3 +696,50 @@ def test_the_folder_alone_works_in_another_project(tmp_path):
             env=os.environ | {"PYTHONPATH": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert result.returncode == 0, result.stdout
     assert result.stdout.startswith("EQUAL: 1 rank against 1, 2 parameters, 4 updates")
+
+
+TRAINED = """
+import sys, torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from parity import Parity
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        ids = torch.randint(32, (8,), generator=torch.Generator().manual_seed(i))
+        return {{"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) < i % 5, -100)}}
+
+
+{}
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2))
+accumulate = int(sys.argv[1])
+Recorded(model, TrainingArguments(
+    sys.argv[2], use_cpu=True, max_steps=3, report_to="none", save_strategy="no",
+    per_device_train_batch_size=8 // accumulate // int(sys.argv[3]), max_grad_norm=0.1,
+    gradient_accumulation_steps=accumulate), train_dataset=Texts()).train()
+"""
+
+
+@pytest.mark.thorough
+def test_the_trainer_of_transformers(tmp_path):
+    """The block of README.md: two micro-batches and two ranks, beside one process."""
+    pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+    page = (ROOT / "parity" / "README.md").read_text()
+    code = page.partition("## The Trainer of transformers")[2].partition("```python")[2]
+    for name, accumulate, ranks in ("one", 1, 1), ("two", 2, 1), ("ranks", 2, 2):
+        path = tmp_path / f"{name}.py"
+        path.write_text(TRAINED.format(code.partition("```")[0].replace("two.", f"{name}.")))
+        launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+        subprocess.run(
+            [sys.executable, *launch * (ranks > 1), path, f"{accumulate}", "out", f"{ranks}"],
+            cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    one, *others = (read(tmp_path / f"{name}.parity") for name in ("one", "two", "ranks"))
+    for lines in others:
+        assert compare(one, lines).startswith("EQUAL: ")
