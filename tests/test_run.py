@@ -155,6 +155,26 @@ def test_without_out_nothing_is_written(run, corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+OBJECTS = """
+import gc
+counts = []
+for step in 20, 40:
+    at(step, lambda: (gc.collect(), counts.append(len(gc.get_objects()))))
+after(Run, "last_line", lambda *_: rank or print("objects", *counts, flush=True))
+"""
+
+
+@pytest.mark.parametrize("command, world", sampled(
+    [*COMMANDS, ("ep.py --num-experts 4", 2)], [("fsdp.py", 2)]))
+def test_a_step_leaves_no_objects(run, corpus, command, world):
+    """torch 2.11 left 213 in each step of a fused AdamW over DTensors (pytorch#188174)."""
+    result = run(command, world, f"{SMALL} --steps 40 --log-every 40 --data {corpus}",
+                 pass_out=False, inject=OBJECTS)
+    (line,) = [line for line in result.lines if line.startswith("objects ")]
+    first, last = map(int, line.split()[1:])
+    assert last - first < 20, line
+
+
 # The run folder
 
 ANOTHER = """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.data import TokenDataset
+from common.options import SettingError
 from tests.support.commands import RUN, finish, start
 from tests.support.sample import sampled, thorough
 from tools import bench, prepare
@@ -122,6 +123,8 @@ def test_bad_lines_can_be_left_out(run_prepare, tmp_path):
                      b'[1]\n{"text": "b"}')
     train, _, output = run_prepare(path, "--val", 0, "--skip-bad-lines")
     assert train == ["a", "b"] and "left out: 5 bad lines" in output
+    with pytest.raises(SettingError, match="a.jsonl.gz is compressed: unpack it first"):
+        next(prepare.read_texts("a.jsonl.gz", None, None))
 
 
 def the_line(main, words):
