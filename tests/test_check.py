@@ -98,6 +98,13 @@ def in_turn(second):
 """)]
 
 
+# A loss across all samples of a micro-batch, of all ranks
+ACROSS = [
+    ("\nimport torch\n",
+     "\nimport torch\nfrom torch.distributed.tensor import DTensor, Partial, Shard\n"),
+    ("replica(inputs, targets) / count",
+     "DTensor.from_local((replica(inputs, targets) / count)[None], mesh, [Shard(0)])"
+     ".full_tensor(grad_placements=[Partial()]).sum().square() / n")]
 WHOLE_BATCH = [("        mesh=mesh,  # FSDP: each rank reads its own samples\n", ""),
                ("count_targets(batch, dist.group.WORLD)", "count_targets(batch)")]
 SAMPLE = [
@@ -155,6 +162,7 @@ ROWS = SAMPLE + [
      r"DIFFERENT  evaluation 1: the validation loss that it logs is .* \(times 0.5\)"),
     ("hybrid_3d.py --against single.py --tp 2", [], EQUAL),
     ("hybrid_3d.py --against 'ep.py --ep 1' --ep 2", [], EQUAL),
+    ("ddp.py", ACROSS, "DIFFERENT  .*\n2 processes with --grad-accum 1 are EQUAL, up to"),
     ("fsdp.py", WHOLE_BATCH, "DIFFERENT  .* times 2, as many as the ranks.* 2 ranks read the same"),
     ("zero.py", [("materialise(model, device, args.seed)\n", "materialise(model, device, args.seed)"
                   "\n    model.model.norm.eps = 1e-3 * n\n")],
@@ -192,7 +200,7 @@ def test_its_status(monkeypatch, verdicts, status):
     monkeypatch.setattr(tool, "train", lambda *_: None)
     monkeypatch.setattr(tool, "read", lambda _: [])
     monkeypatch.setattr(tool, "compare_with",
-                        lambda *args: (next(found) if args[2] else "FAILED", "", ""))
+                        lambda *args: (next(found, "") if args[2] else "FAILED", "", ""))
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
     assert end.value.code == status
