@@ -256,9 +256,9 @@ FAULTS = [
                          losses=[[1.0, 2.0], [2.0, 0.5]])}, {
             "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])}),
     # Samples whose ends differ hide nothing, and what is not recorded cannot be told.
-    ("step 0: loss: a mean of means: .*right; samples of `tokens` differ in their last", in_texts(2),
+    ("step 0: loss: a mean of means: .*right; samples of `tokens` differ in their", in_texts(2),
      TEXTS),
-    ("step 0: gradients: .*; no labels with -100 are recorded, so", in_texts(2, labels=False),
+    ("step 0: gradients: .*; no labels with -100 are recorded: no cause", in_texts(2, labels=False),
      TEXTS | in_texts(1, labels=False)),
     # Gradients
     ("step 0: gradients: all: times 2", {"spoil": scale(2)}, {"dtype": torch.bfloat16}),
