@@ -11,14 +11,16 @@ import pathlib
 import re
 import sys
 
-ON_RANKS = {}  # by file and number of ranks: the names of its tests
+from tests.support import sample
+
+ON_RANKS = {}  # by file, number of ranks, and whether they are thorough: the names of its tests
 FOUND = {}  # the output of each such run
 
 
-def on_ranks(world):
-    """Run a test on so many ranks."""
+def on_ranks(world, thorough=False):
+    """Run a test on so many ranks. ``thorough``: with --all only."""
     def decorate(body):
-        key = body.__module__, world
+        key = body.__module__, world, thorough
         ON_RANKS.setdefault(key, []).append(body.__name__)
 
         def test(server, tmp_path_factory):
@@ -31,7 +33,7 @@ def on_ranks(world):
             assert body.__name__ in held, FOUND[key]
 
         test.__doc__, test.body = body.__doc__, body
-        return test
+        return sample.thorough(test) if thorough else test
 
     return decorate
 

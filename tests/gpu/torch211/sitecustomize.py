@@ -23,7 +23,7 @@ def free_gathered(model):
 
 
 FSDPModule.reset_iter_state = free_gathered
-FSDPModule.set_reduce_scatter_unused_params = lambda model, on: None
+FSDPModule.set_reduce_scatter_unused_params = lambda model, on, recurse=True: None
 # Messages by which neighbours find each other: in a schedule that is a V, a rank would send to
 # itself.
 PipelineStage._get_init_p2p_neighbors_ops = lambda stage: []
