@@ -1,7 +1,8 @@
 """A trainer of somebody else: tensor parallelism by hand, with plain tensors. Each rank has a part
 of the heads, of q, k and v in one fused matrix. With --query-norm a norm normalises the queries of
 each head, all heads with the same weights. With --fsdp it is plain FSDP2, with an encoder for each
-of two kinds of samples; a micro-batch has one kind. It records itself by parity."""
+of two kinds of samples; a micro-batch has one kind. With --hsdp each rank is a replica, and
+samples of the second kind skip the first layer. It records itself by parity."""
 
 import argparse
 import os
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from parity import Parity
@@ -64,8 +66,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, rank, n, encoders):
+    def __init__(self, rank, n, encoders, skip):
         super().__init__()
+        self.skip = skip
         self.embed = nn.Embedding(VOCAB, D)
         self.encoders = nn.ModuleList(nn.Linear(D, D) for _ in range(encoders))
         self.blocks = nn.ModuleList(Block(rank, n) for _ in range(LAYERS))
@@ -74,7 +77,7 @@ class Model(nn.Module):
     def forward(self, tokens, kind):  # (B, T)
         x = self.embed(tokens)
         x = x + sum((kind == i) * encoder(x) for i, encoder in enumerate(self.encoders))
-        for block in self.blocks:
+        for block in self.blocks[kind * self.skip:]:
             x = block(x)
         return self.head(self.norm(x))
 
@@ -99,24 +102,27 @@ def main(argv):
     parser.add_argument("--tied", action="store_true")  # embedding and head
     parser.add_argument("--query-norm", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--hsdp", action="store_true")
     args = parser.parse_args(argv)
     n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if n > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     replicas, replica = 1, 0
-    if args.fsdp:  # ranks cut the batch, and no layer
+    if args.fsdp or args.hsdp:  # ranks cut the batch, and no layer
         n, rank, replicas, replica = 1, 0, n, rank
     torch.manual_seed(0)
-    model = Model(rank, n, encoders=2 * args.fsdp).double()
+    model = Model(rank, n, 2 * args.fsdp, skip=int(args.hsdp)).double()
     if args.query_norm:
         for block in model.blocks:
             block.q_norm = nn.RMSNorm(D // HEADS).double()
     if args.tied:
         model.head.weight = model.embed.weight
     if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if args.hsdp else mesh["replicate"]
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     parity = Parity(args.out, model, optimizer,
                     where=lambda name, tensor: slices(name, tensor, rank, n))
@@ -128,7 +134,12 @@ def main(argv):
                  for rows in tokens.chunk(2)]
         count = sum((micro_batch["targets"] != -100).sum() for micro_batch in batch)
         count = count / replicas  # FSDP averages gradients
-        own, losses = [*enumerate(batch)][replica::replicas], []
+        if args.hsdp:
+            batch = [{name: rows[replica::replicas] for name, rows in micro_batch.items()}
+                     for micro_batch in batch]
+        own, losses = [*enumerate(batch)], []
+        if args.fsdp:
+            own = own[replica::replicas]
         for kind, micro_batch in own:
             logits = model(micro_batch["tokens"], kind)
             targets = micro_batch["targets"].flatten()
