@@ -303,8 +303,8 @@ FAULTS = [
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
     ("step 0: .*the model returns 0.875 times as many numbers", {
         "loss_of": lambda model, x: model(x[1:]).square().mean()}),
-    ("step 0: .*: `0` returns 0.5 times as many .*, the first of all: do ranks", {
-        "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.0, 24], "": [1.0, 24]})}, {
+    ("step 0: .* is `0`, the first of all; it returns 0.5 times as many numbers: do ranks", {
+        "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})}),
     # Each has a stage.
     ("step 0: .*the first module whose output differs is `2`", {"spoil": rolled(0.1)} | {
