@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,22 +20,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from common.data import BatchSampler
 from common.options import SettingError, option_parser, parse_options
 from common.run import FIXED, Run, hash_of, list_checkpoints, open_checkpoint
+from tests.support.compare import read
 from tests.support.on_ranks import on_ranks
 
 
 def tensors(folder, step=8):
     """All tensors of a checkpoint: weights and optimizer states."""
-    reader, _ = open_checkpoint(folder / f"step-{step:08d}")
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-             for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
-
-
-def assert_bit_equal(found, expected):
-    assert found.keys() == expected.keys() and len(found) > 60
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    return read(folder / f"step-{step:08d}")
 
 
 def steps(folder):
@@ -116,7 +107,7 @@ def test_ranks_that_differ(folder, rank):
 @on_ranks(2)
 def test_all_ranks_hear_what_one_rank_knows(folder, rank):
     """A signal that comes to one rank stops all after the same step; a save that fails on one rank
-    fails on all. What is there stays whole."""
+    fails on all. What is there stays whole. Of its files each rank checks a share."""
     model = small()
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -129,7 +120,14 @@ def test_all_ranks_hear_what_one_rank_knows(folder, rank):
         train(run_of(folder, model), 9, lambda step: rank == 1 and resource.setrlimit(
             resource.RLIMIT_FSIZE, (100, limits[1])))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert steps(folder)[-1] == run.done and open_checkpoint(list_checkpoints(folder)[-1])
+    (newest,) = list_checkpoints(folder)[-1:]
+    assert steps(folder)[-1] == run.done and open_checkpoint(newest)
+    dist.barrier()
+    if rank == 0:
+        with open(newest / "SHA256SUMS", "a") as file:
+            file.write("0  third\n")
+    with pytest.raises(SettingError, match="/third'"):
+        run_of(folder, model)
 
 
 # Alone

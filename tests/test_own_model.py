@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -20,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 import common.model
 import fsdp
 import tp
+from common.data import load_steps
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.options import SettingError, option_parser, parse_options
+from common.options import SettingError
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS
@@ -73,9 +75,12 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
     assert len({draw(0, 3, 1), draw(1, 3, 1), draw(0, 4, 1), draw(0, 3, 2), draw(0, 3)}) == 5
 
 
-def test_a_batch_without_targets_counts_one():
-    """The loss is then 0, and not 0/0."""
-    assert count_targets([(None, torch.full((2, 3), -100))]) == 1
+@on_ranks(2)
+def test_a_batch_without_targets_counts_one(rank):
+    """The loss is then 0, and not 0/0. But a rank without targets, beside others, counts none."""
+    none, six = torch.full((2, 3), -100), torch.ones(2, 3)
+    assert count_targets([(None, none)]) == count_targets([(None, none)], dist.group.WORLD) == 1
+    assert count_targets([(None, none if rank else six)], dist.group.WORLD) == 6
 
 
 def test_a_buffer_with_two_names_stays_one():
@@ -88,14 +93,14 @@ def test_a_buffer_with_two_names_stays_one():
     assert model[0].mask.is_meta and model[0].mask is model[0].same is model[1].mask
 
 
-class Seeded(Exception):
+class Ended(Exception):
     """Ends a run."""
 
 
 @on_ranks(2)
 def test_each_step_and_rank_draws_its_own_dropout():
     """Ranks have other samples, parts of the sequence or layers; or all compute the same. The
-    options of the optimizer reach it."""
+    options of the optimizer, and of clipping, reach it."""
     for command in (
         "single.py", "ddp.py", "zero.py", "fsdp.py", "tp.py", "cp.py", "pp.py",
         "ep.py --num-experts 4", "hybrid_3d.py --dp 2 --num-experts 4", "hybrid_3d.py --pp 2",
@@ -104,13 +109,19 @@ def test_each_step_and_rank_draws_its_own_dropout():
     ):
         script, *options = f"{command} {OPTIONS} --seed 5 --data {__file__}".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
-        with (mock.patch.object(module, "load_steps", lambda *_: [(7, [])]),
-              mock.patch.object(module, "seed_step", side_effect=Seeded) as seed,
+        with (mock.patch.object(module, "load_steps", lambda *args: (
+                  (7, batch) for _, batch in load_steps(*args))),
+              mock.patch.object(module, "seed_step", wraps=seed_step) as seed,
+              mock.patch.object(torch.nn.utils, "clip_grad_norm_", side_effect=Ended) as clip,
+              mock.patch.multiple(module, create=True, clip_over_stages=clip,
+                                  clip_over_meshes=clip),
               mock.patch.object(module, "Run", wraps=module.Run) as run,
               mock.patch.object(module, "start_process", create=True,
                                 return_value=torch.device("cpu")),
-              pytest.raises(Seeded)):
-            module.main([*options, "--beta1", "0.8", "--beta2", "0.9", "--weight-decay", "0.3"])
+              pytest.raises(Ended)):
+            module.main([*options, "--beta1", "0.8", "--beta2", "0.9", "--weight-decay", "0.3",
+                         "--grad-clip", "0"])
+        assert clip.call_args.args[1] == math.inf, command
         dist.all_gather_object(numbers, seed.call_args.args)
         assert numbers[0][:2] == (5, 7)
         assert (numbers[0] == numbers[1]) == (script == "single.py" or "--no" in command), command
@@ -118,10 +129,6 @@ def test_each_step_and_rank_draws_its_own_dropout():
                   for group in each.param_groups]
         assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
         assert {(group["betas"], group["fused"]) for group in groups} == {((0.8, 0.9), True)}
-
-
-def test_no_clipping_is_an_infinite_norm():
-    assert parse_options(option_parser(""), ["--grad-clip", "0"]).max_norm == math.inf
 
 
 def test_each_parameter_group_keeps_its_own_rate():
@@ -184,11 +191,11 @@ def test_bfloat16_reaches_the_layers():
     def check(mlp, x):
         assert mlp.up_proj(x).dtype == torch.bfloat16
         assert not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
-        raise Seeded
+        raise Ended
 
     for name in "ddp", "zero", "fsdp", "tp", "cp", "hybrid_3d":
         main = importlib.import_module(name).main
-        with mock.patch.object(common.model.MLP, "forward", check), pytest.raises(Seeded):
+        with mock.patch.object(common.model.MLP, "forward", check), pytest.raises(Ended):
             main(f"{OPTIONS} --dtype bfloat16 --data {__file__}".split())
 
 
@@ -231,6 +238,16 @@ def test_a_plan_reaches_all_of_the_model(mesh, rank):
     model = nn.Sequential(nn.LayerNorm(4).requires_grad_(False))
     tp.parallelize(model, mesh, {"0": SequenceParallel()})  # which thaws it
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_partial_gradients_are_added_up_in_their_group():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    model = nn.Sequential(nn.LayerNorm(4))
+    tp.parallelize(model, mesh, {"0": SequenceParallel()})
+    model[0].bias.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    tp.redistribute_gradients(model, mesh.get_group())
+    assert model[0].bias.grad.to_local().tolist() == [1, 1, 1, 1]
 
 
 @on_ranks(2)

@@ -81,22 +81,14 @@ single 0 --model nowhere | --model nowhere ... no such preset or file: choose fr
 single 0 --model bad.json | --model bad.json is no JSON file: Expecting value
 single 0 --model unknown.json | --model unknown.json: this script's model has no bias; ... import_hf
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
-single 0 --from done | done is no checkpoint ... name one, such as runs/a/step-00000100
 single 0 --out file/run | Not a directory: 'file/run'
 single 0 --data '' | --data : no such file ... 'stdlib'
-single 0 --data odd.bin | odd.bin has 301 bytes
-single 0 --data zeros | --data zeros is no text ... .bin
-single 0 --data llm.c.bin | llm.c.bin has a header of llm.c: cut it off: tail
-single 0 --data empty | --data empty holds 0 tokens ... --seq-len 128 takes 129
 single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size ... --token-dtype
 single 0 --val-data nowhere | nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
-single 0 {AGAIN} --steps 1 | step-00000002 is beyond --steps 1: raise it; ... another --out
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
-single 0 {AGAIN} --seed 1 | --seed is 0 in done/ ... 1
-single 0 {AGAIN} --data other | hash of --data ... resume with the same
 single 2 | started as 2
 zero 2 --stage 0 | --stage 0 ... fsdp.py
 zero 2 --stage 3 | --stage 3 ... fsdp.py
@@ -173,8 +165,7 @@ def in_order(words, line):
 
 
 FILES = {
-    "file": "text " * 2000, "other": "test " * 2000, "odd.bin": "\0" * 301,
-    "big.bin": "\0\1" * 5000, "empty/.hidden": "", "zeros": "\0" * 9999,
+    "file": "text " * 2000, "big.bin": "\0\1" * 5000,
     "0/letters": "a" + "x" * 9999, "1/letters": "b" + "x" * 9999,  # the same name for other data
     "1/more.py": "pass",
     "bad.json": "no JSON", "unknown.json": '{"hidden_size": 32, "bias": true}',
@@ -183,12 +174,11 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def made(server, tmp_path_factory):
-    """A working folder with data of every bad kind, and with a finished run of two steps."""
+    """A working folder with data, good and bad, and with a finished run of two steps."""
     folder = tmp_path_factory.mktemp("refusals")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    (folder / "llm.c.bin").write_bytes((20240520).to_bytes(4, "little") + bytes(2000))
     server.run("single.py", 0, f"{SMALL} --steps 2 --data file", folder=folder, out="done")
     return folder
 
@@ -267,6 +257,8 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
 @pytest.mark.parametrize("command, world, code, words", SAID_ONCE + [
     ("ddp.py --batch-size 7", 2, "", "--batch-size 7 cannot be ... a multiple of 2, such as 8"),
     ("ddp.py --data big.bin", 2, "", "holds token 256"),
+    ("ddp.py --timeout 7", 2, "before(torch.distributed, 'init_process_group', lambda *_, timeout=0,"
+     " **__: common.options.refuse([(str(timeout) == '0:00:07', 'my time')]))", "(my time)"),
     # In a data worker, whose traceback stays out of it
     ("ddp.py --workers 1", 2, "changed(TokenDataset, '__getitem__', lambda sample, *_: "
      "common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)",
