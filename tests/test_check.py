@@ -7,10 +7,7 @@ import pathlib
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from unittest import mock
 
 import pytest
@@ -81,23 +78,6 @@ def average(kept, update="True"):
 """)]
 
 
-def in_turn(second):
-    """ddp.py with two optimizers: the second has the head, and a loss of its own."""
-    return [
-        ("decay_groups(model.parameters(), ", "decay_groups(model.model.parameters(), "),
-        ("    # Data\n", """    second = torch.optim.SGD(model.lm_head.parameters(), 0.1)
-
-    # Data
-"""),
-        ("model, optimizer, sampler", "model, [optimizer, second], sampler"),
-        (STEP, f"""{STEP}        replica.zero_grad()
-        for inputs, targets in batch:
-            {second}.backward()
-        second.step()
-        second.zero_grad()
-""")]
-
-
 # A loss across all samples of a micro-batch, of all ranks
 ACROSS = [
     ("\nimport torch\n",
@@ -160,9 +140,6 @@ ROWS = SAMPLE + [
     # Heads that the last micro-batch may not use: bug 34 of docs/bugs.md, in fsdp.py
     (f"fsdp.py {ACCUMULATE}", REPLICAS, EQUAL),
     (f"fsdp.py {ACCUMULATE}", REPLICAS + WITHOUT_ZEROS, "DIFFERENT  step 0: gradients: "),
-    ("ddp.py", in_turn("(replica(inputs, targets) / count * n)"), EQUAL),
-    ("ddp.py", in_turn("(replica(inputs, targets) / count)"),
-     "DIFFERENT  step 0, update 2: gradients: all: divided by 2"),
     ("tp.py", [("step, loss / n,", "step, loss,")], "DIFFERENT  step 0: loss: .*times 2, as many"),
     (f"cp.py --val-data {ROOT}/README.md", [
         ("positions), (targets != -100)", "positions), (micro_batch[1] != -100)")],
@@ -285,17 +262,3 @@ def test_it_finds_the_bugs_by_example(check, tmp_path, name):
             assert re.search(f"(?m)^Not compared.*{option}", said), said
         status, said = check(copy, needed)
         assert status == 1 and "DIFFERENT" in said, said
-
-
-def test_a_signal_ends_it_and_leaves_nothing(tmp_path):
-    """As of a CI whose time is up: no process of its group, no file."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.check", "fsdp.py", "--steps", "20"], cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()  # the reference is recorded
-    while not [*tmp_path.glob("*/2/run.parity")]:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143 and not [*tmp_path.iterdir()]
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)

@@ -15,7 +15,6 @@ from tests.support import inject
 from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import Result
 from tools import theory
-from tools.huggingface.export import export
 
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -128,31 +127,6 @@ def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp
     assert furthest(found.curve(), whole.curve()) < 1e-10
     assert_near(last(found), last(whole))
     holds_and_sends(found, 2, met=0)
-
-
-def test_the_common_weights_are_exported(run, whole, corpus, tmp_path):
-    """Also between two meetings. A new run starts from them: with a rate of 0 they stay."""
-    export(whole.out / "step-00000004", tmp_path / "exported")
-    safetensors = pytest.importorskip("safetensors.torch")
-    found = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
-    expected = last(whole, 4)
-    assert len(found) == 21
-    assert all(torch.equal(found[name], expected[f"model.{name}"]) for name in found)
-    new = run(COMMAND, 2, f"{OPTIONS} --steps 3 --lr 0 --from-pretrained exported --data {corpus}")
-    saved = last(new, 3)
-    for prefix in ("model", "model.replica0", "model.replica1"):
-        assert all(torch.equal(found[name], saved[f"{prefix}.{name}"]) for name in found)
-
-
-def test_others_refuse_it(run, whole, corpus):
-    """And a run with another number of replicas."""
-    options = f"{MODEL} --steps 9 --seed {SEED} --data {corpus}"
-    for command, world, words in (
-        ("single.py", 0, "optimizer is AdamW, SGD in"),
-        ("examples/diloco.py --replicas 1", 2, "is of another model: see model.replica1"),
-    ):
-        result = run(command, world, options, out=whole.out, inject="ignored()", expect_ok=False)
-        assert words in result.output
 
 
 def holds_and_sends(result, n, met):

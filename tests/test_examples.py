@@ -14,20 +14,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from common.data import BatchSampler, TokenDataset, add_text_options
 from common.materialise import draw_weight, materialise
 from common.model import Transformer, add_model_options
 from common.options import option_parser, parse_options
 from common.step import decay_groups, set_learning_rate
-from examples import cp_documents as cp
 from tests.support import inject
 from tests.support.compare import read
-from tests.support.on_ranks import on_ranks
 from tests.support.processes import BARE, ROOT
 from tests.support.sample import sampled, thorough
-from tests.test_cp import results
 from tools import theory
 from tools.huggingface import export
 from tools.huggingface.config import read_config
@@ -360,42 +356,6 @@ def test_the_targets_of_lines(tmp_path):
     samples = [[sample[name].tolist() for name in ("input_ids", "labels")]
                for sample in read_lines(tmp_path / "lines", 3)]
     assert samples == [[[97, 98, 99], [98, 99, 100]], [[97, 0, 0], [98, -100, -100]]]
-
-
-@on_ranks(2)
-def test_attention_within_documents(mesh, rank):
-    """Outputs and gradients are those of each document by itself. Rank 0 has positions 0 to 2 and 9
-    to 11. Blocks that no query sees are not computed."""
-    group, positions = mesh.get_group(), cp.shard_positions(12, 2)
-    for ends, blocks in (
-        ([], (2, 2)), ([2, 5, 8], (1, 1)), ([2], (2, 1)), ([8], (1, 2)), ([0, 4, 7], (2, 2)),
-    ):
-        tokens = torch.zeros(1, 12, dtype=torch.int64)
-        tokens[:, ends] = 1
-        sizes = torch.tensor([-1, *ends, 11]).diff()
-        seen = torch.block_diag(*(torch.ones(size, size) for size in sizes)).tril().bool()
-        torch.manual_seed(2)
-        whole = torch.randn(4, 1, 2, 12, 6, dtype=torch.float64)
-        plain = functools.partial(scaled_dot_product_attention, attn_mask=seen, scale=0.3)
-        documents = cp.documents_in_sight(tokens, 1, positions, group)
-        within = functools.partial(cp.ring_attention, group=group, is_causal=True, scale=0.3,
-                                   documents=documents)
-        with mock.patch.object(cp, "attend_where_visible", wraps=cp.attend_where_visible) as kernel:
-            found = results(within, *whole[..., positions[rank], :])
-        assert kernel.call_count == blocks[rank], ends
-        for x, y in zip(found, results(plain, *whole)):
-            torch.testing.assert_close(x, y[:, :, positions[rank]], rtol=0, atol=1e-12)
-
-
-@thorough
-def test_the_trained_llama_is_exported(start, tmp_path):
-    result = start("tp_llama", 2, "--dtype float32")
-    export.main([str(result.out), f"{tmp_path}/trained"])
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    trained = read(result.out / LAST)
-    assert all(torch.equal(trained[f"model.{name}"], p) for name, p in model.named_parameters())
 
 
 @thorough

@@ -1,12 +1,12 @@
-"""The flat file of a script, alone in its folder, trains as the script does, and resumes; `check`
-finds it equal."""
+"""The flat file of a script, alone in its folder, trains as the script does, and resumes. That
+`check` finds it equal: test_check.py."""
 
 import re
 
 import pytest
 
 from tests.support.processes import ROOT
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled
 from tools.flatten import flatten
 
 SCRIPTS = [("fsdp.py", 2), ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("tp.py", 2),
@@ -40,19 +40,6 @@ def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
     assert found.curve(*NAMES)[2:] == resumed.curve(*NAMES)
     assert re.findall(r"step (\d)  loss (\S+)  norm (\S+)", shown) == [
         (str(step), f"{loss:.12g}", f"{norm:.12g}") for step, loss, norm in found.curve(*NAMES)]
-
-
-@thorough
-@pytest.mark.parametrize("script", sorted({command.split()[0] for command, _ in SCRIPTS}))
-def test_check_finds_it_equal(run, tmp_path, script):
-    """On two processes and on one; the flat single.py and ddp.py on one."""
-    options = ["--ranks", 2]
-    if script == "single.py":
-        options = ["--ranks", 1, "--against", ROOT / "ddp.py"]
-    output = run("tools/check.py", 0, [write(tmp_path, script, False), "--num-hidden-layers", 2,
-                                       "--seq-len", 24, "--steps", 2, *options],
-                 pass_out=False).output
-    assert "EQUAL" in output and "DIFFERENT" not in output
 
 
 def test_a_base_class_comes_first(tmp_path):

@@ -6,12 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
 from common.step import decay_groups
 from tools.counting import StepCounter
 
@@ -103,24 +102,6 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
     loss = next_token_loss(logits, targets)
     assert loss.dtype == torch.float32 and loss == next_token_loss(logits.float(), targets)
     assert next_token_loss(logits.double(), targets).dtype == torch.float64
-
-
-def test_a_checkpointed_layer_is_computed_again(model):
-    """Of the same dropout."""
-    calls, layers, tokens = [], model.model.layers.values(), torch.arange(8).view(1, 8)
-    for layer in layers:
-        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
-        layer.mlp.register_forward_hook(lambda *args: F.dropout(args[2]))
-
-    def gradients():
-        torch.manual_seed(0)
-        return torch.autograd.grad(model(tokens, tokens), model.parameters())
-
-    expected = gradients()
-    calls.clear()
-    wrap_layers(layers, False, "full")
-    assert all(map(torch.equal, gradients(), expected))
-    assert len(calls) == 2 * len(layers)
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):

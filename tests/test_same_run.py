@@ -268,14 +268,3 @@ def test_the_theory_of_more_ranks_than_rows():
     sent.append(fsdp(args, 16_384)["sent"][1])
     shown = " | ".join(f"{size / 1e9:.3g}" for size in sent)
     assert f"(../tests/test_same_run.py)) | {shown} |" in (ROOT / "docs/planning.md").read_text()
-
-
-@thorough
-@pytest.mark.parametrize("command, most", [("tp.py", 0.33), ("cp.py", 0.27)])
-def test_activations_fall_with_the_number_of_ranks(run, corpus, command, most):
-    options = f"--batch-size 2 --seq-len 512 --steps 3 --save-every 0 --data {corpus}"
-    one, four = (
-        run(command, world, options, out=f"out-{world}", inject="write_counts()")
-        .counts()["peak"]["activations"] for world in (1, 4)
-    )
-    assert 0 < four < most * one

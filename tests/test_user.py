@@ -3,10 +3,8 @@
 import re
 
 import pytest
-import torch
 
 from common.model import PRESETS
-from common.options import option_parser, parse_options
 from common.run import flops_per_token, peak_tflops
 from tests.support.processes import SMALL
 from tests.test_checkpoint import steps
@@ -52,11 +50,6 @@ def test_mfu():
     tiny = PRESETS["tiny"]  # 4 layers of width 128, 4 of 8 heads have keys and values
     assert flops_per_token(tiny, 128) == 6 * (
         4 * 128 * (3 * 128 + 3 * tiny.intermediate_size) + 128 * 256) + 6 * 4 * 128 * 128
-
-
-def test_dtypes_on_a_cpu():
-    for words, dtype in ("", torch.float32), ("--dtype bfloat16", torch.bfloat16):
-        assert parse_options(option_parser(""), words.split()).compute_dtype == dtype
 
 
 def test_help_comes_once_and_waits_for_no_rank(run):
