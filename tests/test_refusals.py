@@ -258,7 +258,7 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
     ("ddp.py --batch-size 7", 2, "", "--batch-size 7 cannot be ... a multiple of 2, such as 8"),
     ("ddp.py --data big.bin", 2, "", "holds token 256"),
     ("ddp.py --timeout 7", 2, "before(torch.distributed, 'init_process_group', lambda *_, "
-     "timeout=0, **__: common.options.refuse([(str(timeout) == '0:00:07', 'my time')]))", "(my time)"),
+     "timeout=0, **__: common.options.refuse([(str(timeout) == '0:00:07', 'mine')]))", "(mine)"),
     # In a data worker, whose traceback stays out of it
     ("ddp.py --workers 1", 2, "changed(TokenDataset, '__getitem__', lambda sample, *_: "
      "common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)",
