@@ -65,6 +65,17 @@ def advantages(size=1000.0):
     return torch.randn(64, 6), size * (x - x.mean()) / x.std()
 
 
+class Scaled(torch.nn.Linear):
+    """It returns its scale too, once for each micro-batch."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x).tanh() * self.scale, self.scale.exp()
+
+
 # What makes runs differ
 
 
@@ -303,7 +314,10 @@ FAULTS = [
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
     ("step 0: .*the model returns 0.875 times as many numbers", {
         "loss_of": lambda model, x: model(x[1:]).square().mean()}),
-    ("step 0: .* is `0`, the first of all; it returns 0.5 times as many numbers: do ranks", {
+    ("step 0: .*the outputs of all modules agree", {  # of which one is a parameter
+        "accumulate": 2, "loss_of": lambda model, x: model(x)[0].abs().mean()}, {
+            "make": Scaled, "loss_of": lambda model, x: model(x)[0].square().mean()}),
+    ("step 0: .* is `0`, the first of all; it returns 0.5 times as many numbers, as", {
         "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})}),
     # Each has a stage.
