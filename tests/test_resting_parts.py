@@ -297,10 +297,10 @@ EQUAL, ZERO = "equal", "a gradient of 0: AdamW decays it"
 # what on 4 ranks.
 TOGETHER = functools.partial(use_fsdp, together=True)
 TABLE = {
-    "`ddp.py` with `find_unused_parameters=True`, `zero.py`, `ep.py`": (
+    "`ddp.py` with `find_unused_parameters=True`, `zero.py`, `cp.py`, `ep.py`": (
         [EQUAL, EQUAL, EQUAL],
         variants(ddp, find_unused_parameters=[True]) + variants(use_zero, stage=[2])
-        + variants(use_ep, Mixture, ep_ranks=[2]),
+        + [(use_cp, Model)] + variants(use_ep, Mixture, ep_ranks=[2]),
         variants(use_zero, stage=[1]) + variants(use_ep, Mixture, ep_ranks=[1]),
         variants(functools.partial(use_ep, replicas=2), Mixture, ep_ranks=[2, 1])),
     "`fsdp.py`, `hybrid_3d.py`, each part a unit": (
@@ -314,7 +314,6 @@ TABLE = {
         variants(TOGETHER, replicas=[2, 4])),
     "`tp.py`, `pp.py`": ([EQUAL, "cannot be", EQUAL], [(use_tp, Model)],
                        variants(use_pp, name=pp.SCHEDULES), []),
-    "`cp.py`": ([EQUAL, "wrong, or an abort", EQUAL], [(use_cp, Model)], [], []),
 }
 
 
