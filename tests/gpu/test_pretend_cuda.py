@@ -93,7 +93,8 @@ def test_a_step_stays_on_the_gpu(guard, group):
         if "offload" in command:  # parameters go to the GPU and gradients come from it
             assert found["copies"] and found["on_cpu"], command
             continue
-        # zero.py agrees on the host, over gloo, which parameters were used.
-        on_cpu = {"allreduce_", "lift_fresh"} if "zero.py" in command else set()
+        # These agree on the host, over gloo, which parameters were used.
+        agree = any(name in command for name in ("zero.py", "cp.py", "cp_documents.py"))
+        on_cpu = {"allreduce_", "lift_fresh"} if agree else set()
         assert found["copies"] == [] and {each.split()[0] for each in found["on_cpu"]} <= on_cpu, (
             command, found["on_cpu"])
