@@ -1,6 +1,7 @@
 """hybrid_3d.py: its grid. Its curves and bytes: test_same_run.py."""
 
 import re
+import subprocess
 import types
 
 import pytest
@@ -35,10 +36,8 @@ def test_the_grid_comes_from_the_environment(monkeypatch):
 @thorough
 def test_without_the_lines_that_the_docs_delete(once, shared):
     """Those of context parallelism: what is left trains and saves what single.py does."""
-    page = (ROOT / "docs" / "strategies.md").read_text()
-    (block,) = re.findall(r"(?s)```diff\n(.*?)```", page)
-    edits = [["".join(re.findall(rf"(?m)^\{sign}(.*\n)", part)) for sign in "-+"]
-             for part in re.split(r"(?m)^\n", block)]
-    script = edited(shared / "without-cp", "hybrid_3d.py", *edits)
+    script = edited(shared / "without-cp", "hybrid_3d.py")
+    patch = ROOT / "docs" / "without_cp.diff"
+    subprocess.run(["git", "apply", patch], cwd=shared / "without-cp", check=True)
     for claim in (curve, validation, saved):
         claim(Row(f"{script} --tp 2 --pp 2", 4, inject="ignored()"), lambda row: row.run(once))
