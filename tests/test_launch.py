@@ -91,7 +91,7 @@ def test_a_script_uses_the_common_beside_it(tmp_path):
     (tmp_path / "linked.sh").symlink_to(ROOT / "run.sh")
     for folder in "beside", "alone":
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "single.py").write_text("import common.run\nprint(common.__path__)\n")
+        (tmp_path / folder / "single.py").write_text("import common\nprint(common.__path__)\n")
     shutil.copytree(ROOT / "common", tmp_path / "beside" / "common")
     for folder, root in ("beside", tmp_path / "beside"), ("alone", ROOT):
         output = finish(start(["bash", "linked.sh", f"{folder}/single.py"], tmp_path))
