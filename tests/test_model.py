@@ -10,7 +10,7 @@ import torch
 import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.step import decay_groups
 from tools.counting import StepCounter
 
@@ -102,6 +102,14 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
     loss = next_token_loss(logits, targets)
     assert loss.dtype == torch.float32 and loss == next_token_loss(logits.float(), targets)
     assert next_token_loss(logits.double(), targets).dtype == torch.float64
+
+
+def test_what_is_compiled(monkeypatch, model):
+    """Each layer, and the loss. How often it is called: test_same_run.py."""
+    monkeypatch.setattr(torch, "compile", lambda call, **_: ("compiled", call))
+    wrap_layers(model.model.layers.values(), True, None, model.lm_head)
+    found = [*(layer.forward for layer in model.model.layers.values()), model.lm_head.loss]
+    assert [word for word, _ in found] == 3 * ["compiled"]
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):

@@ -5,6 +5,7 @@ and test_same_run.py). What a run hears, prints and logs."""
 
 import json
 import re
+import signal
 
 import pytest
 
@@ -214,14 +215,17 @@ def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
 
 def test_a_run_goes_on(corpus, tmp_path, capsys):
     """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
-    half a line; a run without a checkpoint begins again."""
+    half a line; a run without a checkpoint begins again. The process has its own handlers again."""
     def start(options, out="out"):
         options = f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}"
         single.main(options.split())
         lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
         return capsys.readouterr().out, [json.loads(line)["step"] for line in lines]
 
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    handlers = [*map(signal.getsignal, numbers)]
     start("--steps 2")
+    assert [*map(signal.getsignal, numbers)] == handlers
     with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
         file.write('{"step": 3}\n{"step": 4')
     (tmp_path / "out" / "step-00000009.tmp").mkdir()
