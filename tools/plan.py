@@ -13,7 +13,13 @@ A row of the table has the fewest accumulation steps that fit. Activation checkp
 nothing fits without it, since it computes more: selective, and if that does not fit, full. It is
 also tried beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
 counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
-does not fit is counted no further: it holds at least what its row says.
+does not fit is counted no further: it holds at least what its row says. If parameters, gradients
+and states alone are too much, by ``least_held``, nothing is counted.
+
+Of many layers or accumulation steps a few are counted and extended: see tools/support/extended.py.
+A row with ~ is an estimate, since a moment of it was not linear. The first row, the simplest that
+fits and what is within 5 % of the memory are then counted whole. Ctrl-C or SIGTERM prints the rows
+that are there.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -33,8 +39,10 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import shlex
+import signal
 import sys
 
 import torch
@@ -46,6 +54,7 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from pp import cost_of_head, split_layers
 from tools import dry_run
 from tools.huggingface.config import add_preset
+from tools.support import extended
 from tools.support.command import ROOT, make_parser, printable, refuse, run
 
 CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
@@ -145,25 +154,84 @@ def variants(strategy, batch_size):
     return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
 
 
-def evaluate(strategy, options, args):
+def evaluate(strategy, options, args, whole=False):
     """What the rank that holds most counts, as ``dry_run.count``; if that is more than the memory
-    of a device, what one rank holds at least.
+    of a device, what one rank holds at least. With ``whole`` it is no estimate.
 
     Raises:
         SettingError: the script refuses these options.
     """
-    script, *chosen = strategy.command.split()
-    words = [*chosen, *options, "--batch-size", str(args.batch_size)]
     counts = []
     for rank in ranks_to_count(strategy, args):
-        counts.append(cached(str(ROOT / script), words, args.devices, rank, args.nproc_per_node))
-        if not fits(counts[-1], args):
+        counted = count_rank(strategy, options, args, rank, whole)
+        if counted.get("estimated") and 0.95 < counted["peak"]["in all"] / memory(args) < 1.05:
+            counted = count_rank(strategy, options, args, rank, whole=True)
+        counts.append(counted)
+        if not fits(counted, args):
             break
-    return dry_run.most(counts)
+    return {name: value for name, value in dry_run.most(counts).items() if name != "moments"}
+
+
+def count_rank(strategy, options, args, rank, whole):
+    """What ``rank`` counts; without ``whole`` it may be extended from fewer layers and steps."""
+    script, *chosen = strategy.command.split()
+    words, layers = [*chosen, *options], args.config.num_hidden_layers
+    steps = int(dry_run.value_of("--grad-accum", words) or 1)
+
+    def count(layers, counted_steps):
+        few = ["--num-hidden-layers", str(layers)] if layers < args.config.num_hidden_layers else []
+        if counted_steps < steps:
+            few += ["--grad-accum", str(counted_steps)]
+        few += ["--batch-size", str(args.batch_size * counted_steps // steps)]
+        return cached(
+            str(ROOT / script), [*words, *few], args.devices, rank, args.nproc_per_node)
+
+    def count_steps(layers):
+        if steps <= max(extended.STEPS) or whole:
+            return count(layers, steps)
+        return extended.over_steps(*(count(layers, few) for few in extended.STEPS), steps)
+
+    head = cost_of_head(one_layer(args))
+
+    def on_rank(layers):
+        """The layers of each stage of this rank."""
+        stages = split_layers(layers, strategy.stages, head)
+        return [len(stage) for stage in stages[rank * strategy.pp // args.devices :: strategy.pp]]
+
+    here = on_rank(layers)
+    sizes = [next((n for n in range(strategy.stages, layers) if on_rank(n) == [size] * len(here)),
+                  None) for size in extended.SIZES]
+    if whole or sum(here) <= sum(extended.SIZES) or len(set(here)) > 1 or None in sizes:
+        return count_steps(layers)
+    return extended.over_layers(*map(count_steps, sizes), here[0])
+
+
+def memory(args):
+    return args.device_memory * 1e9
+
+
+def one_layer(args):
+    """The model with one layer, on the meta device."""
+    with torch.device("meta"):
+        return use_experts(Transformer(dataclasses.replace(args.config, num_hidden_layers=1)))
+
+
+def least_held(strategy, args):
+    """Bytes that a rank holds at least: parameters, gradients and AdamW's two states."""
+    model, layers = one_layer(args), args.config.num_hidden_layers
+    numbers = sum(p.numel() for p in model.parameters())
+    numbers += (layers - 1) * sum(p.numel() for p in model.model.layers["0"].parameters())
+    size = numbers * (8 if args.dtype == "float64" else 4)
+    script, *options = strategy.command.split()
+    if script in ("single.py", "ddp.py", "cp.py"):
+        return 4 * size
+    if script == "zero.py":
+        return size + 3 * size / args.devices
+    return 4 * size * int(dry_run.value_of("--replicate", options) or 1) / args.devices
 
 
 def fits(counted, args):
-    return counted["peak"]["in all"] <= args.device_memory * 1e9
+    return counted["peak"]["in all"] <= memory(args)
 
 
 def ranks_to_count(strategy, args):
@@ -172,11 +240,9 @@ def ranks_to_count(strategy, args):
     before it. Of all ranks with the same stages the first is counted."""
     if strategy.pp == 1:
         return [0]
-    with torch.device("meta"):
-        config = dataclasses.replace(args.config, num_hidden_layers=1)
-        head = cost_of_head(use_experts(Transformer(config)))
     n = strategy.pp
-    stages = split_layers(args.config.num_hidden_layers, strategy.stages, head)
+    stages = split_layers(args.config.num_hidden_layers, strategy.stages,
+                          cost_of_head(one_layer(args)))
     layers = [sum(map(len, stages[rank::n])) for rank in range(n)]
     ranks = [rank for rank in range(n)
              if rank in (0, n - 1) or layers[rank] > max(layers[:rank])]
@@ -210,12 +276,14 @@ def sources():
 def search(strategy, options, args):
     """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
     does, of the last that was counted."""
+    if (least := least_held(strategy, args)) > memory(args):
+        return [(strategy.command, {"peak": {"in all": least}, "by_formula": True})]
 
     def first_that_fits(checkpointing):
         """The variant with the fewest accumulation steps; if none fits, the last counted."""
         last = counted_at = None
         for i, variant in enumerate(variants(strategy, args.batch_size)):
-            if last and least_peak(last[1], 2 ** (i - counted_at)) > args.device_memory * 1e9:
+            if last and least_peak(last[1], 2 ** (i - counted_at)) > memory(args):
                 continue
             chosen = [*variant, *checkpointing]
             command, counted_at = " ".join([strategy.command, *chosen]), i
@@ -229,7 +297,7 @@ def search(strategy, options, args):
         command, counted = first_that_fits(checkpointing)
         rows.append((command, counted))
         enough = fits(counted, args) and "--grad-accum" not in command
-        too_much = least_peak(counted, math.inf) > args.device_memory * 1e9
+        too_much = least_peak(counted, math.inf) > memory(args)
         # zerobubble cannot compute layers again
         if enough or too_much or "zerobubble" in command:
             break
@@ -272,13 +340,17 @@ def table(rows, args):
         head.append("between machines")
     yield [*head, "10^12 operations", "bubble", "computes >= s", "sends >= s", "command"]
     for command, counted in rows:
+        if "by_formula" in counted:
+            yield ["no", *[""] * (10 + several), one_line(command, counted)]
+            continue
         held, peak = counted["held"], counted["peak"]
         by_axis = collections.Counter()
         for part in counted["collectives"]:
             by_axis[part["group"]] += part["bytes"]
         sent = " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items()
                           if size >= sum(by_axis.values()) / 1000)
-        cells = ["yes" if fits(counted, args) else "no", gb(peak["in all"])]
+        mark = "~" if "estimated" in counted else ""
+        cells = ["yes" if fits(counted, args) else "no", mark + gb(peak["in all"])]
         cells += [gb(held.get(kind, 0)) for kind in KEPT]
         cells += [gb(peak["activations"]), sent or "0"]
         if several:
@@ -287,6 +359,12 @@ def table(rows, args):
         cells += [f"{counted['bubble']:.0%}" if counted.get("bubble") else ""]
         cells += [f"{bound:.3f}" for bound in bounds(counted, args)]
         yield [*cells, command]
+
+
+def one_line(command, counted):
+    least, mark = "by_formula" in counted, "~" if "estimated" in counted else ""
+    size = mark + gb(counted["peak"]["in all"])
+    return f"{command}: more than {size} GB, by the formula" if least else f"{size} GB: {command}"
 
 
 def gb(size):
@@ -379,36 +457,22 @@ def main(argv=None):
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]
-    print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
-    rows_of = {}  # the rows of each strategy
-    with dry_run.threads() as pool, tqdm(total=len(tried), leave=False) as bar:
-        searches = {pool.submit(search, each, options, args): each.command for each in tried}
-        for each in concurrent.futures.as_completed(searches):
-            try:
-                rows_of[searches[each]] = each.result()
-                for command, counted in each.result():
-                    bar.write(f"{gb(counted['peak']['in all'])} GB: {command}", file=sys.stderr)
-            except SettingError as error:
-                left_out[f"{searches[each]}: {error}"] += 1
-            bar.update()
-        rows = [row for each in tried for row in rows_of.get(each.command, [])]
-        if not rows:
-            reasons = "; ".join(left_out)
-            raise SettingError(f"nothing can run on {args.devices} devices: {reasons}")
-        simplest = next((command for command, counted in rows if fits(counted, args)), None)
-        change = "" if simplest else pool.submit(more_devices, options, args).result()
-    rows = in_order(rows, args)
-    print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
-    for line in lay_out(table(rows, args)):
-        print(line)
-    for reason, number in left_out.items():
-        print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
-    if args.json:
-        args.json.write_text(json.dumps({
-            "rows": [{"command": command, "fits": fits(counted, args),
-                      "bounds": bounds(counted, args), **counted} for command, counted in rows],
-            "left_out": list(left_out),
-        }, indent=1))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both raise KeyboardInterrupt
+    rows, change, stopped = [], "", False
+    try:
+        pool = dry_run.threads()
+        count_all(pool, tried, options, args, rows, left_out)
+        rows, simplest = settle(rows, tried, options, args)
+        change = "" if simplest else more_devices(options, args)
+    except KeyboardInterrupt:
+        stopped = True
+        rows, simplest = in_order(rows, args), None
+    show(rows, left_out, args)
+    sys.stdout.flush()
+    if stopped:  # not at once: threads still wait for what they count
+        print(f"plan.py: error: stopped: these are not all of {len(tried)} strategies",
+              file=sys.stderr, flush=True)
+        os._exit(1)
     if not simplest:
         sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB{change}")
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
@@ -420,6 +484,60 @@ def main(argv=None):
         setting[1] = "FOLDER/model.json"
     for name, command in ("the first row", rows[0][0]), ("the simplest that fits", simplest):
         print(f"{name}: {start} {shlex.join([*command.split(), *setting])}")
+
+
+def count_all(pool, tried, options, args, rows, left_out):
+    """Add the rows of all strategies to ``rows``, as they are counted; in the end the simplest
+    script comes first."""
+    print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
+    searches = {pool.submit(search, each, options, args): each.command for each in tried}
+    with tqdm(total=len(tried), desc="strategies", leave=False) as bar:
+        for each in concurrent.futures.as_completed(searches):
+            try:
+                rows += each.result()
+                for row in each.result():
+                    bar.write(one_line(*row), file=sys.stderr)
+            except SettingError as error:
+                left_out[f"{searches[each]}: {error}"] += 1
+            bar.update()
+    if not rows:
+        raise SettingError(f"nothing can run on {args.devices} devices: {'; '.join(left_out)}")
+    rows[:] = [row for each in searches if not each.exception() for row in each.result()]
+
+
+def settle(rows, tried, options, args):
+    """The rows in their order, and the command of the simplest that fits, or None. Of these two the
+    first row and the simplest are counted whole, if they are estimates."""
+    while True:
+        ordered = in_order(rows, args)
+        simplest = next((row for row in rows if fits(row[1], args)), None)
+        row = next((row for row in (ordered[0], simplest) if row and "estimated" in row[1]), None)
+        if row is None:
+            return ordered, simplest and simplest[0]
+        command, _ = row
+        strategy = max((each for each in tried if f"{command} ".startswith(f"{each.command} ")),
+                       key=lambda each: len(each.command))
+        variant = command.removeprefix(strategy.command).split()
+        counted = evaluate(strategy, [*variant, *options], args, whole=True)
+        rows[rows.index(row)] = command, counted
+
+
+def show(rows, left_out, args):
+    """Print the table, and write it to --json."""
+    print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
+    for line in lay_out(table(rows, args)):
+        print(line)
+    if any("estimated" in counted for _, counted in rows):
+        print("~ an estimate, from fewer layers")
+    for reason, number in left_out.items():
+        print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
+    if args.json:
+        args.json.write_text(json.dumps({
+            "rows": [{"command": command, "fits": fits(counted, args), **counted}
+                     | ({} if "by_formula" in counted else {"bounds": bounds(counted, args)})
+                     for command, counted in rows],
+            "left_out": list(left_out),
+        }, indent=1))
 
 
 if __name__ == "__main__":

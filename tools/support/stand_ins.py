@@ -127,7 +127,8 @@ def offload(counter):
     for state in tree_leaves([list(each.state.values()) for each in counter.optimizers]):
         if isinstance(state, torch.Tensor):
             counter.to_host(state)
-    counter.peak = counter.now.copy()
+    counter.moments.clear()
+    counter.moment("")
     gather_inputs = FSDPParam.all_gather_inputs.fget
     reduce = _fsdp_param_group.foreach_reduce
 
@@ -297,7 +298,8 @@ class Run:
         formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
                              self.models)
         counted.update(
-            held=dict(counter.held), peak=dict(counter.peak),
+            held=dict(counter.held), peak=peak_of([peak for _, peak in counter.moments]),
+            moments=counter.moments,
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
             operations=counter.operations,
@@ -307,6 +309,11 @@ class Run:
             ],
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
+
+
+def peak_of(peaks):
+    """The most of each kind, of a list of dicts."""
+    return {name: max(peak.get(name, 0) for peak in peaks) for name in set().union(*peaks)}
 
 
 def pipeline(args, mesh):
