@@ -94,6 +94,9 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
                       for n in divisors(devices) if experts % n == 0]
     else:
         strategies = one_strategy_each(devices, nproc_per_node)
+        for each in [each for each in strategies if each.stages > layers + 2]:
+            left_out[f"{each.command}: {layers} layers do not fill {each.stages} stages"] += 1
+            strategies.remove(each)
     for tp, cp, pp in grids(devices):
         dp = devices // (tp * cp * pp)
         if tp > nproc_per_node:
