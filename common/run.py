@@ -71,7 +71,7 @@ class Run:
         add = parser.add_argument_group("run").add_argument
         add("--out", type=pathlib.Path, metavar="FOLDER", help="where to save; if it has a run, "
             "that run continues; machines must share it; None: save nothing")
-        add("--from", dest="source", type=pathlib.Path, metavar="CHECKPOINT", help="unless --out "
+        add("--from", type=pathlib.Path, metavar="CHECKPOINT", help="unless --out "
             "has a checkpoint, begin from this one, of any run, step and optimizer included")
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
         for name, least, default, words in (
@@ -87,6 +87,7 @@ class Run:
     def __init__(self, args, model, optimizer, sampler, dataset, device, mesh=None, *,
                  tensors=None, loss_of=None, after_evaluation=lambda: None, size=None, lines=()):
         self.args, self.sampler, self.device = args, sampler, device
+        self.source = vars(args)["from"]
         self.models = model if isinstance(model, list) else [model]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.tensors = tensors if tensors is not None else {
@@ -163,7 +164,7 @@ class Run:
             except (OSError, dcp.CheckpointException) as error:
                 problem = f"cannot read or write: {str(error).strip().splitlines()[-1]}"
         answers = self.gather((None if everywhere else answer, problem))
-        refuse([(said, said) for _, said in answers])
+        refuse([(said, said) for _, said in answers])  # of the first rank that has one
         return answer if everywhere else answers[0][0]
 
     # The loop
@@ -199,7 +200,7 @@ class Run:
         args, saves = self.args, self.args.out and self.args.save_every
         last = {name: value for record in self.history for name, value in record.items()}
         if not self.history:
-            return (f"nothing to train: {args.out or args.source} has done all of --steps "
+            return (f"nothing to train: {args.out or self.source} has done all of --steps "
                     f"{args.steps}: raise it, or for a new run take another --out")
         if self.stopping and self.done < args.steps:
             then = "saved: the same command continues from there" if saves else "nothing is saved"
@@ -350,7 +351,7 @@ class Run:
 
         def choose():  # rank 0 alone: a network file system may show others another
             if not out:
-                return self.args.source
+                return self.source
             out.mkdir(parents=True, exist_ok=True)
             self.lock = open(out / "lock", "a")
             try:
@@ -360,7 +361,7 @@ class Run:
                                    f"ends, or choose another one") from None
             for half in out.glob("step-*.tmp"):
                 shutil.rmtree(half)
-            return (list_checkpoints(out) or [self.args.source])[-1]
+            return (list_checkpoints(out) or [self.source])[-1]
 
         def drop_later_lines():  # of steps that are repeated, and one at which a run was killed
             kept = [line for line in metrics.read_text().splitlines(True)
@@ -378,7 +379,7 @@ class Run:
         its step."""
         reader, saved = self.agreed(
             lambda: open_checkpoint(checkpoint, slice(self.rank, None, self.ranks)), True)
-        new_run = "for a new run take another --out"
+        new_run = "for a new run take another --out, without --from"
         refuse([(FIXED not in saved, f"{checkpoint} is of an older version, which wrote other "
                  f"files: go on with that version; {new_run}")])
         refuse([(value != self.fixed.get(name), f"{name} is {value} in {checkpoint} and "

@@ -7,14 +7,17 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
 
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled
+from tests.support.sample import sampled, thorough
 from tests.test_porting import DATA_PARALLEL, HEADS, UNITS
 from tools import check as tool
 from tools.flatten import flatten, without_run
@@ -169,11 +172,24 @@ ROWS = SAMPLE + [
 def test_what_it_says(check, tmp_path, command, edits, words):
     script, _, more = command.partition(" ")
     more = more.replace("tied.py", edited(tmp_path / "one", "single.py", TIED))
+    if "grad-accum" not in command + words:
+        more += " --grad-accum 2"  # as by default, but it does not try 1 after a DIFFERENT
     status, said = check(
         edited(tmp_path / "copy", script, *edits) if edits else script, more)
     assert status == (words[:5] != "EQUAL"), said
     assert re.search(f"[24] processes  {words}", said), said
     assert ("\nNot compared: " in said) == (not status), said
+
+
+@thorough
+def test_a_loop_that_changes_its_batch(check, tmp_path):
+    """As `inputs.pop("labels")` does: what it has read is recorded all the same."""
+    edits = [("        for i, (inputs, targets) in enumerate(batch):",
+              "        for i in range(args.grad_accum):\n"
+              "            inputs, targets = batch.pop(0)"),
+             ("count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n")]
+    status, said = check(edited(tmp_path / "copy", "fsdp.py", *edits), "--grad-accum 2")
+    assert status == 1 and "loss: a mean of means" in said, said
 
 
 @pytest.mark.parametrize("verdicts, status", [
@@ -203,6 +219,21 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
             recorded.record(module, [], tmp_path / "run", tool.DEFAULTS)
+
+
+@thorough
+def test_a_signal_ends_it_and_leaves_nothing(tmp_path):
+    """As of a CI whose time is up: no process of its group, no file."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.check", "fsdp.py", "--steps", "20"], cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()  # the reference is recorded
+    while not [*tmp_path.glob("*/2/run.parity")]:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143 and not [*tmp_path.iterdir()]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.parametrize("script", sampled(["pp", "zero", "ddp"], ["pp"]))

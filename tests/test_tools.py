@@ -92,7 +92,8 @@ def test_split_is_by_document(run_prepare, bpe, tmp_path):
     assert 0.13 < len(validation) / 700 < 0.27
     vocab_size = len(json.loads(bpe.read_text())["model"]["vocab"])
     assert output.splitlines()[-1] == (f"give the scripts --data {tmp_path}/tokens/train.bin "
-                                       f"--token-dtype uint16 --vocab-size {vocab_size}")
+                                       f"--token-dtype uint16 --vocab-size {vocab_size}; an imported "
+                                       "model has a vocabulary of its own")
     dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
     assert f"train.bin: {len(dataset.tokens):,} tokens" in output
     parts = [write_jsonl(tmp_path / f"{i}.json{'l' * (i > 0)}", documents[::-1][i::7])

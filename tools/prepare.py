@@ -107,10 +107,12 @@ def main(argv=None):
                    if val.tell() else f"{', '.join(args.files)}: no text, so there are no tokens")
     for path, number in tokens.items():
         print(f"{args.out / pathlib.Path(path).name}: {number:,} tokens")
+    if args.val and not tokens[str(half / "val.bin")]:
+        print(f"no document is in val.bin: raise --val {args.val}, or give no --val-data")
     if skipped:
         print(f"left out: {len(skipped):,} bad lines")
     print(f"give the scripts --data {args.out / 'train.bin'} --token-dtype {dtype} "
-          f"--vocab-size {vocab_size}")
+          f"--vocab-size {vocab_size}; an imported model has a vocabulary of its own")
 
 
 if __name__ == "__main__":

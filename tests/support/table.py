@@ -101,7 +101,7 @@ EXACT = SAMPLE_EXACT + [Row(command, world) for command, world in [
     (f"hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic", 4),
     ("hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3", 4),
     ("hybrid_3d.py --replicate 2 --cp 2 --pp 2", 8),
-    ("hybrid_3d.py --tp 4 --cp 2 --pp 4", 32),
+    ("hybrid_3d.py --tp 2 --cp 2 --pp 4", 16),
 ]] + [Row(command, world, inject=CHUNKS) for command, world in [
     (f"single.py {AGAIN}", 0), ("zero.py --stage 2", 3), ("fsdp.py --grad-accum 2", 4),
 ]]

@@ -53,7 +53,7 @@ def folder_of_import(checkpoint):
             return checkpoint.parent
         seen.add(checkpoint)
         settings = json.loads((checkpoint / "run.json").read_text())
-        checkpoint = pathlib.Path(settings[OPTIONS].get("--source", "None"))
+        checkpoint = pathlib.Path(settings[OPTIONS].get("--from", "None"))
     # No run saves step 0.
     refuse([(checkpoint.name == "step-00000000" and not checkpoint.exists(),
              f"the run began with {checkpoint}, which is not here: config.json and "
