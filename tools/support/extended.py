@@ -43,9 +43,9 @@ def over_layers(few, some, layers):
 
 
 def over_steps(few, some, steps):
-    """What would be counted with ``steps`` accumulation steps, from counts of ``STEPS``. The moments
-    stay those of four steps: all but the first two and the last are like the third, and hold more
-    in each step, such as the tokens of those before."""
+    """What would be counted with ``steps`` accumulation steps, from counts of ``STEPS``. The
+    moments stay those of four steps: all but the first two and the last are like the third, and
+    hold more in each step, such as the tokens of those before."""
     def extend(a, b):
         return on_line(a, b, *STEPS, steps)
 
