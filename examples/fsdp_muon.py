@@ -108,7 +108,7 @@ def main(argv=None):
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
-            # set_requires_gradient_sync(last) sends less, but holds whole gradients on each rank.
+            # (set_requires_gradient_sync(last) would send less, and hold whole gradients.)
             last = i == args.grad_accum - 1
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches

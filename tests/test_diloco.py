@@ -14,6 +14,7 @@ from common.step import decay_groups, set_learning_rate
 from tests.support import inject
 from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import Result
+from tests.support.sample import thorough
 from tools import theory
 
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
@@ -110,6 +111,7 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
 # Checkpoints
 
 
+@thorough
 def test_a_run_resumes_between_two_meetings(whole):
     """Bit for bit the same weights in the same replicas. The bytes."""
     again = Result([0], "", whole.out / "again-0")
@@ -119,6 +121,7 @@ def test_a_run_resumes_between_two_meetings(whole):
     holds_and_sends(whole, 4, met=1)
 
 
+@thorough
 def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp_path):
     shutil.copytree(whole.out, tmp_path / "again", ignore=lambda *_: ["step-00000008"])
     found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), out="again",

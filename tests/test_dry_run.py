@@ -167,6 +167,7 @@ def test_what_is_offloaded_does_not_count(count):
     assert any("in host memory" in line for line in offloaded["description"])
 
 
+@thorough
 def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     """Without --rank it is the stage that holds most: here the last, which has the head. --dtype
     auto is as on a GPU; a real run on the CPU would be in float32."""

@@ -697,6 +697,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.thorough
 def test_the_folder_alone_works_in_another_project(tmp_path):
     """Copied by the command of its README.md, with the lines that this adds to a trainer."""
     page = (ROOT / "parity" / "README.md").read_text()

@@ -146,7 +146,7 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     assert contents(dry, "model.json") == contents(out, "model.json") == vars(model.config)
     assert sorted(os.listdir(dry)) == ["config.json", GENERATION, "model.json"]
     change(tmp_path / "hf", tie_word_embeddings=False)
-    with pytest.raises(SettingError, match="lacks the tensor lm_head.weight: if .* set tie_word_emb"):
+    with pytest.raises(SettingError, match="lacks the tensor lm_head.weight: if .* set tie_word"):
         ours(tmp_path / "hf")
 
 

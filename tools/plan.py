@@ -1,7 +1,7 @@
 """Which script, and which grid, for a model on a cluster? Counted by dry runs, without a GPU.
 
-    python -m tools.plan --model llama3-8b --devices 8 --device-memory 80 --seq-len 8192
-    python -m tools.plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
+    bash run.sh plan --model llama3-8b --devices 8 --device-memory 80 --seq-len 8192
+    bash run.sh plan --model llama3-70b --devices 64 --device-memory 80 --seq-len 8192 \\
         --batch-size 512 --tflops 312 --link 300 --network 25
 
 Every script is tried, and hybrid_3d.py with every sensible grid: the last lines name those that are

@@ -1,6 +1,6 @@
 """Text to token ids: writes the train.bin and val.bin that ``--data`` of the scripts reads.
 
-    python -m tools.prepare corpus.jsonl books/*.txt --tokenizer tokenizer.json --out tokens
+    bash run.sh prepare corpus.jsonl books/*.txt --tokenizer tokenizer.json --out tokens
 
 A document is a line of a file of JSON lines (.jsonl, .ndjson or .json), or another file. A hash of
 its text decides whether it goes to val.bin; a file of text is cut for it into blocks of 65,536

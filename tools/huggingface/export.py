@@ -202,7 +202,7 @@ def write_json(path, content):
 
 
 def main(argv=None):
-    parser = make_parser("huggingface.export", __doc__)
+    parser = make_parser("export", __doc__)
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="RUN_OR_CHECKPOINT",
                         help="a run folder, or a checkpoint in it")
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR",

@@ -80,7 +80,7 @@ def import_weights(folder, config, checkpoint):
 
 
 def main(argv=None):
-    parser = make_parser("huggingface.import_hf", __doc__)
+    parser = make_parser("import_hf", __doc__)
     parser.add_argument("folder", metavar="FOLDER",
                         help="a Hugging Face folder: config.json, and .safetensors files")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",
