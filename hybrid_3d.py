@@ -104,7 +104,7 @@ def main(argv=None):
     stage_layers = compose(args, whole, model, meshes, positions)
     materialise(model, device, args.seed)
 
-    # The targets of a global batch: each step writes their number here, and loss_fn reads it.
+    # PP: a schedule calls loss_fn, so each step writes the number of all targets here.
     count = torch.ones((), dtype=torch.int64, device=device)
 
     def loss_fn(micro_loss, targets):  # this rank's part of the mean over the batch of this step

@@ -105,7 +105,7 @@ def main(argv=None):
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
     group = mesh.get_group("pp")
-    # When a rank dies, torch.distributed.pipelining prints the whole schedule on all other ranks.
+    # PP: when a rank dies, torch.distributed.pipelining prints the schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
     # Model: built on the meta device; PP: then this rank's stages are materialised
