@@ -246,8 +246,8 @@ def test_a_copy_without_run(check, tmp_path, script):
     assert status == 0 and re.search(f"2 processes  {EQUAL}", said), said
 
 
-@pytest.mark.parametrize("script, with_run", sampled(
-    [("tp", True), ("fsdp", False), ("cp", False)], []))
+@thorough
+@pytest.mark.parametrize("script, with_run", [("tp", True), ("fsdp", False), ("cp", False)])
 def test_one_flat_file(check, tmp_path, script, with_run):
     """In a project that has a common/ and tools/ of its own; fsdp.py as it stands is refused."""
     for name in "common/mine.py", "tools/helpers.py":
