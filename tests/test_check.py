@@ -102,13 +102,6 @@ SAMPLE = [
      "DIFFERENT  step 0: loss: a mean of means"),
     (f"zero.py {ACCUMULATE} --val-data {ROOT}/README.md", [
         *HEADS, *DATA_PARALLEL["zero.py"], *NO_CLIPPING], EQUAL),
-    ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
-     "REFUSED    it needs a GPU"),
-    # It records shards, under both names.
-    ("zero.py --against tied.py --stage 1", [
-        TIED, (UNITS, "        [model.model.norm],\n"),
-        ("[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
-    ("fsdp.py", MEANS, "DIFFERENT  step 0: loss: a mean of means, in the reference too"),
     # Clipping by hand hides a factor of all gradients.
     ("ddp.py --against single.py", BY_HAND + UNSCALED,
      "DIFFERENT  step 0: the gradient norm that it logs is .* \\(times 0.5\\)"),
@@ -119,6 +112,13 @@ WITHOUT_ZEROS = [("zeros(model, True)", "zeros(model, False)"),
                  ("if mesh.ndim > 1 else", "if False else")]
 LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
 ROWS = SAMPLE + [
+    # It records shards, under both names.
+    ("zero.py --against tied.py --stage 1", [
+        TIED, (UNITS, "        [model.model.norm],\n"),
+        ("[model.model.embed_tokens], *", "[model.model.embed_tokens, model.lm_head], *")], EQUAL),
+    ("fsdp.py", MEANS, "DIFFERENT  step 0: loss: a mean of means, in the reference too"),
+    ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
+     "REFUSED    it needs a GPU"),
     # Rank 0 has lost rank 1.
     ("fsdp.py", [("    run = Run(", "    1 / (1 - dist.get_rank())\n    run = Run(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),

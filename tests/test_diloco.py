@@ -17,6 +17,7 @@ from tests.support.processes import Result
 from tests.support.sample import thorough
 from tools import theory
 
+pytestmark = thorough
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4
 MODEL = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 --num-attention-heads 4 "
          f"--num-key-value-heads 2 --seq-len {T} --batch-size {B} --dtype float64")
@@ -111,7 +112,6 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
 # Checkpoints
 
 
-@thorough
 def test_a_run_resumes_between_two_meetings(whole):
     """Bit for bit the same weights in the same replicas. The bytes."""
     again = Result([0], "", whole.out / "again-0")
@@ -121,7 +121,6 @@ def test_a_run_resumes_between_two_meetings(whole):
     holds_and_sends(whole, 4, met=1)
 
 
-@thorough
 def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp_path):
     shutil.copytree(whole.out, tmp_path / "again", ignore=lambda *_: ["step-00000008"])
     found = run(COMMAND, 2, f"{WHOLE} --data {corpus}".format(val=held_out), out="again",

@@ -75,7 +75,7 @@ def test_the_seed_of_a_step_is_a_function_of_its_numbers():
     assert len({draw(0, 3, 1), draw(1, 3, 1), draw(0, 4, 1), draw(0, 3, 2), draw(0, 3)}) == 5
 
 
-@on_ranks(2)
+@on_ranks(2, thorough=True)
 def test_a_batch_without_targets_counts_one(rank):
     """The loss is then 0, and not 0/0. But a rank without targets, beside others, counts none."""
     none, six = torch.full((2, 3), -100), torch.ones(2, 3)

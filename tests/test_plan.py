@@ -17,7 +17,7 @@ import torch
 from common.experts import MixtureConfig
 from common.model import PRESETS, add_model_options
 from common.options import SettingError, option_parser, parse_options
-from tests.support.sample import sampled
+from tests.support.sample import sampled, thorough
 from tools import plan
 from tools.counting import HELD
 from tools.support import extended
@@ -116,7 +116,8 @@ EXTENDED = [  # of README.md and docs/planning.md, and what else may be differen
 ]
 
 
-@pytest.mark.parametrize("world, script, options_, model, layers", sampled(EXTENDED, EXTENDED[:1]))
+@thorough
+@pytest.mark.parametrize("world, script, options_, model, layers", EXTENDED)
 def test_what_is_extended_equals_what_is_counted(
         monkeypatch, tmp_path, world, script, options_, model, layers):
     """To the byte, also where another moment than in the small counts is the peak."""
@@ -193,7 +194,7 @@ def test_nothing_is_counted_that_cannot_fit(monkeypatch):
     assert cell == "zero.py --stage 2: more than 388 GB, by the formula"
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", sampled(["SIGINT", "SIGTERM"], ["SIGINT"]))
 def test_a_stopped_plan_prints_what_it_has(tmp_path, name):
     """ddp.py cannot fit, and is a row at once; what is being counted is not waited for."""
     words = "--model llama3-405b --devices 8 --device-memory 2000 --seq-len 8192"
