@@ -4,7 +4,6 @@ import importlib
 from unittest import mock
 
 import pytest
-import torch
 from torch import nn
 
 import fsdp

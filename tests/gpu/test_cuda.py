@@ -8,7 +8,6 @@ tools/share_gpu.py lets the ranks share them. docs/gpus.md says more. Without a 
 skipped, here and in one piece. tests/gpu/test_gpus.py checks on the CPU what can be checked there.
 """
 
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -161,14 +160,10 @@ def test_a_1b_llama_takes_what_a_dry_run_counts(on_gpus, command):
 # How it ends
 
 
-def test_a_rank_that_stops_leaves_records(on_gpus, tmp_path):
-    """After --timeout NCCL's watchdog of rank 0 writes down its last collectives, gives the other
-    ranks a minute to do so (4 times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), and aborts the process.
+def test_a_rank_that_stops_ends_the_run(on_gpus):
+    """After --timeout NCCL's watchdog of rank 0 aborts the process, a minute later at the latest.
     Rank 1, which stands still, is killed 30 s later."""
-    record = tmp_path / "flight-record-rank"
     result = on_gpus("ddp.py", 2, f"{SMALL} --timeout 20", expect_ok=False, timeout=300,
-                     inject="at(3, signal_self, 'SIGSTOP', on=1)",
-                     env={"TORCH_FR_DUMP_TEMP_FILE": str(record)})
+                     inject="at(3, signal_self, 'SIGSTOP', on=1)")
     assert result.statuses == [-signal.SIGABRT, -signal.SIGKILL], result.output
     assert "Watchdog" in result.output
-    assert pathlib.Path(f"{record}0").stat().st_size > 0
