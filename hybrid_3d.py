@@ -393,6 +393,10 @@ def check(args, n, dp, M):
         (experts and args.activation_checkpointing == "selective",
          "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
          "layer, and torch cannot compute a part of such a layer again; use full"),
+        (cp > 1 and args.dtype == "float64" and args.device != "cpu"
+         and torch.cuda.is_available(),
+         "--dtype float64: GPUs have no fused attention for it, which --cp needs: use "
+         "--dtype float32, or --device cpu"),
         (cp > 1 and args.compile and args.activation_checkpointing == "selective",
          "--activation-checkpointing selective with --compile: the collectives of attention break "
          "the graph of a layer, so torch would compile none of it; leave out one, or use "

@@ -8,6 +8,7 @@ import shlex
 import socket
 
 import pytest
+import torch
 
 from common.options import SettingError
 from tests.support.processes import BARE, ROOT, SMALL, TOOLS
@@ -155,6 +156,16 @@ ep 1 --num-experts 2 --experts-per-token 1 | experts_per_token 1 never trains
 ep 1 --num-experts 1 | it starts
 ep 1 --expert-size 8 | expert_size 8 ... give num_experts
 """
+ON_GPU = """
+cp 2 --dtype float64 | --dtype float64: GPUs ... --attention ring needs: use --dtype float32
+cp 2 --dtype float64 --attention allgather | --dtype float64
+cp 2 --dtype float64 --attention ulysses | it starts
+cp 2 --dtype float64 --device cpu | it starts
+cp 1 --dtype float64 | it starts
+examples.cp_documents 2 --dtype float64 | --dtype float64
+hybrid_3d 2 --dtype float64 --cp 2 | --dtype float64: GPUs ... --cp needs: use --dtype float32, or
+hybrid_3d 2 --dtype float64 | it starts
+"""
 
 
 def in_order(words, line):
@@ -200,9 +211,11 @@ def folder(made, monkeypatch):
 # In this process: a script refuses its options before its ranks connect.
 
 
-def test_options(folder, monkeypatch):
+@pytest.mark.parametrize("rows, gpu", [(REFUSED, False), (ON_GPU, True)])
+def test_options(folder, monkeypatch, rows, gpu):
     wrong = []
-    for row in REFUSED.strip().splitlines():
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for row in rows.strip().splitlines():
         command, words = row.split(" | ")
         script, world, *options = shlex.split(command)
         module = importlib.import_module(script)
