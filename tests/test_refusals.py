@@ -280,7 +280,7 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
      "common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)",
      "error: my words"),
     # Models that a strategy cannot take
-    ("fsdp.py", 2, "tied()", "two units ... share a parameter ... in one"),
+    ("fsdp.py", 2, "tied()", "two units ... share model.embed_tokens.weight ... in one"),
     ("pp.py --schedule zbv", 1, "tied()", "model.embed_tokens.weight ... lm_head.weight"),
     ("pp.py", 2, "own_parameter()", "model.gate"),
     ("hybrid_3d.py --tp 2", 2, "own_parameter()", "model.gate"),
