@@ -34,8 +34,8 @@ from tools.huggingface.weights import Weights
 from tools.support.command import make_parser, new_folder, run
 
 NOTES = {  # what a config.json may say that is otherwise here
-    "tie_word_embeddings": "here the head is a weight of its own, which starts with the values of "
-                           "the embedding",
+    "tie_word_embeddings": "here the head is a weight of its own, and trained apart from the "
+                           "embedding",
     "output_router_logits": "here no auxiliary loss balances the experts: see --balance-rate",
 }
 
