@@ -109,9 +109,10 @@ def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
     short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
     lines = [*(f"猫 {i:07}\n" for i in range(100)), "🦊" * 2**10]
     long.write_text("".join(lines))
-    train, _, _ = run_prepare(short, long, "--val", 0)
-    assert train == ["one\r\ntwo", "".join(lines)]
-    train, validation, _ = run_prepare(short, long, "--val", 0.5, "--bos", "</s>", out="bos")
+    train, _, output = run_prepare(short, long, "--val", 0)
+    assert train == ["one\r\ntwo", "".join(lines)] and "has the </s> that the token" in output
+    train, validation, output = run_prepare(short, long, "--val", 0.5, "--bos", "</s>", out="bos")
+    assert "the tokenizer itself adds" not in output
     blocks = train[1::2], validation[1::2]  # each document begins and ends with a token
     assert not any(train[::2]) and not any(validation[::2]) and all(map(len, blocks))
     assert sum(map(len, map("".join, blocks))) == len("one\r\ntwo" + "".join(lines))
@@ -137,12 +138,13 @@ def the_line(main, words):
 
 
 @pytest.mark.parametrize("text, words, said", [
-    (b'{"text": "good"}\n\n{', "", "bad.jsonl, line 3: "),
-    (b'{"text": "good"}\n[1]', "", "bad.jsonl, line 2: "),
-    (b'{"text": "good"}\n{"body": "x"}', "", "bad.jsonl, line 2: "),
-    (b'{"text": "\xff"}', "", "bad.jsonl, line 1: "),
-    ('{"text": "x"}'.encode("utf-16"), "", "bad.jsonl, line 1: no UTF-8"),
-    (b'{"text": null}', "", "--skip-bad-lines leaves such lines out"),
+    (b'{"text": "good"}\n\n{', "", "bad.jsonl, line 3 is not"),
+    (b'{"text": "good"}\n[1]', "", "bad.jsonl, line 2 is not"),
+    (b'{"text": "good"}\n{"body": "x"}', "", "bad.jsonl, line 2 is not"),
+    (b'{"text": "\xff"}', "", "bad.jsonl, line 1 is not"),
+    (b'{"text": "x"}', "--tokenizer {}", "bad.jsonl is no tokenizer.json ("),
+    ('{"text": "x"}'.encode("utf-16"), "", "line 1 is not {\"text\": \"...\"} in UTF-8 ("),
+    (b'{"text": null}', "", "write each line so, or leave such out by --skip-bad-lines"),
     (b" \n", "", "bad.jsonl: no text"), (b'{"text": " "}', "", "bad.jsonl: no text"),
     (b'{"text": "x"}', "--val 0.999999", "--val 0.999999: all documents are in val.bin"),
     (b'{"text": "x"}', "--val nan", "--val nan: "), (b'{"text": "x"}', "--val 1", "--val 1.0: "),

@@ -40,10 +40,11 @@ def read_texts(path, bar, skipped, size=2**16):
                 text = json.loads(piece)["text"] if jsonl else piece
                 text.encode()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
-                if skipped is None or not jsonl:
-                    refuse(f"{path}, {'line' if jsonl else 'block'} {number}: no UTF-8"
-                           + (f", or no text in JSON ({error!s:.80}): --skip-bad-lines leaves such "
-                              f"lines out" if jsonl else ""))
+                if not jsonl:
+                    refuse(f"{path}, block {number}: no UTF-8: convert the file, such as by iconv")
+                if skipped is None:
+                    refuse(f'{path}, line {number} is not {{"text": "..."}} in UTF-8 ({error!s:.60}'
+                           f"): write each line so, or leave such out by --skip-bad-lines")
                 skipped.append(number)
                 continue
             if text.strip():
@@ -74,7 +75,11 @@ def main(argv=None):
         refuse(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
     from tokenizers import Tokenizer  # an optional package
 
-    tokenizer = Tokenizer.from_str(pathlib.Path(args.tokenizer).read_text())
+    try:
+        tokenizer = Tokenizer.from_file(args.tokenizer)
+    except Exception as error:  # the package has no narrower class
+        refuse(f"--tokenizer {args.tokenizer} is no tokenizer.json ({error!s:.60}): transformers "
+               f"writes one by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
     tokenizer.encode_special_tokens = True  # a text that spells out a token does not end there
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -111,6 +116,8 @@ def main(argv=None):
         print(f"no document is in val.bin: raise --val {args.val}, or give no --val-data")
     if skipped:
         print(f"left out: {len(skipped):,} bad lines")
+    if not args.bos and (own := tokenizer.encode("").tokens):
+        print(f"no text has the {' '.join(own)} that the tokenizer itself adds: see --bos")
     print(f"give the scripts --data {args.out / 'train.bin'} --token-dtype {dtype} "
           f"--vocab-size {vocab_size}; an imported model has a vocabulary of its own")
 
