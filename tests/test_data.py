@@ -125,7 +125,10 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
     ("a.bin", b"six by", {"vocab_size": 2**17}, "6 bytes: .* of uint32 tokens; see --token-dtype"),
     ("a.bin", b"text", {}, "holds 2 tokens: one sample of --seq-len 4 takes 5; give more"),
     ("a.txt", b"text", {}, "holds 4 tokens"),
-    ("a.txt", "some text".encode("utf-16"), {}, "is no text: .* name ends in .bin"),
+    ("a.txt", "some text".encode("utf-16"), {}, "is no text: .* unpack .*into a file NAME.bin"),
+    *(pytest.param("a.bin", np.arange(99).tobytes(), {"token_dtype": kind}, f"every second id is 0"
+                   f": give another --token-dtype; .*{kind}", id=f"int64 as {kind}")
+      for kind in ("uint16", "uint32")),
     ("a.txt", b"some text", {"vocab_size": 100}, "holds token 115, beyond a vocabulary of 100: "),
     ("", None, {}, "no such file or folder .give one, or 'stdlib'"),
     ("none/a.txt", None, {}, "no such file or folder"),

@@ -67,6 +67,8 @@ def test_what_it_evaluates(tmp_path):
         run_of(tmp_path, 31, loss_of=lambda batch: (0, 0))[0].validation_loss()
     with pytest.raises(SettingError, match="less than one batch of --batch-size 8: give more data"):
         run_of(tmp_path, 7)
+    with pytest.raises(SettingError, match="--val-data: this script has .*: let open_dataset read"):
+        open_dataset(argparse.Namespace(), tmp_path / "held-out")
 
 
 def test_when_it_is_due(tmp_path):
