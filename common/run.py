@@ -124,9 +124,8 @@ class Run:
         self.timed = 0, 0.0  # steps, and the seconds that they took, without the first line's
         if type(dataset).__str__ is object.__str__:  # a list would print all of its samples
             dataset = f"{len(dataset):,} samples"
-        self.say(*self.start_lines(mesh, size), *lines, sampler, dataset)
-        if not args.out:
-            self.say("nothing is saved: there is no --out")
+        warning = [] if args.out else ["nothing is saved: there is no --out"]
+        self.say(*self.start_lines(mesh, size), *lines, sampler, dataset, *warning)
         sampler.start = self.resume()
 
     def start_lines(self, mesh, size):
@@ -172,8 +171,7 @@ class Run:
     def steps(self, numbered):
         """Yields what ``numbered`` yields, pairs (step, batch), until a signal (SIGTERM, SIGUSR1 or
         Ctrl-C) asks to stop. What this changes in the process is put back at the end."""
-        handlers = {number: signal.getsignal(number)
-                    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
         self.bar = tqdm(initial=self.sampler.start, total=self.args.steps, unit=" steps",
                         disable=self.rank != 0, dynamic_ncols=True,
                         mininterval=0.1 if sys.stderr.isatty() else 5)
@@ -352,6 +350,8 @@ class Run:
         def choose():  # rank 0 alone: a network file system may show others another
             if not out:
                 return self.source
+            words = f"--out {out} is a checkpoint: name its run folder, or give it to --from"
+            refuse([((out / "run.json").exists(), words)])
             out.mkdir(parents=True, exist_ok=True)
             self.lock = open(out / "lock", "a")
             try:
