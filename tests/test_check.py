@@ -143,13 +143,17 @@ ROWS = SAMPLE + [
     # Heads that the last micro-batch may not use: bug 34 of docs/bugs.md, in fsdp.py
     (f"fsdp.py {ACCUMULATE}", REPLICAS, EQUAL),
     (f"fsdp.py {ACCUMULATE}", REPLICAS + WITHOUT_ZEROS, "DIFFERENT  step 0: gradients: "),
+    # A schedule that is late shows in the first steps.
+    ("fsdp.py --against single.py --steps 3", [
+        ("set_learning_rate(optimizer, step, args)",
+         "set_learning_rate(optimizer, max(step - 1, 0), args)")], "DIFFERENT  step 2: update"),
     ("tp.py", [("step, loss / n,", "step, loss,")], "DIFFERENT  step 0: loss: .*times 2, as many"),
     (f"cp.py --val-data {ROOT}/README.md", [
         ("positions), (targets != -100)", "positions), (micro_batch[1] != -100)")],
      r"DIFFERENT  evaluation 1: the validation loss that it logs is .* \(times 0.5\)"),
     ("hybrid_3d.py --against single.py --tp 2", [], EQUAL),
     ("hybrid_3d.py --against 'ep.py --ep 1' --ep 2", [], EQUAL),
-    ("ddp.py", ACROSS, "DIFFERENT  .*\n2 processes with --grad-accum 1 are EQUAL, up to"),
+    ("ddp.py", ACROSS, "DIFFERENT  .*\n2 processes with --grad-accum 1: EQUAL, up to"),
     ("fsdp.py", WHOLE_BATCH, "DIFFERENT  .* times 2, as many as the ranks.* 2 ranks read the same"),
     ("zero.py", [("materialise(model, device, args.seed)\n", "materialise(model, device, args.seed)"
                   "\n    model.model.norm.eps = 1e-3 * n\n")],
