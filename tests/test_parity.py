@@ -256,6 +256,8 @@ FAULTS = [
     ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", {
         "edit": apart("values", 0, "0.weight")}),
     ("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2}),
+    ("step 1: updates since the last record: 0, and in the reference 1: is a step skipped", {
+        "lr": 0.2, "edit": lambda lines: lines[1]["ranks"][0].update(updates=0)}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
         "edit": apart("values", 1, "0.weight")}),
     ("step 0: reduction: ranks .0. and .1. .* of 0.bias: they must be averaged", {
@@ -280,6 +282,8 @@ FAULTS = [
         "spoil": scale(1.99), "edit": on_ranks(0.5, 0.5)}),
     ("step 0: gradients: all: divided by 6, as many as ranks x micro-batches", {
         "spoil": scale(1 / 6), "edit": on_ranks(0.5, 0.5, targets=2 * [[7, 7, 7]])}),
+    ("step 0: gradients: all: divided by 3, as many as the micro-batches of a pipeline", {
+        "spoil": scale(1 / 3), "edit": on_ranks(0.5, 0.5, targets=[[7], [7, 7, 7]])}),
     ("step 0: .*those of 0.bias to 2.bias .3 of 4 .*times 0.5: .*the scale of an adapter", {
         "spoil": lambda model: scale(0.5)(model) or scale(0, "0.weight")(model)}, {
             "spoil": scale(0, "0.weight")}),
@@ -313,12 +317,20 @@ FAULTS = [
     ("step 0: .*the outputs of all modules agree", ABSOLUTE | {"edit": on_ranks(
         1, 1, parts=ALL, outputs=[HALVES, HALVES | {"0": [2.0, 48]}])}, {
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
-    ("step 0: .*the model returns 0.875 times as many numbers", {
+    ("step 0: .*: the model gets 7 of 8 samples of a rank: samples are lost", {
         "loss_of": lambda model, x: model(x[1:]).square().mean()}),
+    ("step 0: .*: the model gets 7 of 8 samples", in_texts(2) | {  # padded otherwise, too
+        "loss_of": lambda model, ids: loss_of_texts(13)(model, ids[int(ids[0, 6] > 0):])}, TEXTS),
+    ("step 0: .*returns 0.8333 times as many numbers .*: positions are lost, as where labels", {
+        "loss_of": lambda model, ids: loss_of_texts()(model, ids[:, 1:])}, TEXTS),
+    ("step 0: .*returns 0.5 times as many numbers .* ranks that must read the same samples", {
+        "loss_of": lambda model, x: model(x).abs().mean(), "edit": on_ranks(
+            1, 1, outputs=2 * [{"0": [2.0, 12], "": [2.0, 6]}], rows=[4, 4],
+            numbers=[16, 16])}),
     ("step 0: .*the outputs of all modules agree", {  # of which one is a parameter
         "accumulate": 2, "loss_of": lambda model, x: model(x)[0].abs().mean()}, {
             "make": Scaled, "loss_of": lambda model, x: model(x)[0].square().mean()}),
-    ("step 0: .* is `0`, the first of all; it returns 0.5 times as many numbers, as", {
+    ("step 0: .* is `0`, the first of all .are its inputs those .*; it returns 0.5 times as many numbers, as", {
         "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})}),
     # Each has a stage.
@@ -345,8 +357,13 @@ FAULTS = [
         "loss_of": lambda model, x: 1e-4 * model(x).square().mean()}),
     # Clipping
     ("step 0: gradients: missing: those of 0.weight.* complete only later: clip", later({})),
-    ("step 0: gradients: all: times .*; or the run clips by hand, by another norm$",
+    ("step 0: gradients: all: times .*; or the run clips by hand, .* or each micro-batch$",
      UNTOUCHED | {"spoil": clip(0.02)}, CLIPS_LATER),
+    ("step 0: gradients: all: nearly times .*; or the run clips by hand, .* or each micro-batch$",
+     UNTOUCHED | {"spoil": lambda model: rolled(1e-2)(model) or clip(0.02)(model)}, CLIPS_LATER),
+    ("step 0: reduction: .*neither their sum .*. Later they change, by several factors", {
+        "edit": apart("gradients", 0, "0.bias", mean=3, total=5),
+        "change": lambda _, model: scale(0.5, "2.weight")(model)}),
     ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
         "change": lambda _, model: scale(0.5, "2.weight")(model),
         "parts": lambda model: [model[0], model[2]]}),
@@ -473,15 +490,16 @@ def test_samples_are_found_in_any_structure(names, batch_of):
     assert [*one] == names.split() and one != two
 
 
-def test_samples_that_are_padded_by_a_mask():
-    """With any id, to other lengths."""
+@pytest.mark.parametrize("more", [(0, 3), (2, 1)])
+def test_samples_that_are_padded_by_a_mask(more):
+    """With any id, to other lengths, on both sides."""
     ids = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
     batch = {"labels": ids, "input_ids": ids, "position_ids": ids,
              "attention_mask": torch.ones_like(ids)}
-    padded = {key: torch.nn.functional.pad(x, (0, 3), value=value)
+    padded = {key: torch.nn.functional.pad(x, more, value=value)
               for (key, x), value in zip(batch.items(), (-100, 7, 7, 0))}
-    assert recording.read([batch])[:4] == recording.read([padded])[:4]
-    assert recording.read([batch])[2:4] == ([36], [4 * 8])
+    assert recording.read([batch])[:3] == recording.read([padded])[:3]
+    assert recording.read([padded])[2:4] == ([36], [4 * 8 + 4 * (more[0] > 0)])
 
 
 @pytest.mark.parametrize("size, cuts, block", [
