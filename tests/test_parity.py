@@ -230,7 +230,7 @@ CLIPS_LATER = {"change": lambda _, model: clip(0.01)(model)}
 FAULTS = [
     # The same steps, parameters, types and samples
     ("steps: .* next one is 2 in the run and 1 in the reference", {"every": 2}),
-    ("steps: .* next one is none in the run and 1 in", {"steps": 1}),
+    ("steps: .* next one is none in the run and 1 in .*: record the same", {"steps": 1}),
     ("step 0: names: only the reference has 0.weight, 0.bias, 2.weight .see `model`", {
         "of": lambda model: model[0]}),
     ("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24", {

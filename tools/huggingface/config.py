@@ -9,7 +9,7 @@ import pathlib
 
 from common.experts import MixtureConfig
 from common.model import PRESETS, ROPE_SCALING, ModelConfig
-from common.options import refuse
+from common.options import SettingError, refuse
 
 # Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {
@@ -34,7 +34,14 @@ def read_config(path):
     """The ModelConfig of a config.json, or of its folder; of a Mixtral a MixtureConfig. Raises
     SettingError if it lacks a dimension, or is of another architecture."""
     path = config_file(path)
-    return config_from(json.loads(path.read_text()), path)
+    return config_from(read_json(path), path)
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SettingError(f"{path} is no JSON file: {error}") from None
 
 
 def config_from(content, path):
@@ -85,7 +92,7 @@ def add_preset(name):
     """If ``name`` is the path of a config.json, or of its folder, let --model of a script take it
     in this process. Returns whether it is."""
     file = config_file(name)
-    found = file.is_file() and "model_type" in json.loads(file.read_text())
+    found = file.is_file() and "model_type" in read_json(file)
     if found:
         PRESETS[name] = read_config(name)
     return found
