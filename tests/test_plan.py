@@ -30,7 +30,7 @@ def options(layers=4, **values):
     """The options of a plan."""
     config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     values = {"batch_size": 8, "devices": 8, "nproc_per_node": 8, "device_memory": math.inf,
-              "link": 450, "network": 50, "tflops": 989, "dtype": "bfloat16", **values}
+              "link": 450, "network": 50, "tflops": 989, "dtype": "bfloat16", "seq_len": 128, **values}
     return types.SimpleNamespace(config=config, **values)
 
 
@@ -89,6 +89,7 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, ro
 
     monkeypatch.setattr(plan, "evaluate", evaluate)
     monkeypatch.setattr(plan, "least_held", lambda *_: 0)
+    monkeypatch.setattr(plan, "least_after_forward", lambda *_: 0)
     args = options(device_memory=memory / 1e9)
     assert [command for command, _ in plan.search(TP, [], args)] == [f"tp.py{row}" for row in rows]
     assert tried == expected
@@ -111,35 +112,55 @@ EXTENDED = [  # of README.md and docs/planning.md, and what else may be differen
     (8, "cp.py --attention allgather", "", "--model llama3-1b", 16),
     (2, "pp.py --schedule 1f1b", f"--microbatches 4 {AGAIN}", "--model llama3-8b", 36),
     (2, "pp.py --schedule zerobubble", "--microbatches 4", "--model llama3-1b", 64),
+    (64, "hybrid_3d.py --pp 8", f"--microbatches 8 {AGAIN}", "--model llama3-70b", 80, 48),
+    (64, "hybrid_3d.py --cp 2 --tp 2 --pp 8", "--microbatches 32", "--model llama3-70b", 80),
+    (64, "hybrid_3d.py --tp 2 --pp 16", f"--microbatches 32 {AGAIN}", "--model llama3-70b", 80, 60),
+    (8, "hybrid_3d.py --pp 2", "--microbatches 8", "--model llama3-1b", 34),
+    (16, "hybrid_3d.py --pp 8 --ep 2", f"--microbatches 16 {AGAIN}",
+     "--model llama3-1b --num-experts 4", 16, 4),
+    (8, "pp.py --schedule 1f1b", "--microbatches 32", "--model llama3-1b", 16),
     (8, "ep.py --ep 4", AGAIN, "--model llama3-8b --num-experts 8 --expert-size 7168", 16),
     (8, "hybrid_3d.py --tp 2 --ep 4", "", "--model llama3-1b --num-experts 8", 15),
 ]
 
 
 @thorough
-@pytest.mark.parametrize("world, script, options_, model, layers", EXTENDED)
-def test_what_is_extended_equals_what_is_counted(
-        monkeypatch, tmp_path, world, script, options_, model, layers):
+@pytest.mark.parametrize("row", EXTENDED, ids=lambda row: row[1])
+def test_what_is_extended_equals_what_is_counted(monkeypatch, tmp_path, row):
     """To the byte, also where another moment than in the small counts is the peak."""
+    world, script, options_, model, layers, rank = (*row, 0)[:6]
     monkeypatch.setattr(plan, "CACHE", tmp_path)
     _, *words = f"{model} --num-hidden-layers {layers}".split()
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     config = parse_options(parser, ["--model", *words]).config
-    accumulated = int(plan.dry_run.value_of("--grad-accum", options_.split()) or 1)
-    args = options(devices=world, batch_size=max(world, 8) * accumulated)
+    steps, micro_batches = plan.accumulated(options_.split())
+    tp, cp, pp = (int(plan.dry_run.value_of(name, script.split()) or 1)
+                  for name in ("--tp", "--cp", "--pp"))
+    pp = world if "pp.py" in script else pp
+    per_step = max(8, world // pp * micro_batches)
+    args = options(devices=world, batch_size=per_step * steps, seq_len=2048)
     args.config = config
-    pp = int(plan.dry_run.value_of("--pp", script.split()) or (world if "pp.py" in script else 1))
-    strategy = plan.Strategy(script, 1, pp, 2 * pp if "zerobubble" in script else pp)
+    strategy = plan.Strategy(
+        script, world // (tp * cp * pp), pp, 2 * pp if "zerobubble" in script else pp)
     words = [*options_.split(), "--model", *words, "--seq-len", "2048", "--dtype", "bfloat16"]
-    found, counted = (plan.count_rank(strategy, words, args, 0, whole) for whole in (False, True))
-    assert len(list(tmp_path.iterdir())) > 2 and "estimated" not in found
+    estimated, found = (plan.count_rank(strategy, words, args, rank, whole)
+                        for whole in (False, True))
+    assert len(list(tmp_path.iterdir())) > 1 and "estimated" not in found
+    name, *own = script.split()
+    counted = plan.cached(str(plan.ROOT / name), [*own, *words, "--batch-size",
+                                                  str(args.batch_size)], world, rank, 8)
     for name in "peak", "held", "operations", "sent", "between_machines":
         assert found[name] == counted[name], name
     for each in found, counted:
         each["collectives"].sort(key=lambda part: (part["collective"], part["group"]))
     for part, whole in zip(found["collectives"], counted["collectives"], strict=True):
         assert part == pytest.approx(whole, rel=1e-12)
+    assert estimated["peak"] == counted["peak"] and "memory" not in estimated.get("estimated", "")
+    for name in "operations", "sent":
+        assert estimated[name] == pytest.approx(counted[name], rel=1e-3)
+    least = plan.least_after_forward(strategy, [*script.split(), *words], args)
+    assert rank or 0.3 < least / counted["peak"]["in all"] < 1
 
 
 def counts(*peaks):
@@ -157,7 +178,8 @@ def test_a_later_moment_becomes_the_peak():
     # The moments between are on no line; there are others than with fewer layers
     bent = extended.over_layers(*counts(lambda i, n: i * i), 40)
     some["moments"].append(("another", {"in all": 1}))
-    assert bent["estimated"] and extended.over_layers(few, some, 40)["estimated"]
+    assert all("memory" in each["estimated"]
+               for each in (bent, extended.over_layers(few, some, 40)))
 
 
 def test_estimates_become_counts(monkeypatch):
@@ -169,7 +191,7 @@ def test_estimates_become_counts(monkeypatch):
         row = {"peak": {"in all": {"tp.py": 97e9, "a.py": 50e9, "b.py": 40e9, "c.py": 30e9}[
             strategy.command]}, "operations": 1, "between_machines": 0,
             "sent": {"a.py": 3e9, "b.py": 2e9, "c.py": 1e9}.get(strategy.command)}
-        return row if whole else row | {"estimated": True}
+        return row if whole else row | {"estimated": "memory", "rank": 0}
 
     monkeypatch.setattr(plan, "count_rank", count)
     args = options(device_memory=100)
@@ -226,10 +248,10 @@ def test_what_sorts_the_rows():
 
 
 def test_micro_batches_and_accumulation():
-    pieces = ["--microbatches", "8"]  # 4 for each rank
-    assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), 32) == [
-        pieces, [*pieces, "--grad-accum", "2"], [*pieces, "--grad-accum", "4"]]
-    assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), 4) == [["--microbatches", "4"]]
+    for batch_size, numbers in (32, "8 16 32"), (4, "4"), (12, "6 12"):
+        assert plan.variants(plan.Strategy("pp.py", 1, 2, 4), batch_size) == [
+            ["--microbatches", number] for number in numbers.split()]
+    assert plan.variants(plan.Strategy("ddp.py", 2), 12) == [[], ["--grad-accum", "2"]]
 
 
 def test_strategies_and_why_not():

@@ -9,17 +9,19 @@ left out, and why. Of pp.py three schedules are tried. For a mixture of experts 
 every --ep, and hybrid_3d.py with the largest --ep that divides the devices of a machine, so that
 tokens stay within it; the other scripts train no experts.
 
-A row of the table has the fewest accumulation steps that fit. Activation checkpointing is tried if
-nothing fits without it, since it computes more: selective, and if that does not fit, full. It is
-also tried beside several accumulation steps, which may send more. A row is what ``tools.dry_run``
-counts for the rank that holds most; of a pipeline ``ranks_to_count`` says which these may be. What
-does not fit is counted no further: it holds at least what its row says. If parameters, gradients
-and states alone are too much, by ``least_held``, nothing is counted.
+A row of the table has the fewest accumulation steps that fit, or in a pipeline micro-batches, from
+4 for each rank on. Activation checkpointing is tried if nothing fits without it, since it computes
+more: selective, and if that does not fit, full. It is also tried beside several accumulation steps,
+which may send more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a
+pipeline ``ranks_to_count`` says which these may be. What does not fit is counted no further: it
+holds at least what its row says. Nothing is counted if a formula says that it is too much:
+``least_held`` of parameters, gradients and states, ``least_after_forward`` with activations.
 
-Of many layers or accumulation steps a few are counted and extended: see tools/support/extended.py.
-A row with ~ is an estimate, since a moment of it was not linear. The first row, the simplest that
-fits and what is within 5 % of the memory are then counted whole. Ctrl-C or SIGTERM prints the rows
-that are there.
+Of many layers, accumulation steps or micro-batches a few are counted and extended: see
+tools/support/extended.py. A figure with ~ is an estimate: of memory, since a moment of it was not
+linear; of bytes sent, from a proportion. The first row and the simplest that fits are then counted
+as often as it takes to be exact, and so is memory within 5 % of the device's. Ctrl-C or SIGTERM
+prints the rows that are there.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -51,7 +53,7 @@ from tqdm import tqdm
 from common.experts import MixtureConfig, use_experts
 from common.model import PRESETS, Transformer, add_model_options
 from common.options import SettingError, at_least, option_parser, parse_options
-from pp import cost_of_head, split_layers
+from pp import bubble, cost_of_head, split_layers
 from tools import dry_run
 from tools.huggingface.config import add_preset
 from tools.support import extended
@@ -147,14 +149,15 @@ def divisors(number):
 
 
 def variants(strategy, batch_size):
-    """Options that share the batch: the fewest accumulation steps first."""
+    """Options that share the batch, the largest micro-batches first: in a pipeline up to 4 of them
+    for each rank, or more if these are too large; otherwise accumulation steps."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
-    pieces, options = 1, []
+    few, option = 1, "--grad-accum"
     if strategy.stages > 1:
-        pieces = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
-        options = ["--microbatches", str(pieces)]
-    steps = [2**i for i in range(20) if share // pieces % 2**i == 0]
-    return [[*options, "--grad-accum", str(n)] if n > 1 else options for n in steps]
+        few = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
+        option = "--microbatches"
+    numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
+    return [[option, str(n)] if n > 1 else [] for n in numbers]
 
 
 def evaluate(strategy, options, args, whole=False):
@@ -167,7 +170,8 @@ def evaluate(strategy, options, args, whole=False):
     counts = []
     for rank in ranks_to_count(strategy, args):
         counted = count_rank(strategy, options, args, rank, whole)
-        if counted.get("estimated") and 0.95 < counted["peak"]["in all"] / memory(args) < 1.05:
+        unsure = "memory" in counted.get("estimated", "")
+        if unsure and 0.95 < counted["peak"]["in all"] / memory(args) < 1.05:
             counted = count_rank(strategy, options, args, rank, whole=True)
         counts.append(counted)
         if not fits(counted, args):
@@ -176,37 +180,73 @@ def evaluate(strategy, options, args, whole=False):
 
 
 def count_rank(strategy, options, args, rank, whole):
-    """What ``rank`` counts; without ``whole`` it may be extended from fewer layers and steps."""
-    script, *chosen = strategy.command.split()
-    words, layers = [*chosen, *options], args.config.num_hidden_layers
-    steps = int(dry_run.value_of("--grad-accum", words) or 1)
+    """What ``rank`` counts, extended from fewer layers, accumulation steps and micro-batches;
+    with ``whole`` only where that is exact."""
+    script, *words = [*strategy.command.split(), *options]
+    steps, M = accumulated(words)
+    layers, per_stage = args.config.num_hidden_layers, args.devices // strategy.pp
+    stage, head = rank // per_stage, cost_of_head(one_layer(args))
+    in_flight = min(strategy.pp - stage, M)
+    few, pp, place = extended.small_pipeline(in_flight, stage, M)
 
-    def count(layers, counted_steps):
-        few = ["--num-hidden-layers", str(layers)] if layers < args.config.num_hidden_layers else []
-        if counted_steps < steps:
-            few += ["--grad-accum", str(counted_steps)]
-        few += ["--batch-size", str(args.batch_size * counted_steps // steps)]
-        return cached(
-            str(ROOT / script), [*words, *few], args.devices, rank, args.nproc_per_node)
+    def on_rank(layers, pp, stage):
+        """The layers of each stage of a rank."""
+        stages = split_layers(layers, strategy.stages // strategy.pp * pp, head)
+        return [len(each) for each in stages[stage::pp]]
 
-    def count_steps(layers):
-        if steps <= max(extended.STEPS) or whole:
-            return count(layers, steps)
-        return extended.over_steps(*(count(layers, few) for few in extended.STEPS), steps)
+    def layers_in_all(size):
+        """That give each stage of the rank ``size`` layers; None: no number does."""
+        if size == here[0] and pp == strategy.pp:
+            return layers
+        return next((n for n in range(pp, layers + 1)
+                     if on_rank(n, pp, place) == [size] * len(here)), None)
 
-    head = cost_of_head(one_layer(args))
+    here = on_rank(layers, strategy.pp, stage)
+    if (strategy.stages != strategy.pp or steps > 1 or few + 1 >= M
+            or layers_in_all(here[0]) is None):
+        few, pp, place = M, strategy.pp, stage
 
-    def on_rank(layers):
-        """The layers of each stage of this rank."""
-        stages = split_layers(layers, strategy.stages, head)
-        return [len(stage) for stage in stages[rank * strategy.pp // args.devices :: strategy.pp]]
+    def count(size, counted_steps, micro_batches):
+        """With ``size`` layers on each stage of the rank."""
+        less = ["--num-hidden-layers", layers_in_all(size), "--grad-accum", counted_steps]
+        if micro_batches < M:
+            less += ["--microbatches", micro_batches, *(["--pp", pp] if "--pp" in words else [])]
+        batch_size = args.batch_size * counted_steps * micro_batches // (steps * M)
+        return cached(str(ROOT / script), [*words, *map(str, [*less, "--batch-size", batch_size])],
+                      per_stage * pp, per_stage * place, args.nproc_per_node)
 
-    here = on_rank(layers)
-    sizes = [next((n for n in range(strategy.stages, layers) if on_rank(n) == [size] * len(here)),
-                  None) for size in extended.SIZES]
-    if whole or sum(here) <= sum(extended.SIZES) or len(set(here)) > 1 or None in sizes:
-        return count_steps(layers)
-    return extended.over_layers(*map(count_steps, sizes), here[0])
+    def count_micro_batches(size, counted_steps):
+        counted = count(size, counted_steps, few)
+        if few == M:
+            return counted
+        more = count(size, counted_steps, few + 1) if whole else None
+        machines = [i * per_stage // args.nproc_per_node for i in range(strategy.pp)]
+        # Tokens and targets of 8 bytes, and on the last stage a loss.
+        cp = int(dry_run.value_of("--cp", words) or 1)
+        tokens = args.batch_size * args.seq_len // (strategy.ranks * steps * M * cp)
+        own = 2 * 8 * tokens + (4 if stage == strategy.pp - 1 else 0)
+        counted = extended.over_micro_batches(
+            few, counted, more, M, in_flight, own, stage, machines)
+        share, _ = bubble("1f1b", strategy.pp, 1, M)
+        return counted | {"rank": rank, "world_size": args.devices, "bubble": share}
+
+    def count_steps(size):
+        if steps <= max(extended.STEPS):
+            return count_micro_batches(size, steps)
+        return extended.over_steps(
+            *(count_micro_batches(size, counted) for counted in extended.STEPS), steps)
+
+    if (here[0] > sum(extended.SIZES) and len(set(here)) == 1
+            and None not in map(layers_in_all, extended.SIZES)):
+        counted = extended.over_layers(*map(count_steps, extended.SIZES), here[0])
+        if not whole or "estimated" not in counted:
+            return counted
+    return count_steps(here[0])
+
+
+def accumulated(words):
+    """The accumulation steps among the options ``words``, and the micro-batches of a pipeline."""
+    return [int(dry_run.value_of(name, words) or 1) for name in ("--grad-accum", "--microbatches")]
 
 
 def memory(args):
@@ -231,6 +271,25 @@ def least_held(strategy, args):
     if script == "zero.py":
         return size + 3 * size / args.devices
     return 4 * size * int(dry_run.value_of("--replicate", options) or 1) / args.devices
+
+
+def least_after_forward(strategy, words, args):
+    """Bytes that rank 0 holds at least when its forward passes have ended: parameters and states,
+    and in each layer what products, attention and SwiGLU read; what "selective" keeps; or what the
+    layer reads."""
+    steps, M = accumulated(words)
+    D, F = args.config.hidden_size, args.config.intermediate_size
+    F = 0 if args.config.num_experts else F
+    kept = 3 * D + 2 * F if "selective" in words else D if AGAIN in words else 6 * D + 4 * F
+    stages = split_layers(
+        args.config.num_hidden_layers, strategy.stages, cost_of_head(one_layer(args)))
+    layers = sum(map(len, stages[:: strategy.pp]))
+    if strategy.stages == strategy.pp:
+        layers *= min(strategy.pp, M)  # micro-batches in flight
+    tokens = args.batch_size * args.seq_len * strategy.pp / (steps * M * args.devices)
+    size = {"bfloat16": 2, "float32": 4, "float64": 8}[args.dtype]
+    share = 3 / 4 if strategy.pp == 1 else 1 / 2  # a stage may have less than another
+    return share * least_held(strategy, args) + layers * tokens * kept * size
 
 
 def fits(counted, args):
@@ -279,18 +338,25 @@ def sources():
 def search(strategy, options, args):
     """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
     does, of the last that was counted."""
+    def by_formula(command, least):
+        return command, {"peak": {"in all": least}, "held": {}, "by_formula": True}
+
     if (least := least_held(strategy, args)) > memory(args):
-        return [(strategy.command, {"peak": {"in all": least}, "by_formula": True})]
+        return [by_formula(strategy.command, least)]
 
     def first_that_fits(checkpointing):
-        """The variant with the fewest accumulation steps; if none fits, the last counted."""
+        """The variant with the largest micro-batches; if none fits, the last that was tried."""
         last = counted_at = None
         for i, variant in enumerate(variants(strategy, args.batch_size)):
-            if last and least_peak(last[1], 2 ** (i - counted_at)) > memory(args):
+            if counted_at is not None and least_peak(last[1], 2 ** (i - counted_at)) > memory(args):
                 continue
             chosen = [*variant, *checkpointing]
-            command, counted_at = " ".join([strategy.command, *chosen]), i
-            last = command, evaluate(strategy, [*chosen, *options], args)
+            command = " ".join([strategy.command, *chosen])
+            least = least_after_forward(strategy, command.split(), args)
+            if least > memory(args):
+                last = by_formula(command, least)
+                continue
+            counted_at, last = i, (command, evaluate(strategy, [*chosen, *options], args))
             if fits(last[1], args):
                 break
         return last
@@ -352,10 +418,10 @@ def table(rows, args):
             by_axis[part["group"]] += part["bytes"]
         sent = " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items()
                           if size >= sum(by_axis.values()) / 1000)
-        mark = "~" if "estimated" in counted else ""
-        cells = ["yes" if fits(counted, args) else "no", mark + gb(peak["in all"])]
+        marks = ["~" if name in counted.get("estimated", "") else "" for name in ("memory", "sent")]
+        cells = ["yes" if fits(counted, args) else "no", marks[0] + gb(peak["in all"])]
         cells += [gb(held.get(kind, 0)) for kind in KEPT]
-        cells += [gb(peak["activations"]), sent or "0"]
+        cells += [gb(peak["activations"]), marks[1] + (sent or "0")]
         if several:
             cells.append(gb(counted["between_machines"]))
         cells += [f"{counted['operations'] / 1e12:,.3g}"]
@@ -365,8 +431,8 @@ def table(rows, args):
 
 
 def one_line(command, counted):
-    least, mark = "by_formula" in counted, "~" if "estimated" in counted else ""
-    size = mark + gb(counted["peak"]["in all"])
+    least = "by_formula" in counted
+    size = ("~" if "memory" in counted.get("estimated", "") else "") + gb(counted["peak"]["in all"])
     return f"{command}: more than {size} GB, by the formula" if least else f"{size} GB: {command}"
 
 
@@ -517,11 +583,14 @@ def settle(rows, tried, options, args):
         row = next((row for row in (ordered[0], simplest) if row and "estimated" in row[1]), None)
         if row is None:
             return ordered, simplest and simplest[0]
-        command, _ = row
+        command, found = row
         strategy = max((each for each in tried if f"{command} ".startswith(f"{each.command} ")),
                        key=lambda each: len(each.command))
-        variant = command.removeprefix(strategy.command).split()
-        counted = evaluate(strategy, [*variant, *options], args, whole=True)
+        words = [*command.removeprefix(strategy.command).split(), *options]
+        if "memory" in found["estimated"]:  # then another rank may hold most
+            counted = evaluate(strategy, words, args, whole=True)
+        else:
+            counted = count_rank(strategy, words, args, found["rank"], whole=True)
         rows[rows.index(row)] = command, counted
 
 
@@ -531,7 +600,7 @@ def show(rows, left_out, args):
     for line in lay_out(table(rows, args)):
         print(line)
     if any("estimated" in counted for _, counted in rows):
-        print("~ an estimate, from fewer layers")
+        print("~ an estimate, from fewer layers or micro-batches")
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
     if args.json:

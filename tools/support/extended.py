@@ -1,15 +1,18 @@
-"""What a rank counts with many layers, from what it counts with few.
+"""What a rank counts with many layers, steps or micro-batches, from what it counts with few.
 
-Bytes held, bytes sent and operations are linear in the number of layers, and in the number of
-accumulation steps. A peak is not: it is the most of many moments, each linear, and with more layers
+Bytes held, bytes sent and operations are linear in the number of layers, of accumulation steps and
+of micro-batches. A peak is not: it is the most of many moments, each linear, and with more layers
 another of them may be the most. So ``over_layers`` extends each moment by itself: those of the
 first two layers, those of the last three, and those between, where each layer adds the same.
-(Beside the embedding and the head, larger units are gathered: by zero.py two units ahead.)
+(Beside the embedding and the head, larger units are gathered: by zero.py two units ahead.) And
+``over_micro_batches`` makes of a pipeline with a few micro-batches in flight one with many.
 """
 
 import collections
+import itertools
 import re
 
+from tools.counting import ACTIVATION_DIMS
 from tools.support.stand_ins import peak_of
 
 STEPS = 3, 4
@@ -18,8 +21,8 @@ SIZES = 6, 8  # layers of the two counts: with 8 three are neither at the start 
 
 def over_layers(few, some, layers):
     """What would be counted with ``layers``. ``few`` and ``some``: results of ``dry_run.count`` for
-    ``SIZES`` layers, on each stage of the rank. "estimated" is set if these do not show that each
-    moment is linear."""
+    ``SIZES`` layers, on each stage of the rank. "estimated" has "memory" in it if these do not show
+    that each moment is linear."""
     def extend(a, b):
         return on_line(a, b, *SIZES, layers)
 
@@ -39,7 +42,73 @@ def over_layers(few, some, layers):
     peaks = [extend(*line) for line in lines]
     whole = all(size == int(size) for peak in peaks for size in peak.values())
     extended = flows(few, some, extend) | {"peak": peak_of(peaks)}
-    return extended if linear and whole else extended | {"estimated": True}
+    if linear and whole:
+        return extended
+    return extended | {"estimated": f"memory {extended.get('estimated', '')}"}
+
+
+def small_pipeline(in_flight, stage, micro_batches):
+    """(micro-batches, stages, stage) of a pipeline, 1F1B, whose rank does in small what one does
+    that has ``in_flight`` of ``micro_batches`` at once: it has up to three."""
+    kept, later = min(in_flight, 3), stage > 0
+    return kept + min(2, micro_batches - in_flight), kept + later, int(later)
+
+
+def over_micro_batches(n, few, more, micro_batches, in_flight, own, stage, machines):
+    """What would be counted with ``micro_batches``, of which ``in_flight`` are there at once, from
+    ``few``, the count of a ``small_pipeline`` with ``n``, and ``more``, that with one more. If
+    ``more`` is None, what is sent is estimated. ``own``: bytes of a micro-batch that stay to the
+    end of a step. ``machines``: on which each stage is, whole."""
+    kept, others = min(in_flight, 3), micro_batches - n
+    total = collections.Counter(name for name, _ in few["moments"])
+    passes = {name: itertools.count(1) for name in total}
+    numbered = [(name, next(passes[name]), peak) for name, peak in few["moments"]]
+    start = {i: peak["in all"] for name, i, peak in numbered if name == "0. forward"}
+    (sent,) = (part["bytes"] for part in few["collectives"] if part["collective"] == "send")
+    # A micro-batch leaves a buffer behind, for what other stages send: as much as they are sent.
+    received = sent // n
+    stays = received + own
+    until_backward = start[3] - start[2] - received if kept == 3 else 0
+    if more is None:
+        more = proportional(few, n, n + 1) | {"estimated": "sent"}
+
+    def extend(name, i, peak):
+        """As many as can be at once are there but in the first forward and the last backward."""
+        full = total[name] == n and (i >= kept if name.endswith(" forward") else i < n)
+        added = others * stays + (in_flight - kept) * until_backward * full
+        return peak | {kind: peak[kind] + added for kind in ("activations", "in all")}
+
+    moments = [(name, extend(name, i, peak)) for name, i, peak in numbered]
+    result = flows(few, more, lambda a, b: on_line(a, b, n, n + 1, micro_batches))
+    result["held"]["activations"] = few["held"]["activations"] + others * stays
+    result["collectives"] = [across_stages(part, kept + (stage > 0), stage, machines)
+                             for part in result["collectives"]]
+    return summed(result) | {"moments": moments, "peak": peak_of([peak for _, peak in moments])}
+
+
+def proportional(counted, n, micro_batches):
+    """``counted``, with operations, and sent activations, of ``micro_batches`` instead of n."""
+    collectives = [
+        part | {name: part[name] * micro_batches / n
+                for name in ("calls", "bytes", "between_machines")
+                if part["group"] in ACTIVATION_DIMS or part["collective"] == "all-to-all"}
+        for part in counted["collectives"]]
+    return counted | {
+        "collectives": collectives, "operations": counted["operations"] * micro_batches / n}
+
+
+def across_stages(part, small, stage, machines):
+    """``part`` of the collectives of a pipeline of ``small`` stages, as a rank of ``stage`` sends
+    it in one whose stages are on ``machines``."""
+    if part["group"] != "pp":
+        return part
+    if part["collective"] == "send":
+        others = machines[max(0, stage - 1) : stage] + machines[stage + 1 : stage + 2]
+        size, far = part["bytes"], [machine != machines[stage] for machine in others]
+    else:  # of the norm, around a ring
+        size = part["bytes"] * (1 - 1 / len(machines)) / (1 - 1 / small)
+        far = [a != b for a, b in zip(machines, machines[1:] + machines[:1])]
+    return part | {"bytes": size, "between_machines": size * sum(far) / len(far)}
 
 
 def over_steps(few, some, steps):
@@ -70,13 +139,17 @@ def flows(few, some, extend):
     parts = [{(part["collective"], part["group"]): part for part in counted["collectives"]}
              for counted in (few, some)]
     collectives = [extend(parts[0].get(key, {}), part) for key, part in parts[1].items()]
-    return some | {
+    return summed(some | {
         "held": extend(few["held"], some["held"]),
-        "operations": extend(few, some)["operations"],
-        "collectives": collectives,
-        "sent": round(sum(part["bytes"] for part in collectives)),
-        "between_machines": round(sum(part["between_machines"] for part in collectives)),
-    }
+        "operations": extend(few, some)["operations"], "collectives": collectives,
+    })
+
+
+def summed(counted):
+    """``counted``, with what its collectives send in all."""
+    return counted | {"sent": round(sum(part["bytes"] for part in counted["collectives"])),
+                      "between_machines": round(sum(part["between_machines"]
+                                                    for part in counted["collectives"]))}
 
 
 def on_line(a, b, x_a, x_b, x):
