@@ -276,20 +276,22 @@ def least_held(strategy, args):
 def least_after_forward(strategy, words, args):
     """Bytes that rank 0 holds at least when its forward passes have ended: parameters and states,
     and in each layer what products, attention and SwiGLU read; what "selective" keeps; or what the
-    layer reads."""
+    layer reads. Stages of hybrid_3d.py also keep their parameters gathered."""
     steps, M = accumulated(words)
     D, F = args.config.hidden_size, args.config.intermediate_size
     F = 0 if args.config.num_experts else F
     kept = 3 * D + 2 * F if "selective" in words else D if AGAIN in words else 6 * D + 4 * F
-    stages = split_layers(
-        args.config.num_hidden_layers, strategy.stages, cost_of_head(one_layer(args)))
+    model = one_layer(args)
+    stages = split_layers(args.config.num_hidden_layers, strategy.stages, cost_of_head(model))
     layers = sum(map(len, stages[:: strategy.pp]))
-    if strategy.stages == strategy.pp:
-        layers *= min(strategy.pp, M)  # micro-batches in flight
     tokens = args.batch_size * args.seq_len * strategy.pp / (steps * M * args.devices)
+    kept *= tokens * (min(strategy.pp, M) if strategy.stages == strategy.pp else 1)  # in flight
+    if strategy.pp > 1 and not args.config.num_experts and words[0] == "hybrid_3d.py":
+        gathered = sum(p.numel() for p in model.model.layers["0"].parameters())
+        kept += gathered / int(dry_run.value_of("--tp", words) or 1)
     size = {"bfloat16": 2, "float32": 4, "float64": 8}[args.dtype]
     share = 3 / 4 if strategy.pp == 1 else 1 / 2  # a stage may have less than another
-    return share * least_held(strategy, args) + layers * tokens * kept * size
+    return share * least_held(strategy, args) + layers * kept * size
 
 
 def fits(counted, args):
