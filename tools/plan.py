@@ -276,7 +276,7 @@ def least_held(strategy, args):
 def least_after_forward(strategy, words, args):
     """Bytes that rank 0 holds at least when its forward passes have ended: parameters and states,
     and in each layer what products, attention and SwiGLU read; what "selective" keeps; or what the
-    layer reads. Stages of hybrid_3d.py also keep their parameters gathered."""
+    layer reads. A stage of hybrid_3d.py also has all its parameters gathered, and its gradients."""
     steps, M = accumulated(words)
     D, F = args.config.hidden_size, args.config.intermediate_size
     F = 0 if args.config.num_experts else F
@@ -285,11 +285,16 @@ def least_after_forward(strategy, words, args):
     stages = split_layers(args.config.num_hidden_layers, strategy.stages, cost_of_head(model))
     layers = sum(map(len, stages[:: strategy.pp]))
     tokens = args.batch_size * args.seq_len * strategy.pp / (steps * M * args.devices)
-    kept *= tokens * (min(strategy.pp, M) if strategy.stages == strategy.pp else 1)  # in flight
+    kept *= tokens
+    if strategy.stages == strategy.pp:
+        kept *= min(strategy.pp, M)  # in flight
+    size, exact = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[args.dtype]
     if strategy.pp > 1 and not args.config.num_experts and words[0] == "hybrid_3d.py":
-        gathered = sum(p.numel() for p in model.model.layers["0"].parameters())
-        kept += gathered / int(dry_run.value_of("--tp", words) or 1)
-    size = {"bfloat16": 2, "float32": 4, "float64": 8}[args.dtype]
+        numbers = sum(p.numel() for p in model.model.layers["0"].parameters())
+        numbers /= int(dry_run.value_of("--tp", words) or 1)
+        few = min(strategy.pp, M)
+        # Two backward passes later there are two micro-batches less, and whole gradients.
+        kept = max(kept, kept * (few - 2) / few + numbers * exact / size) + numbers
     share = 3 / 4 if strategy.pp == 1 else 1 / 2  # a stage may have less than another
     return share * least_held(strategy, args) + layers * kept * size
 
