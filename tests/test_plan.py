@@ -30,7 +30,8 @@ def options(layers=4, **values):
     """The options of a plan."""
     config = dataclasses.replace(PRESETS["tiny"], num_hidden_layers=layers)
     values = {"batch_size": 8, "devices": 8, "nproc_per_node": 8, "device_memory": math.inf,
-              "link": 450, "network": 50, "tflops": 989, "dtype": "bfloat16", "seq_len": 128, **values}
+              "link": 450, "network": 50, "tflops": 989, "dtype": "bfloat16", "seq_len": 128,
+              **values}
     return types.SimpleNamespace(config=config, **values)
 
 

@@ -87,7 +87,7 @@ single 0 --out file/run | Not a directory: 'file/run'
 single 0 --data '' | --data : no such file ... 'stdlib'
 single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size ... --token-dtype
 single 0 --data big.bin --token-dtype uint32 | token 16777472
-single 0 --out done/step-00000002 | --out done/step-00000002 is a checkpoint ... its run folder ... --from
+single 0 --out done/step-00000002 | --out done/step-00000002 is a checkpoint ... run folder
 single 0 --val-data nowhere | nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out

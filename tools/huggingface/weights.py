@@ -154,9 +154,9 @@ def check_shapes(shapes, expected, where):
     """Compare two dicts of shapes by name. Raises SettingError with the first tensor that is
     missing, unexpected or of another shape."""
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
-    refuse([(fused, f"{where} has all experts of a layer in one tensor: with transformers set new = "
-             f"MixtralForCausalLM(model.config), new.load_state_dict(model.state_dict()), and save "
-             f"that by new.save_pretrained")])  # a loaded model keeps the format of its file
+    refuse([(fused, f"{where} has all experts of a layer in one tensor: with transformers set "
+             f"new = MixtralForCausalLM(model.config), new.load_state_dict(model.state_dict()), "
+             f"and save that by new.save_pretrained")])  # a loaded model keeps its file's format
     refuse([row for name in expected | shapes for row in (
         (name not in shapes, f"{where} lacks the tensor {name}: " + (
             "if the head is the embedding, set tie_word_embeddings to true in its config.json"
