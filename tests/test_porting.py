@@ -45,7 +45,8 @@ APART = UNITS, ("        [model.model.norm], "
                 "*([head] for head in model.lm_head.parts.values()),\n")
 UNUSED = "reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,"
 DATA_PARALLEL = {
-    "ddp.py": [("gradient_as_bucket_view=True", "find_unused_parameters=True")],
+    "ddp.py": [("gradient_as_bucket_view=True",
+                "gradient_as_bucket_view=True, find_unused_parameters=True")],
     "zero.py": [APART],
     "fsdp.py": [(UNUSED, f"{UNUSED} reduce_unused=True")],
 }

@@ -97,7 +97,7 @@ def own(x, word):
 
 
 def ddp(model, **options):
-    replica = DistributedDataParallel(model, **options)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
 
     def backward(x, word, last):
         with contextlib.nullcontext() if last else replica.no_sync():
@@ -304,7 +304,7 @@ EQUAL, IF_NONE = "equal", (
 # what on 4 ranks.
 TOGETHER = functools.partial(use_fsdp, together=True)
 TABLE = {
-    "`ddp.py` with `find_unused_parameters=True`, `zero.py`, `cp.py`, `ep.py`": (
+    "`ddp.py` with `find_unused_parameters=True` added, `zero.py`, `cp.py`, `ep.py`": (
         [EQUAL, EQUAL, EQUAL],
         variants(ddp, find_unused_parameters=[True]) + variants(use_zero, stage=[2])
         + [(use_cp, Model)] + variants(use_ep, Mixture, ep_ranks=[2]),
