@@ -760,6 +760,8 @@ Recorded(model, TrainingArguments(
     sys.argv[2], use_cpu=True, max_steps=3, report_to="none", save_strategy="no",
     per_device_train_batch_size=8 // accumulate // int(sys.argv[3]), max_grad_norm=0.1,
     gradient_accumulation_steps=accumulate), train_dataset=Texts()).train()
+if torch.distributed.is_initialized():  # otherwise a thread of gloo may abort the process at exit
+    torch.distributed.destroy_process_group()
 """
 
 
