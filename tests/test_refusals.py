@@ -212,7 +212,7 @@ def folder(made, monkeypatch):
 # In this process: a script refuses its options before its ranks connect.
 
 
-@pytest.mark.parametrize("rows, gpu", [(REFUSED, False), (ON_GPU, True)])
+@pytest.mark.parametrize("rows, gpu", [(REFUSED, False), (ON_GPU, True)], ids=["CPU", "GPU"])
 def test_options(folder, monkeypatch, rows, gpu):
     wrong = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
