@@ -177,7 +177,7 @@ def as_if_before(prepare):
     it such that it is not counted, as if an earlier step had called it."""
 
     def uncounted(*args, **kwargs):
-        with mock.patch.object(OperationCounter, "operation", lambda *_: None):
+        with pretend.seeing(lambda *_: None):
             return prepare(*args, **kwargs)
 
     return uncounted
