@@ -90,7 +90,7 @@ def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, ro
 
     monkeypatch.setattr(plan, "evaluate", evaluate)
     monkeypatch.setattr(plan, "least_held", lambda *_: 0)
-    monkeypatch.setattr(plan, "least_after_forward", lambda *_: 0)
+    monkeypatch.setattr(plan, "least_at_peak", lambda *_: 0)
     args = options(device_memory=memory / 1e9)
     assert [command for command, _ in plan.search(TP, [], args)] == [f"tp.py{row}" for row in rows]
     assert tried == expected
@@ -114,6 +114,7 @@ EXTENDED = [  # of README.md and docs/planning.md, and what else may be differen
     (2, "pp.py --schedule 1f1b", f"--microbatches 4 {AGAIN}", "--model llama3-8b", 36),
     (2, "pp.py --schedule zerobubble", "--microbatches 4", "--model llama3-1b", 64),
     (64, "hybrid_3d.py --pp 8", f"--microbatches 8 {AGAIN}", "--model llama3-70b", 80, 48),
+    (64, "hybrid_3d.py --pp 16", f"--microbatches 16 {AGAIN}", "--model llama3-70b", 80),
     (64, "hybrid_3d.py --cp 2 --tp 2 --pp 8", "--microbatches 32", "--model llama3-70b", 80),
     (64, "hybrid_3d.py --tp 2 --pp 16", f"--microbatches 32 {AGAIN}", "--model llama3-70b", 80, 60),
     (8, "hybrid_3d.py --pp 2", "--microbatches 8", "--model llama3-1b", 34),
@@ -160,7 +161,7 @@ def test_what_is_extended_equals_what_is_counted(monkeypatch, tmp_path, row):
     assert estimated["peak"] == counted["peak"] and "memory" not in estimated.get("estimated", "")
     for name in "operations", "sent":
         assert estimated[name] == pytest.approx(counted[name], rel=1e-3)
-    least = plan.least_after_forward(strategy, [*script.split(), *words], args)
+    least = plan.least_at_peak(strategy, [*script.split(), *words], args)
     assert rank or 0.3 < least / counted["peak"]["in all"] < 1
 
 

@@ -15,7 +15,7 @@ more: selective, and if that does not fit, full. It is also tried beside several
 which may send more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a
 pipeline ``ranks_to_count`` says which these may be. What does not fit is counted no further: it
 holds at least what its row says. Nothing is counted if a formula says that it is too much:
-``least_held`` of parameters, gradients and states, ``least_after_forward`` with activations.
+``least_held`` of parameters, gradients and states, ``least_at_peak`` with activations.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended: see
 tools/support/extended.py. A figure with ~ is an estimate: of memory, since a moment of it was not
@@ -51,7 +51,7 @@ import torch
 from tqdm import tqdm
 
 from common.experts import MixtureConfig, use_experts
-from common.model import PRESETS, Transformer, add_model_options
+from common.model import MAX_LOGITS, PRESETS, Transformer, add_model_options
 from common.options import SettingError, at_least, option_parser, parse_options
 from pp import bubble, cost_of_head, split_layers
 from tools import dry_run
@@ -167,8 +167,12 @@ def evaluate(strategy, options, args, whole=False):
     Raises:
         SettingError: the script refuses these options.
     """
-    counts = []
+    counts, words = [], [*strategy.command.split(), *options]
     for rank in ranks_to_count(strategy, args):
+        least = least_at_peak(strategy, words, args, rank * strategy.pp // args.devices)
+        # Of ranks with one stage the formula finds 0.9 of what they hold, or more.
+        if counts and strategy.stages == strategy.pp and least < 0.9 * counts[0]["peak"]["in all"]:
+            continue
         counted = count_rank(strategy, options, args, rank, whole)
         unsure = "memory" in counted.get("estimated", "")
         if unsure and 0.95 < counted["peak"]["in all"] / memory(args) < 1.05:
@@ -187,7 +191,7 @@ def count_rank(strategy, options, args, rank, whole):
     layers, per_stage = args.config.num_hidden_layers, args.devices // strategy.pp
     stage, head = rank // per_stage, cost_of_head(one_layer(args))
     in_flight = min(strategy.pp - stage, M)
-    few, pp, place = extended.small_pipeline(in_flight, stage, M)
+    few, pp, place = extended.small_pipeline(in_flight, stage, M, args.config.num_experts)
 
     def on_rank(layers, pp, stage):
         """The layers of each stage of a rank."""
@@ -226,7 +230,7 @@ def count_rank(strategy, options, args, rank, whole):
         tokens = args.batch_size * args.seq_len // (strategy.ranks * steps * M * cp)
         own = 2 * 8 * tokens + (4 if stage == strategy.pp - 1 else 0)
         counted = extended.over_micro_batches(
-            few, counted, more, M, in_flight, own, stage, machines)
+            few, pp - place, counted, more, M, in_flight, own, stage, machines)
         share, _ = bubble("1f1b", strategy.pp, 1, M)
         return counted | {"rank": rank, "world_size": args.devices, "bubble": share}
 
@@ -273,30 +277,60 @@ def least_held(strategy, args):
     return 4 * size * int(dry_run.value_of("--replicate", options) or 1) / args.devices
 
 
-def least_after_forward(strategy, words, args):
-    """Bytes that rank 0 holds at least when its forward passes have ended: parameters and states,
-    and in each layer what products, attention and SwiGLU read; what "selective" keeps; or what the
-    layer reads. A stage of hybrid_3d.py also has all its parameters gathered, and its gradients."""
-    steps, M = accumulated(words)
-    D, F = args.config.hidden_size, args.config.intermediate_size
-    F = 0 if args.config.num_experts else F
-    kept = 3 * D + 2 * F if "selective" in words else D if AGAIN in words else 6 * D + 4 * F
-    model = one_layer(args)
-    stages = split_layers(args.config.num_hidden_layers, strategy.stages, cost_of_head(model))
-    layers = sum(map(len, stages[:: strategy.pp]))
-    tokens = args.batch_size * args.seq_len * strategy.pp / (steps * M * args.devices)
-    kept *= tokens
-    if strategy.stages == strategy.pp:
-        kept *= min(strategy.pp, M)  # in flight
+def least_at_peak(strategy, words, args, stage=0):
+    """Bytes that a rank of ``stage`` holds at least, when its backward passes begin: parameters and
+    states, what each layer keeps for its backward pass, gradients of micro-batches before, and
+    either the gradient of the head's weight or a layer that is computed again. A stage of
+    hybrid_3d.py has all its parameters gathered, and buffers for what other stages send."""
+    (steps, M), config, pp = accumulated(words), args.config, strategy.pp
     size, exact = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[args.dtype]
-    if strategy.pp > 1 and not args.config.num_experts and words[0] == "hybrid_3d.py":
-        numbers = sum(p.numel() for p in model.model.layers["0"].parameters())
-        numbers /= int(dry_run.value_of("--tp", words) or 1)
-        few = min(strategy.pp, M)
-        # Two backward passes later there are two micro-batches less, and whole gradients.
-        kept = max(kept, kept * (few - 2) / few + numbers * exact / size) + numbers
-    share = 3 / 4 if strategy.pp == 1 else 1 / 2  # a stage may have less than another
-    return share * least_held(strategy, args) + layers * kept * size
+    tp = args.devices if words[0] == "tp.py" else int(dry_run.value_of("--tp", words) or 1)
+    ep = int(dry_run.value_of("--ep", words) or 1)
+    model, whole = one_layer(args), kept_by_layer([], config, tp)
+    stages = split_layers(config.num_hidden_layers, strategy.stages, cost_of_head(model))
+    layers = sum(map(len, stages[stage::pp]))
+    tokens = args.batch_size * args.seq_len * pp // (steps * M * args.devices)
+    kept = tokens * size * kept_by_layer(words, config, tp)
+    again = tokens * size * whole - kept
+    kept *= layers
+    head, first, last = model.lm_head.weight.numel(), stage == 0, stage == pp - 1
+    in_chunks = last and tokens * tp * config.vocab_size > MAX_LOGITS
+    of_head = head / tp * exact * in_chunks
+    if pp == 1:
+        share = 1 if steps > 1 else 3 / 4  # gradients
+        converted = head / tp * (size % exact) * in_chunks
+        return share * least_held(strategy, args) + kept + max(of_head + converted, again)
+    layer = {name: p.numel() for name, p in model.model.layers["0"].named_parameters()}
+    experts = sum(n for name, n in layer.items() if ".experts." in name)
+    dense, ends = layers * (sum(layer.values()) - experts), head * (first + last)
+    held = 3 * exact * (dense + ends + layers * experts) * pp / args.devices
+    held += M * (2 - first - last) * tokens * config.hidden_size * size
+    if strategy.stages > pp:
+        return held + kept
+    gathered = size if words[0] == "hybrid_3d.py" else 0
+    numbers = (dense + ends) / tp + layers * experts / ep
+    if not gathered and AGAIN not in words:  # autocast keeps a copy of each weight
+        kept += size % exact * (numbers - head * first)
+    few, gradients = min(pp - stage, M), exact * numbers  # few: in flight
+    before = gradients if M > few or steps > 1 else 0
+    of_embedding = head / tp * (gathered or exact) * first  # when a backward pass has ended
+    return held + gathered * numbers + max(
+        few * kept + max(of_head, again) + before, (few - 1) * kept + gradients + of_embedding)
+
+
+def kept_by_layer(words, config, tp):
+    """How many numbers a layer keeps for each token of a rank: its input; with "selective" also
+    what products and attention return; without checkpointing, what these, the norms and SwiGLU
+    read. Tensor parallelism gathers what a layer's first products read. Experts keep more."""
+    D, F = config.hidden_size, config.intermediate_size
+    if config.num_experts:
+        F = config.expert_size * config.experts_per_token
+    Q, KV = (heads * config.head_dim for heads in (
+        config.num_attention_heads, config.num_key_value_heads))
+    gathered = (tp - 1) * D * (1 if config.num_experts else 2)
+    if "selective" in words:
+        return 3 * D + 2 * (Q + KV + F) + gathered
+    return D if AGAIN in words else 4 * D + 3 * Q + 2 * KV + 4 * F + gathered
 
 
 def fits(counted, args):
@@ -351,28 +385,31 @@ def search(strategy, options, args):
     if (least := least_held(strategy, args)) > memory(args):
         return [by_formula(strategy.command, least)]
 
-    def first_that_fits(checkpointing):
-        """The variant with the largest micro-batches; if none fits, the last that was tried."""
+    def first_that_fits(tried, checkpointing):
+        """Of the variants ``tried`` the one with the largest micro-batches, and its place; if none
+        fits, the last that was counted."""
         last = counted_at = None
-        for i, variant in enumerate(variants(strategy, args.batch_size)):
+        for i, variant in enumerate(tried):
             if counted_at is not None and least_peak(last[1], 2 ** (i - counted_at)) > memory(args):
                 continue
             chosen = [*variant, *checkpointing]
             command = " ".join([strategy.command, *chosen])
-            least = least_after_forward(strategy, command.split(), args)
+            least = least_at_peak(strategy, command.split(), args)
             if least > memory(args):
                 last = by_formula(command, least)
                 continue
             counted_at, last = i, (command, evaluate(strategy, [*chosen, *options], args))
             if fits(last[1], args):
                 break
-        return last
+        return last, counted_at
 
-    rows = []
+    rows, tried = [], variants(strategy, args.batch_size)
     for checkpointing in [], [AGAIN, "selective"], [AGAIN]:
-        command, counted = first_that_fits(checkpointing)
+        (command, counted), place = first_that_fits(tried, checkpointing)
         rows.append((command, counted))
-        enough = fits(counted, args) and "--grad-accum" not in command
+        if fits(counted, args):
+            tried = tried[:place]  # checkpointing serves to accumulate less
+        enough = not tried or (fits(counted, args) and "--grad-accum" not in command)
         too_much = least_peak(counted, math.inf) > memory(args)
         # zerobubble cannot compute layers again
         if enough or too_much or "zerobubble" in command:

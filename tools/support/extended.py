@@ -47,28 +47,32 @@ def over_layers(few, some, layers):
     return extended | {"estimated": f"memory {extended.get('estimated', '')}"}
 
 
-def small_pipeline(in_flight, stage, micro_batches):
+def small_pipeline(in_flight, stage, micro_batches, experts):
     """(micro-batches, stages, stage) of a pipeline, 1F1B, whose rank does in small what one does
-    that has ``in_flight`` of ``micro_batches`` at once: it has up to three."""
-    kept, later = min(in_flight, 3), stage > 0
+    that has ``in_flight`` of ``micro_batches`` at once: it has up to two. It has three if the
+    second backward pass would be the last, and with ``experts``, of which the first forward pass
+    leaves more than activations."""
+    most = 3 if experts or micro_batches == in_flight else 2
+    kept, later = min(in_flight, most), stage > 0
     return kept + min(2, micro_batches - in_flight), kept + later, int(later)
 
 
-def over_micro_batches(n, few, more, micro_batches, in_flight, own, stage, machines):
+def over_micro_batches(n, kept, few, more, micro_batches, in_flight, own, stage, machines):
     """What would be counted with ``micro_batches``, of which ``in_flight`` are there at once, from
-    ``few``, the count of a ``small_pipeline`` with ``n``, and ``more``, that with one more. If
-    ``more`` is None, what is sent is estimated. ``own``: bytes of a micro-batch that stay to the
-    end of a step. ``machines``: on which each stage is, whole."""
-    kept, others = min(in_flight, 3), micro_batches - n
+    ``few``, the count of a ``small_pipeline`` with ``n`` and ``kept``, and ``more``, that with one
+    more. If ``more`` is None, what is sent is estimated. ``own``: bytes of a micro-batch that stay
+    to the end of a step. ``machines``: on which each stage is, whole."""
+    others = micro_batches - n
     total = collections.Counter(name for name, _ in few["moments"])
     passes = {name: itertools.count(1) for name in total}
     numbered = [(name, next(passes[name]), peak) for name, peak in few["moments"]]
-    start = {i: peak["in all"] for name, i, peak in numbered if name == "0. forward"}
+    kind = "at first" if kept < 3 else "in all"  # in the first forward pass parameters are gathered
+    start = {i: peak[kind] for name, i, peak in numbered if name == "0. forward"}
     (sent,) = (part["bytes"] for part in few["collectives"] if part["collective"] == "send")
     # A micro-batch leaves a buffer behind, for what other stages send: as much as they are sent.
     received = sent // n
     stays = received + own
-    until_backward = start[3] - start[2] - received if kept == 3 else 0
+    until_backward = start[kept] - start[kept - 1] - received if kept > 1 else 0
     if more is None:
         more = proportional(few, n, n + 1) | {"estimated": "sent"}
 
