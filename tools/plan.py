@@ -183,9 +183,9 @@ def evaluate(strategy, options, args, whole=False):
     return {name: value for name, value in dry_run.most(counts).items() if name != "moments"}
 
 
-def count_rank(strategy, options, args, rank, whole):
+def count_rank(strategy, options, args, rank, whole, in_parallel=map):
     """What ``rank`` counts, extended from fewer layers, accumulation steps and micro-batches;
-    with ``whole`` only where that is exact."""
+    with ``whole`` only where that is exact. ``in_parallel``: as map, for two counts."""
     script, *words = [*strategy.command.split(), *options]
     steps, M = accumulated(words)
     layers, per_stage = args.config.num_hidden_layers, args.devices // strategy.pp
@@ -240,11 +240,13 @@ def count_rank(strategy, options, args, rank, whole):
         return extended.over_steps(
             *(count_micro_batches(size, counted) for counted in extended.STEPS), steps)
 
-    if (here[0] > sum(extended.SIZES) and len(set(here)) == 1
-            and None not in map(layers_in_all, extended.SIZES)):
-        counted = extended.over_layers(*map(count_steps, extended.SIZES), here[0])
-        if not whole or "estimated" not in counted:
-            return counted
+    counted = {"estimated": "memory"}
+    for sizes in extended.SIZES:
+        if (here[0] > sum(sizes) and len(set(here)) == 1 and None not in map(layers_in_all, sizes)
+                and "memory" in counted.get("estimated", "")):
+            counted = extended.over_layers(*in_parallel(count_steps, sizes), sizes, here[0])
+    if "peak" in counted and not (whole and "estimated" in counted):
+        return counted
     return count_steps(here[0])
 
 
@@ -575,7 +577,7 @@ def main(argv=None):
     try:
         pool = dry_run.threads()
         count_all(pool, tried, options, args, rows, left_out)
-        rows, simplest = settle(rows, tried, options, args)
+        rows, simplest = settle(rows, tried, options, args, pool.map)
         change = "" if simplest else more_devices(options, args)
     except KeyboardInterrupt:
         stopped = True
@@ -603,7 +605,8 @@ def count_all(pool, tried, options, args, rows, left_out):
     """Add the rows of all strategies to ``rows``, as they are counted; in the end the simplest
     script comes first."""
     print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
-    searches = {pool.submit(search, each, options, args): each.command for each in tried}
+    by_world = sorted(tried, key=lambda each: each.pp)  # one after another they share processes
+    searches = {pool.submit(search, each, options, args): each.command for each in by_world}
     with tqdm(total=len(tried), desc="strategies", leave=False) as bar:
         for each in concurrent.futures.as_completed(searches):
             try:
@@ -615,10 +618,11 @@ def count_all(pool, tried, options, args, rows, left_out):
             bar.update()
     if not rows:
         raise SettingError(f"nothing can run on {args.devices} devices: {'; '.join(left_out)}")
-    rows[:] = [row for each in searches if not each.exception() for row in each.result()]
+    found = {name: each.result() for each, name in searches.items() if not each.exception()}
+    rows[:] = [row for each in tried for row in found.get(each.command, [])]
 
 
-def settle(rows, tried, options, args):
+def settle(rows, tried, options, args, in_parallel=map):
     """The rows in their order, and the command of the simplest that fits, or None. Of these two the
     first row and the simplest are counted whole, if they are estimates."""
     while True:
@@ -634,7 +638,7 @@ def settle(rows, tried, options, args):
         if "memory" in found["estimated"]:  # then another rank may hold most
             counted = evaluate(strategy, words, args, whole=True)
         else:
-            counted = count_rank(strategy, words, args, found["rank"], whole=True)
+            counted = count_rank(strategy, words, args, found["rank"], True, in_parallel)
         rows[rows.index(row)] = command, counted
 
 

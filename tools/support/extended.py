@@ -3,8 +3,8 @@
 Bytes held, bytes sent and operations are linear in the number of layers, of accumulation steps and
 of micro-batches. A peak is not: it is the most of many moments, each linear, and with more layers
 another of them may be the most. So ``over_layers`` extends each moment by itself: those of the
-first two layers, those of the last three, and those between, where each layer adds the same.
-(Beside the embedding and the head, larger units are gathered: by zero.py two units ahead.) And
+first two layers, those of the last, and those between, where each layer adds the same. (Beside the
+embedding and the head, larger units are gathered.) And
 ``over_micro_batches`` makes of a pipeline with a few micro-batches in flight one with many.
 """
 
@@ -16,15 +16,17 @@ from tools.counting import ACTIVATION_DIMS
 from tools.support.stand_ins import peak_of
 
 STEPS = 3, 4
-SIZES = 6, 8  # layers of the two counts: with 8 three are neither at the start nor at the end
+# Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
+# two layers; of zero.py, which gathers two units ahead, it is three.
+SIZES = (5, 7), (6, 8)
 
 
-def over_layers(few, some, layers):
+def over_layers(few, some, sizes, layers):
     """What would be counted with ``layers``. ``few`` and ``some``: results of ``dry_run.count`` for
-    ``SIZES`` layers, on each stage of the rank. "estimated" has "memory" in it if these do not show
-    that each moment is linear."""
+    ``sizes``, the layers on each stage of the rank. "estimated" has "memory" in it if these do not
+    show that each moment is linear."""
     def extend(a, b):
-        return on_line(a, b, *SIZES, layers)
+        return on_line(a, b, *sizes, layers)
 
     lines, linear = [], True
     moments = by_kind(few["moments"]), by_kind(some["moments"])
@@ -32,7 +34,7 @@ def over_layers(few, some, layers):
         a, b = (each.get(kind, []) for each in moments)
         if len(a) == len(b) == 1:
             lines.append((a[0], b[0]))
-        elif (len(a), len(b)) == SIZES:
+        elif (len(a), len(b)) == sizes:
             lines += zip(a[:3], b[:3])
             lines += zip(a[2:], b[4:])
             linear &= all(b[2].get(name, 0) + b[4].get(name, 0) == 2 * b[3].get(name, 0)
