@@ -170,8 +170,9 @@ def evaluate(strategy, options, args, whole=False):
     counts, words = [], [*strategy.command.split(), *options]
     for rank in ranks_to_count(strategy, args):
         least = least_at_peak(strategy, words, args, rank * strategy.pp // args.devices)
-        # Of ranks with one stage the formula finds 0.9 of what they hold, or more.
-        if counts and strategy.stages == strategy.pp and least < 0.9 * counts[0]["peak"]["in all"]:
+        # Of a dense model, and one stage on a rank, the formula finds 0.9 of what may be most.
+        exact = strategy.stages == strategy.pp and not args.config.num_experts
+        if counts and exact and least < 0.9 * counts[0]["peak"]["in all"]:
             continue
         counted = count_rank(strategy, options, args, rank, whole)
         unsure = "memory" in counted.get("estimated", "")
@@ -315,9 +316,10 @@ def least_at_peak(strategy, words, args, stage=0):
         kept += size % exact * (numbers - head * first)
     few, gradients = min(pp - stage, M), exact * numbers  # few: in flight
     before = gradients if M > few or steps > 1 else 0
-    of_embedding = head / tp * (gathered or exact) * first  # when a backward pass has ended
+    of_embedding = head / tp * (gathered or exact) * first if before else 0
     return held + gathered * numbers + max(
-        few * kept + max(of_head, again) + before, (few - 1) * kept + gradients + of_embedding)
+        few * kept + max(of_head, again) + before,
+        (few - 1) * kept + gradients + of_embedding)  # when a backward pass has ended
 
 
 def kept_by_layer(words, config, tp):
