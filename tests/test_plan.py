@@ -164,7 +164,8 @@ def test_what_is_extended_equals_what_is_counted(monkeypatch, tmp_path, row):
         each["collectives"].sort(key=lambda part: (part["collective"], part["group"]))
     for part, whole in zip(found["collectives"], counted["collectives"], strict=True):
         assert part == pytest.approx(whole, rel=1e-12)
-    assert estimated["peak"] == counted["peak"] and "memory" not in estimated.get("estimated", "")
+    for name in "peak", "held":
+        assert estimated[name] == counted[name] and "memory" not in estimated.get("estimated", "")
     for name in "operations", "sent":
         assert estimated[name] == pytest.approx(counted[name], rel=1e-3)
     least = plan.least_at_peak(

@@ -11,11 +11,12 @@ tokens stay within it; the other scripts train no experts.
 
 A row of the table has the fewest accumulation steps that fit, or in a pipeline micro-batches, from
 4 for each rank on. Activation checkpointing is tried if nothing fits without it, since it computes
-more: selective, and if that does not fit, full. It is also tried beside several accumulation steps,
-which may send more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a
-pipeline ``ranks_to_count`` says which these may be. What does not fit is counted no further: it
-holds at least what its row says. Nothing is counted if a formula says that it is too much:
-``least_held`` of parameters, gradients and states, ``least_at_peak`` with activations.
+more: selective, and if that does not fit, full; also for fewer accumulation steps, which may send
+more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a pipeline
+``ranks_to_count`` says which these may be. What does not fit is counted no further: it holds at
+least what its row says. Nothing is counted if a formula says that it is too much: ``least_held`` of
+parameters, gradients and states, ``least_at_peak`` with activations; nor a rank of which it says
+that another holds more.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended: see
 tools/support/extended.py. A figure with ~ is an estimate: of memory, since a moment of it was not

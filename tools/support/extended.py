@@ -86,7 +86,8 @@ def over_micro_batches(n, kept, few, more, micro_batches, in_flight, own, stage,
 
     moments = [(name, extend(name, i, peak)) for name, i, peak in numbered]
     result = flows(few, more, lambda a, b: on_line(a, b, n, n + 1, micro_batches))
-    result["held"]["activations"] = few["held"]["activations"] + others * stays
+    for kind in "activations", "in all":
+        result["held"][kind] = few["held"][kind] + others * stays
     result["collectives"] = [across_stages(part, kept + (stage > 0), stage, machines)
                              for part in result["collectives"]]
     return summed(result) | {"moments": moments, "peak": peak_of([peak for _, peak in moments])}
