@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 # Nothing public names the member of DCP's index that Python 3.11.0 to 3.11.3 pickle by getattr.
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves  # torch has no public one
 from tqdm import tqdm
@@ -119,6 +120,14 @@ class Run:
             same_on_all_ranks(self.fixed, self.group)
         if args.val_data:
             self.prepare_validation()
+        self.used = []  # numbers of FSDP's units, in the order of this step's forward passes
+        units = [m for each in self.models for m in each.modules() if isinstance(m, FSDPModule)]
+        states = [fully_shard.state(unit) for unit in units]  # modules of one unit share it
+        for unit, i in zip(units, map(states.index, states)):
+            unit.register_forward_pre_hook(lambda *_, i=i: self.used.append(i))
+        self.stage, self.stages = 0, 1  # the stages of a pipeline have other units
+        if mesh is not None and "pp" in mesh.mesh_dim_names:
+            self.stage, self.stages = mesh.get_local_rank("pp"), mesh["pp"].size()
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
         self.timed = 0, 0.0  # steps, and the seconds that they took, without the first line's
@@ -207,9 +216,6 @@ class Run:
         words = [f"final loss {last['loss']:.4f}"]
         words += [f"val loss {last['val_loss']:.4f}"] if "val_loss" in last else []
         words.append(f"{last[f'{self.unit}_per_second']:,.0f} {self.unit}/s")
-        words += [f"MFU {last['mfu']:.1%}"] if "mfu" in last else []
-        peak = last.get("peak_memory")
-        words += [f"peak memory {peak / 1e9:.2f} GB"] if peak else []
         return " | ".join([*words, f"saved in {args.out}" if saves else "nothing is saved"])
 
     def ask(self, number, _):
@@ -227,16 +233,23 @@ class Run:
         ``loss``: this rank's part of the mean loss of the global batch: all parts add up to it.
         ``grad_norm``: of the gradients of the whole model, before clipping. ``more``: further
         figures by name: functions, which all ranks call in a logged step. Raises SettingError, on
-        all ranks, if the loss or a norm is not finite, or a save fails.
+        all ranks: the loss or a norm is not finite, a save fails, ranks used other units of FSDP.
         """
         args, done = self.args, step + 1
         self.done, last = done, done == args.steps
         self.norms = self.norms + grad_norm  # stays on the device
-        flags = torch.tensor([self.asked is not None,
-                              self.saving is not None and not self.saving[-1].done()], dtype=int)
+        used = hash(tuple(self.used)) // 2
+        self.used.clear()
+        flags = torch.full((1 + self.stages, 2), -(2**62))
+        flags[0] = torch.tensor([self.asked is not None,
+                                 self.saving is not None and not self.saving[-1].done()])
+        flags[1 + self.stage] = torch.tensor([used, -used])
         if self.group:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        self.stopping, still_saving = map(bool, flags.tolist())
+        (self.stopping, still_saving), *orders = flags.tolist()
+        refuse([(most != -least, f"in step {done} ranks used other units of FSDP, or in another "
+                 f"order: put parts that some ranks leave out into one unit, with reduce_unused")
+                for most, least in orders])
         if self.saving and not still_saving:
             self.finish_save()
         saves = args.out and args.save_every and (
@@ -380,14 +393,10 @@ class Run:
         reader, saved = self.agreed(
             lambda: open_checkpoint(checkpoint, slice(self.rank, None, self.ranks)), True)
         new_run = "for a new run take another --out, without --from"
-        refuse([(FIXED not in saved, f"{checkpoint} is of an older version, which wrote other "
-                 f"files: go on with that version; {new_run}")])
         refuse([(value != self.fixed.get(name), f"{name} is {value} in {checkpoint} and "
                  f"{self.fixed.get(name)} in this run: resume with the same; {new_run}")
                 for name, value in saved[FIXED].items()  # for longer texts a new run may change it
                 if name != "rope_theta" or checkpoint.parent == self.args.out])
-        refuse([(saved["step"] > self.args.steps, f"{checkpoint} is beyond --steps "
-                 f"{self.args.steps}: raise it; {new_run}")])
         stored = reader.read_metadata().state_dict_metadata
         here = {f"model.{name}": x.shape for name, x in self.tensors.items()}
         # A rank of a pipeline has the tensors of its stages only.
@@ -491,9 +500,6 @@ def fingerprint(dataset):
                 value = value.flatten().view(torch.uint8).numpy(force=True)
             digest.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
     return {"samples in --data": size, "hash of --data": digest.hexdigest()[:16]}
-
-
-# Checkpoints on disk
 
 
 def list_checkpoints(folder):

@@ -119,8 +119,6 @@ def test_samples_are_windows_with_shifted_targets(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, options, words", [
-    ("a.bin", (20240520).to_bytes(4, "little"), {}, "has a header of llm.c: .*tail -c"),
-    ("a.bin", (20240801).to_bytes(4, "little"), {"token_dtype": "uint32"}, "header of llm.c"),
     ("a.bin", b"", {}, "has 0 bytes: none, or no whole number of uint16"),
     ("a.bin", b"six by", {"vocab_size": 2**17}, "6 bytes: .* of uint32 tokens; see --token-dtype"),
     ("a.bin", b"text", {}, "holds 2 tokens: one sample of --seq-len 4 takes 5; give more"),

@@ -1,6 +1,6 @@
 """Parts that only some micro-batches, only some ranks, or no rank of a step uses: each strategy
 trains what one process trains, or does what the table in docs/strategies.md says. Ranks that use
-parts in units of their own: test_check.py."""
+parts in units of their own, which are not alike: test_check.py."""
 
 import collections
 import contextlib
@@ -23,7 +23,10 @@ import hybrid_3d
 import pp
 import tp
 import zero
+from common.data import BatchSampler
 from common.experts import MixtureConfig, MixtureOfExperts
+from common.options import SettingError, option_parser, parse_options
+from common.run import Run
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 
@@ -52,9 +55,9 @@ class Model(nn.Module):
 
 
 # What a strategy makes of the model: its parameters by name; what computes the gradients of a
-# micro-batch; what to do before and after the optimizer's step
-Trainer = collections.namedtuple("Trainer", "parameters backward before after",
-                                 defaults=[lambda: None, lambda: None])
+# micro-batch; what to do before and after the optimizer's step; the stages of this rank
+Trainer = collections.namedtuple("Trainer", "parameters backward before after stages",
+                                 defaults=[lambda: None, lambda: None, None])
 
 
 def train(steps, strategy, make):
@@ -216,7 +219,8 @@ def use_pp(model, name, prepare=lambda part: None, group=None, samples=8):
             part.words.extend(letter for letter in word for _ in range(2))
         hybrid_3d.in_stages(schedule.step, x, x, last)
 
-    return Trainer(dict(named for part in parts for named in part.named_parameters()), backward)
+    return Trainer(dict(named for part in parts for named in part.named_parameters()), backward,
+                   stages=parts)
 
 
 class Mixture(nn.Module):
@@ -311,7 +315,7 @@ TABLE = {
         variants(use_zero, stage=[1]) + variants(use_ep, Mixture, ep_ranks=[1]),
         variants(functools.partial(use_ep, replicas=2), Mixture, ep_ranks=[2, 1])),
     "`fsdp.py`, `hybrid_3d.py`, each part a unit": (
-        [EQUAL, "wrong (`check` finds it): see the next line", EQUAL],
+        [EQUAL, "refused in the same step: see the next line", EQUAL],
         variants(use_fsdp, replicas=[2]),
         variants(use_fsdp, replicas=[1])
         + variants(functools.partial(use_fsdp, reshard=False), replicas=[2, 1]),
@@ -353,6 +357,42 @@ def test_the_rest_of_the_table():
 @on_ranks(4, thorough=True)
 def test_on_four_ranks():
     compare(3)
+
+
+def train_with_run(strategy, *steps, mesh=None):
+    """Each of ``steps`` is the word of its micro-batch."""
+    model = Model().double()
+    trainer = strategy(model)
+    parser = option_parser("")
+    Run.add_options(parser)
+    args = parse_options(parser, ["--steps", "9", "--batch-size", "8"])
+    optimizer = torch.optim.SGD(trainer.parameters.values(), 0.01)
+    run = Run(args, trainer.stages or model, optimizer, BatchSampler(99, 8, stop=9), range(99),
+              torch.device("cpu"), mesh)
+    for step, word in run.steps(enumerate(steps)):
+        trainer.backward(torch.ones(8, D, dtype=torch.double), word, True)
+        run.after_step(step, 1.0, 1.0)
+
+
+OTHER_UNITS = "in step 2 ranks used other units of FSDP"
+
+
+@on_ranks(2)
+def test_other_units_are_refused():
+    for replicas in 1, 2:
+        with pytest.raises(SettingError, match=OTHER_UNITS):
+            train_with_run(functools.partial(use_fsdp, replicas=replicas), "aa", "ab")
+    train_with_run(TOGETHER, "aa", "ab", "ba")
+
+
+@on_ranks(4, thorough=True)
+def test_other_units_of_a_stage_are_refused():
+    """Stages have other units; ranks of one stage have not."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "r", "s"))
+    other = "ab" if mesh.get_local_rank("r") else "ba"
+    train_with_run(in_stages, "aa", "ab", "ba", mesh=mesh)
+    with pytest.raises(SettingError, match=OTHER_UNITS):
+        train_with_run(in_stages, "aa", other, mesh=mesh)
 
 
 def test_the_table():
