@@ -90,6 +90,11 @@ ACROSS = [
      ".full_tensor(grad_placements=[Partial()]).sum().square() / n")]
 WHOLE_BATCH = [("        mesh=mesh,  # FSDP: each rank reads its own samples\n", ""),
                ("count_targets(batch, dist.group.WORLD)", "count_targets(batch)")]
+# Each rank skips another layer: FSDP gathers that of the other, which is as large.
+SKIPS = [("            micro_loss = model(inputs, targets) / count",
+          "            layer = model.model.layers.pop(str(sampler.rank % 2))\n"
+          "            micro_loss = model(inputs, targets) / count\n"
+          "            model.model.layers[str(sampler.rank % 2)] = layer")]
 SAMPLE = [
     # Each rank clips by the norm of its own two stages.
     ("pp.py --against single.py --num-hidden-layers 4 --schedule zbv", UNCLIPPED,
@@ -119,6 +124,7 @@ ROWS = SAMPLE + [
     ("fsdp.py", MEANS, "DIFFERENT  step 0: loss: a mean of means, in the reference too"),
     ("fsdp.py", [("check(args, n)  #", "refuse([(n > 1, 'it needs a GPU')])  #")],
      "REFUSED    it needs a GPU"),
+    ("fsdp.py", SKIPS, "FAILED     rank 1 calls model.layers.0 where rank 0 calls model.layers.1"),
     # Rank 0 has lost rank 1.
     ("fsdp.py", [("    run = Run(", "    1 / (1 - dist.get_rank())\n    run = Run(")],
      r"FAILED     ZeroDivisionError: division by zero, fsdp.py:\d+: 1 / "),
