@@ -282,45 +282,43 @@ def least_held(strategy, args):
 
 
 def least_at_peak(strategy, words, args, stage=0):
-    """Bytes that a rank of ``stage`` holds at least, when its backward passes begin: parameters and
-    states, what each layer keeps for its backward pass, gradients of micro-batches before, and
-    either the gradient of the head's weight or a layer that is computed again. A stage of
-    hybrid_3d.py has all its parameters gathered, and buffers for what other stages send."""
+    """Bytes that a rank of ``stage`` holds at least, when a backward pass begins: parameters and
+    states; what each layer keeps for it; gradients of micro-batches before; and either the gradient
+    of the head's weight or a layer that is computed again. In a pipeline also buffers for what
+    other stages send, and in hybrid_3d.py all parameters of the stage gathered."""
     (steps, M), config, pp = accumulated(words), args.config, strategy.pp
     size, exact = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[args.dtype]
+    copied = size if size < exact else 0  # a weight, to be multiplied
     tp = args.devices if words[0] == "tp.py" else int(dry_run.value_of("--tp", words) or 1)
-    ep = int(dry_run.value_of("--ep", words) or 1)
-    model, whole = one_layer(args), kept_by_layer([], config, tp)
+    model = one_layer(args)
     stages = split_layers(config.num_hidden_layers, strategy.stages, cost_of_head(model))
-    layers = sum(map(len, stages[stage::pp]))
-    tokens = args.batch_size * args.seq_len * pp // (steps * M * args.devices)
-    kept = tokens * size * kept_by_layer(words, config, tp)
-    again = tokens * size * whole - kept
-    kept *= layers
-    head, first, last = model.lm_head.weight.numel(), stage == 0, stage == pp - 1
+    layers, first, last = sum(map(len, stages[stage::pp])), stage == 0, stage == pp - 1
+    tokens = args.batch_size * args.seq_len * pp // (steps * M * args.devices)  # of a micro-batch
+    of_layer = tokens * size * kept_by_layer(words, config, tp)
+    again = tokens * size * kept_by_layer([], config, tp) - of_layer
+    kept, head = layers * of_layer, model.lm_head.weight.numel()
     in_chunks = last and tokens * tp * config.vocab_size > MAX_LOGITS
-    of_head = head / tp * exact * in_chunks
+    of_head = head / tp * exact if in_chunks else 0
     if pp == 1:
-        share = 1 if steps > 1 else 3 / 4  # gradients
-        converted = head / tp * (size % exact) * in_chunks
-        return share * least_held(strategy, args) + kept + max(of_head + converted, again)
+        held = least_held(strategy, args) * (1 if steps > 1 else 3 / 4)  # without gradients
+        return held + kept + max(of_head + head / tp * copied * in_chunks, again)
     layer = {name: p.numel() for name, p in model.model.layers["0"].named_parameters()}
-    experts = sum(n for name, n in layer.items() if ".experts." in name)
-    dense, ends = layers * (sum(layer.values()) - experts), head * (first + last)
-    held = 3 * exact * (dense + ends + layers * experts) * pp / args.devices
+    experts = layers * sum(n for name, n in layer.items() if ".experts." in name)
+    others = layers * sum(layer.values()) - experts + head * (first + last)
+    held = 3 * exact * (others + experts) * pp / args.devices
     held += M * (2 - first - last) * tokens * config.hidden_size * size
     if strategy.stages > pp:
         return held + kept
+    numbers = others / tp + experts / int(dry_run.value_of("--ep", words) or 1)
     gathered = size if words[0] == "hybrid_3d.py" else 0
-    numbers = (dense + ends) / tp + layers * experts / ep
-    if not gathered and AGAIN not in words:  # autocast keeps a copy of each weight
-        kept += size % exact * (numbers - head * first)
-    few, gradients = min(pp - stage, M), exact * numbers  # few: in flight
-    before = gradients if M > few or steps > 1 else 0
-    of_embedding = head / tp * (gathered or exact) * first if before else 0
+    if not gathered and AGAIN not in words:  # each micro-batch in flight has copies of its own
+        kept += copied * (numbers - head * first)
+    in_flight, gradients = min(pp - stage, M), exact * numbers
+    later = M > in_flight or steps > 1  # than the first backward pass
+    of_embedding = head / tp * (gathered or exact) if first and later else 0
     return held + gathered * numbers + max(
-        few * kept + max(of_head, again) + before,
-        (few - 1) * kept + gradients + of_embedding)  # when a backward pass has ended
+        in_flight * kept + max(of_head, again) + gradients * later,
+        (in_flight - 1) * kept + gradients + of_embedding)  # when that backward pass ends
 
 
 def kept_by_layer(words, config, tp):
