@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from common.options import at_least
-from common.run import flops_per_token, peak_tflops
+from tools.mfu import flops_per_token, peak_tflops
 from tools.support import tutorial
 from tools.support.command import ROOT, make_parser, refuse, run
 

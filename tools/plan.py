@@ -531,7 +531,7 @@ def parse(argv):
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
     add("--model", required=True, help="as in the scripts, or a config.json of Hugging Face, or "
         "its folder")
-    add("--devices", type=at_least(1, most=2**17), required=True, metavar="N",
+    add("--devices", type=at_least(1, below=2**17), required=True, metavar="N",
         help="as many as processes")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
         "device has; leave out what its context and kernels take")
