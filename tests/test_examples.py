@@ -17,7 +17,7 @@ import torch
 
 from common.data import BatchSampler, TokenDataset, add_text_options
 from common.materialise import draw_weight, materialise
-from common.model import Transformer, add_model_options
+from common.model import Transformer, add_model_options, model_config
 from common.options import option_parser, parse_options
 from common.step import decay_groups, set_learning_rate
 from tests.support import inject
@@ -171,8 +171,8 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 # How many lines of its script's ``main`` an example has not
 OTHERWISE = {
-    "diloco": 21, "cp_documents": 8, "ddp_convnet": 21, "fsdp_gpt2": 17, "fsdp_lora": 3,
-    "fsdp_muon": 5, "tp_llama": 11, "trainer_fsdp": 4,
+    "diloco": 21, "cp_documents": 8, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 4,
+    "fsdp_muon": 5, "tp_llama": 12, "trainer_fsdp": 4,
 }
 
 
@@ -206,7 +206,9 @@ def settings(options, **more):
     add_model_options(parser)
     add_text_options(parser)
     parser.set_defaults(**more)
-    return parse_options(parser, f"{TRAINING} {options}".split())
+    args = parse_options(parser, f"{TRAINING} {options}".split())
+    args.config = model_config(args)
+    return args
 
 
 def by_hand(args, data, trained, optimizers, mean_loss):

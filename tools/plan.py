@@ -52,7 +52,7 @@ import torch
 from tqdm import tqdm
 
 from common.experts import MixtureConfig, use_experts
-from common.model import MAX_LOGITS, PRESETS, Transformer, add_model_options
+from common.model import MAX_LOGITS, PRESETS, Transformer, add_model_options, model_config
 from common.options import SettingError, at_least, option_parser, parse_options
 from pp import bubble, cost_of_head, split_layers
 from tools import dry_run
@@ -503,7 +503,7 @@ def model_options(name):
     add_preset(name)
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
-    config = parse_options(parser, ["--model", name]).config
+    config = model_config(parse_options(parser, ["--model", name]), MixtureConfig)
     if by_name:
         return ["--model", name], config
     # rope_scaling is no option, and changes no bytes. A dense model has no options of experts.

@@ -41,7 +41,9 @@ from common.data import BatchSampler, add_text_options, load_steps, open_dataset
 from common.experts import MixtureConfig, use_experts
 from common.launch import launch, start_process, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, keep_products, next_token_loss
+from common.model import (
+    Transformer, add_model_options, keep_products, model_config, next_token_loss
+)
 from common.options import option_parser, parse_options, refuse
 from common.step import decay_groups, set_learning_rate
 
@@ -59,6 +61,7 @@ def read(argv):
     add_model_options(parser, MixtureConfig)
     add_text_options(parser)
     args = parse_options(parser, argv)
+    args.config = model_config(args, MixtureConfig)
     refuse([
         (args.config.num_experts and args.strategy in ("tp", "torchtitan"),
          f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
