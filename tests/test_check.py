@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from parity.compare import Verdict
 from tests.support.commands import left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
@@ -21,7 +22,7 @@ from tests.support.sample import sampled, thorough
 from tests.test_porting import DATA_PARALLEL, HEADS, UNITS
 from tools import check as tool
 from tools.flatten import flatten, without_run
-from tools.support import recorded
+from tools.checking import recorded
 
 
 @pytest.fixture
@@ -207,10 +208,11 @@ def test_a_loop_that_changes_its_batch(check, tmp_path):
     ("EQUAL NOTHING EQUAL", 1), ("REFUSED REFUSED REFUSED", 1)])
 def test_its_status(monkeypatch, verdicts, status):
     found = iter(verdicts.split())
-    monkeypatch.setattr(tool, "train", lambda *_: None)
+    monkeypatch.setattr(tool, "train", lambda *args: args[3])
     monkeypatch.setattr(tool, "read", lambda _: [])
-    monkeypatch.setattr(tool, "compare_with",
-                        lambda *args: (next(found, "") if args[2] else "FAILED", "", ""))
+    monkeypatch.setattr(tool, "reports", lambda _: [])
+    monkeypatch.setattr(tool, "compare_runs", lambda *args: Verdict(
+        next(found, "") if args[2] else "FAILED", ""))
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
     assert end.value.code == status
@@ -228,7 +230,7 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "start_process_group", mock.Mock(side_effect=Started))
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
-            recorded.record(module, [], tmp_path / "run", tool.DEFAULTS)
+            recorded.train_recorded(module, [], tmp_path / "run", tool.DEFAULTS)
 
 
 @pytest.mark.parametrize("number, status", sampled(
