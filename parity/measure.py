@@ -31,15 +31,15 @@ class Tensors:
         empty = {"sums": [0.0] * (3 + 3 * K), "held": 1}
         chosen = [recorded.get(name, empty) for name in names]
         rows = torch.tensor([own["sums"] for own in chosen], dtype=torch.float64)
-        rows = rows.view(-1, 3 + 3 * K)
+        numbers, sketches = rows.view(-1, 3 + 3 * K).split([3, 3 * K], dim=1)
         self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
-        self.spread = rows[:, 0]  # (N,) how far apart the copies are that several ranks hold
-        self.length = rows[:, 1].sqrt()  # (N,) Euclidean length
-        self.noise = rows[:, 2]  # (N,) share of numbers that are only rounding beside the others
-        # (N, K) projections: two sketches are as far apart as the tensors
-        self.sketch = rows[:, 3 : 3 + K]
-        self.mean = rows[:, 3 + K : 3 + 2 * K]  # (N, K) sketch of the mean of unlike copies
-        self.total = rows[:, 3 + 2 * K :]  # (N, K) sketch of the sum of unlike copies
+        # (N,) how far apart the copies are that several ranks hold; the square of the Euclidean
+        # length; the share of numbers that are only rounding beside the others
+        self.spread, square, self.noise = numbers.T
+        # (N, K) projections of the tensor, and of the mean and the sum of unlike copies: two
+        # sketches are as far apart as the tensors
+        self.sketch, self.mean, self.total = sketches.split(K, dim=1)
+        self.length = square.sqrt()
         self.finite = self.length.isfinite()  # (N,) bool
         self.numbers = torch.tensor([own["held"] for own in chosen]).clamp(min=1)  # (N,)
 
@@ -289,6 +289,7 @@ class Step:
 
     def __init__(self, names, reference, run, after, history, tolerance, room=None, clipped=None):
         self.names, self.reference, self.run = names, reference, run  # N parameters
+        self.runs = reference, run
         self.after, self.history, self.tolerance = after, history, tolerance
         self.x, self.y, self.clipped = reference.gradients, run.gradients, clipped
         # Of both runs: what gradients are scaled by before the optimizer
