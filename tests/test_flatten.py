@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from common.options import SettingError
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tools.flatten import flatten
@@ -57,5 +58,5 @@ def test_a_base_class_comes_first(tmp_path):
 def test_refuses_a_clash(tmp_path):
     text = "def refuse():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
     (tmp_path / "my.py").write_text(text.replace("    n = dist", "    refuse()\n    n = dist"))
-    with pytest.raises(SystemExit, match="refuse means two things: in my.py, options.py"):
+    with pytest.raises(SettingError, match="refuse means two things: in my.py, options.py"):
         flatten(tmp_path / "my.py")

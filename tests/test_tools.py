@@ -1,4 +1,4 @@
-"""tools/prepare.py and tools/bench.py."""
+"""tools/prepare.py and tools/bench.py; and what every tool says of a path that is wrong."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from common.data import TokenDataset
 from common.options import SettingError
 from tests.support.commands import RUN, finish, start
 from tests.support.sample import sampled, thorough
-from tools import bench, prepare
-from tools.support import command
+from tools import bench, command, dry_run, flatten, plan, prepare
+from tools.huggingface import export, import_hf
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +165,46 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     assert len(line) < 200 + len(str(bad))
 
 
+PLAN = "--model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py"
+
+
+@pytest.mark.parametrize("tool, words, said", [
+    (flatten, "no.py", "flatten.py: error: no.py is no script"),
+    (flatten, "folder", "folder is no script"), (flatten, "list.json", "list.json is no script"),
+    (flatten, "broken.py", "invalid syntax (broken.py, line 1)"),
+    (flatten, "bytes.py", "0xff in position 0: invalid start byte (bytes.py, line 1)"),
+    (flatten, "no_main.py", "no_main.py has no function main"),
+    (flatten, "fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),
+    (dry_run, "1 folder", "folder is no script"),
+    (dry_run, "--rank 0 1 broken.py", "cannot be imported: SyntaxError"),
+    (plan, f"{PLAN} --json no/plan.json", "No such file or directory: 'no/plan.json'"),
+    (bench, "--only fsdp.py --trace no/trace.json", "No such file or directory: 'no/trace.json'"),
+    (export, "folder out", "folder is neither a checkpoint nor a run folder"),
+    (export, "run out", "run is no checkpoint"),
+    (import_hf, "folder out", "No such file or directory: 'folder/config.json'"),
+    (import_hf, "list.json out", "list.json is no JSON file with an object"),
+])
+def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
+    """It names the path."""
+    monkeypatch.chdir(tmp_path)
+    for folder in "folder", "run":
+        (tmp_path / folder).mkdir()
+    for name in "list.json", "run/run.json":
+        (tmp_path / name).write_text("[]")
+    (tmp_path / "broken.py").write_text("def main(:")
+    (tmp_path / "bytes.py").write_bytes(b'def main(): "\xff"')
+    (tmp_path / "no_main.py").touch()
+    assert said in the_line(tool.main, words.split())
+    assert not (tmp_path / "out").exists() and "Traceback" not in capsys.readouterr().err
+
+
+def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys):
+    """As other tools do, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    flatten.main(["fsdp.py"])
+    assert capsys.readouterr().out == flatten.flatten(command.ROOT / "fsdp.py")
+
+
 # The benchmark
 
 
@@ -212,7 +252,7 @@ def test_both_of_a_pair_train_the_same(once, loop, script, more):
     """As many parameters, from the same loss of an untrained model, along the same curve."""
     world = 0 if loop == "single" else 2
     options = f"{SAME} {more} --steps 4 --dtype float32"
-    theirs = once(f"tools/support/tutorial.py {loop}", world, options, pass_out=False)
+    theirs = once(f"tools/timing/tutorial.py {loop}", world, options, pass_out=False)
     found = json.loads(theirs.lines[-1])
     ours = once(script.format(n=2), world, f"{options} --save-every 0 --log-every 1")
     assert f"model tiny: {found['parameters']:,} parameters" in ours.output

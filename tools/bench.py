@@ -1,4 +1,4 @@
-"""Time every script against a PyTorch training loop (tools/support/tutorial.py).
+"""Time every script against a PyTorch training loop (tools/timing/tutorial.py).
 
     bash run.sh bench
     bash run.sh bench --model small --dtype bfloat16 --compile --rounds 3
@@ -35,10 +35,10 @@ from tqdm import tqdm
 
 from common.options import at_least
 from common.run import flops_per_token, peak_tflops
-from tools.support import tutorial
-from tools.support.command import ROOT, make_parser, refuse, run
+from tools.timing import tutorial
+from tools.command import ROOT, fail, make_parser, run
 
-LOOPS = "tools/support/tutorial.py"
+LOOPS = "tools/timing/tutorial.py"
 VOCABULARY = 32_000
 EXPERTS = "--num-experts 8 --expert-size 256"
 PAIRS = [  # the loop, and a script
@@ -84,7 +84,7 @@ def started(command, args, options, folder, result):
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
              "--local-addr=127.0.0.1", f"--nproc-per-node={processes(command, args)}",
-             ROOT / "tools/support/timed.py", str(args.warm_up), str(last), result,
+             ROOT / "tools/timing/timed.py", str(args.warm_up), str(last), result,
              ROOT / script, *words],
             env=environment, stdout=output, stderr=output,
         )
@@ -99,7 +99,7 @@ def wait(command, process, folder):
     if process.wait():
         lines = (folder / "output").read_text().splitlines() or ["it said nothing"]
         said = [line for line in lines if "error: " in line] or lines[-1:]
-        refuse(f"{command} failed: {said[0]}")
+        fail(f"{command} failed: {said[0]}")
 
 
 def processes(command, args):
@@ -129,11 +129,13 @@ def parse(argv):
     scripts = dict.fromkeys(script.split()[0] for _, script in PAIRS)
     for name in args.only or ():
         if name not in scripts:
-            refuse(f"--only {name}: no such script is timed; there are {', '.join(scripts)}")
+            fail(f"--only {name}: no such script is timed; there are {', '.join(scripts)}")
     if any(word.partition("=")[0] == "--steps" for word in options):
-        refuse("--steps is the sum of --warm-up and --timed here: give these")
+        fail("--steps is the sum of --warm-up and --timed here: give these")
     if args.trace and (args.trace.suffix != ".json" or not args.only):
-        refuse(f"--trace {args.trace}: give a name that ends in .json, and --only SCRIPT")
+        fail(f"--trace {args.trace}: give a name that ends in .json, and --only SCRIPT")
+    if args.trace:
+        args.trace.touch()  # torch.profiler does not say that it cannot write
     return args, options
 
 

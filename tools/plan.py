@@ -19,7 +19,7 @@ parameters, gradients and states, ``least_at_peak`` with activations; nor a rank
 that another holds more.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended: see
-tools/support/extended.py. A figure with ~ is an estimate: of memory, since a moment of it was not
+tools/counting/extended.py. A figure with ~ is an estimate: of memory, since a moment of it was not
 linear; of bytes sent, from a proportion. The first row and the simplest that fits are then counted
 as often as it takes to be exact, and so is memory within 5 % of the device's. Ctrl-C or SIGTERM
 prints the rows that are there.
@@ -56,9 +56,9 @@ from common.model import MAX_LOGITS, PRESETS, Transformer, add_model_options
 from common.options import SettingError, at_least, option_parser, parse_options
 from pp import bubble, cost_of_head, split_layers
 from tools import dry_run
+from tools.command import ROOT, fail, make_parser, printable, run
+from tools.counting import extended
 from tools.huggingface.config import add_preset
-from tools.support import extended
-from tools.support.command import ROOT, make_parser, printable, refuse, run
 
 CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 WHOLE = [  # every rank reads samples of its own; the simplest first
@@ -374,7 +374,7 @@ def cached(script, options, world_size, rank, nproc_per_node):
 @functools.cache
 def sources():
     """A hash of the scripts and of what counts them."""
-    folders = "", "common/", "tools/", "tools/support/"
+    folders = "", "common/", "tools/", "tools/counting/"
     paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
 
@@ -554,7 +554,7 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
-        refuse(f"--devices {args.devices} is no multiple of --nproc-per-node "
+        fail(f"--devices {args.devices} is no multiple of --nproc-per-node "
                f"{args.nproc_per_node}: machines are alike")
     return args
 
@@ -569,7 +569,7 @@ def main(argv=None):
     scripts = dict.fromkeys(each.command.split()[0] for each in tried)
     for name in args.only or ():
         if name not in [*scripts, *(each.command for each in tried)]:
-            refuse(f"--only {name}: nothing of that name is tried; there are {', '.join(scripts)}")
+            fail(f"--only {name}: nothing of that name is tried; there are {', '.join(scripts)}")
     if args.only:
         tried = [each for each in tried
                  if each.command in args.only or each.command.split()[0] in args.only]

@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-from tools.support.command import make_parser, new_folder, refuse, run
+from tools.command import fail, make_parser, new_folder, run
 
 LINES = ".jsonl", ".ndjson", ".json"
 
@@ -28,7 +28,7 @@ def read_texts(path, bar, skipped, size=2**16):
     refuses them."""
     jsonl, first = path.lower().endswith(LINES), True
     if path.lower().endswith((".gz", ".bz2", ".xz", ".zst")):
-        refuse(f"{path} is compressed: unpack it first")
+        fail(f"{path} is compressed: unpack it first")
     # A byte that is no UTF-8 becomes a lone surrogate, which cannot be encoded again.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         pieces = file if jsonl else iter(lambda: file.read(size) + file.readline(size), "")
@@ -41,9 +41,9 @@ def read_texts(path, bar, skipped, size=2**16):
                 text.encode()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if not jsonl:
-                    refuse(f"{path}, block {number}: no UTF-8: convert the file, such as by iconv")
+                    fail(f"{path}, block {number}: no UTF-8: convert the file, such as by iconv")
                 if skipped is None:
-                    refuse(f'{path}, line {number} is not {{"text": "..."}} in UTF-8 ({error!s:.60}'
+                    fail(f'{path}, line {number} is not {{"text": "..."}} in UTF-8 ({error!s:.60}'
                            f"): write each line so, or leave such out by --skip-bad-lines")
                 skipped.append(number)
                 continue
@@ -55,7 +55,7 @@ def read_texts(path, bar, skipped, size=2**16):
 def id_of(tokenizer, option, token):
     number = tokenizer.token_to_id(token)
     if number is None:
-        refuse(f"{option} {token}: the tokenizer has no such token")
+        fail(f"{option} {token}: the tokenizer has no such token")
     return number
 
 
@@ -72,13 +72,13 @@ def main(argv=None):
                         help="the folder for train.bin and val.bin; it must not exist")
     args = parser.parse_args(argv)
     if not 0 <= args.val < 1:
-        refuse(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
+        fail(f"--val {args.val}: this is a share of the documents: give 0 or more, less than 1")
     from tokenizers import Tokenizer  # an optional package
 
     try:
         tokenizer = Tokenizer.from_file(args.tokenizer)
     except Exception as error:  # the package has no narrower class
-        refuse(f"--tokenizer {args.tokenizer} is no tokenizer.json ({error!s:.60}): transformers "
+        fail(f"--tokenizer {args.tokenizer} is no tokenizer.json ({error!s:.60}): transformers "
                f"writes one by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
     tokenizer.encode_special_tokens = True  # a text that spells out a token does not end there
     tokenizer.no_truncation()
@@ -108,7 +108,7 @@ def main(argv=None):
             before.write(np.array(end, dtype))
         tokens = {file.name: file.tell() // np.dtype(dtype).itemsize for file in (train, val)}
         if not train.tell():
-            refuse(f"--val {args.val}: all documents are in val.bin: give a smaller share"
+            fail(f"--val {args.val}: all documents are in val.bin: give a smaller share"
                    if val.tell() else f"{', '.join(args.files)}: no text, so there are no tokens")
     for path, number in tokens.items():
         print(f"{args.out / pathlib.Path(path).name}: {number:,} tokens")

@@ -38,10 +38,14 @@ def read_config(path):
 
 
 def read_json(path):
+    """The JSON object in a file. Raises SettingError if there is something else."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise SettingError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise SettingError(f"{path} is no JSON file with an object: it begins {content!r:.20}")
+    return content
 
 
 def config_from(content, path):

@@ -29,7 +29,7 @@ from common.options import at_least, refuse
 from common.run import FIXED, OPTIONS, list_checkpoints, open_checkpoint
 from tools.huggingface.config import config_from
 from tools.huggingface.weights import check_shapes, parts_of, shapes_of
-from tools.support.command import make_parser, new_folder, run
+from tools.command import make_parser, new_folder, run
 
 GENERATION = "generation_config.json"
 ROPE = "rope_theta", "rope_scaling"

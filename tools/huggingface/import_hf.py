@@ -31,7 +31,7 @@ from common.options import refuse
 from common.run import FIXED, OPTIONS, HashingWriter, hash_of
 from tools.huggingface.config import config_file, read_config
 from tools.huggingface.weights import Weights
-from tools.support.command import make_parser, new_folder, run
+from tools.command import make_parser, new_folder, run
 
 NOTES = {  # what a config.json may say that is otherwise here
     "tie_word_embeddings": "here the head is a weight of its own, and trained apart from the "

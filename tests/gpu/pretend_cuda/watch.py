@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 from common import run
 from tools import dry_run
-from tools.support import pretend, stand_ins
+from tools.counting import pretend, stand_ins
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)

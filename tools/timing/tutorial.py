@@ -1,7 +1,7 @@
 """Training loops as users of PyTorch write them. tools/bench.py compares the scripts with them.
 
-    python -m tools.support.tutorial single
-    torchrun --nproc_per_node=2 -m tools.support.tutorial ddp      or fsdp, tp or torchtitan
+    python -m tools.timing.tutorial single
+    torchrun --nproc_per_node=2 -m tools.timing.tutorial ddp      or fsdp, tp or torchtitan
 
 - single: a plain loop, of no tutorial. --compile compiles the whole model.
 - ddp: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html

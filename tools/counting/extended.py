@@ -12,8 +12,7 @@ import collections
 import itertools
 import re
 
-from tools.counting import ACTIVATION_DIMS
-from tools.support.stand_ins import peak_of
+from tools.counting.counter import ACTIVATION_DIMS, peak_of
 
 STEPS = 3, 4
 # Layers of the two counts: in the second, three are neither at the start nor at the end. The end is

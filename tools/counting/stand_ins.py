@@ -26,10 +26,10 @@ import pp
 from common import experts, materialise, model, run
 from common.options import SettingError
 from cp import wide
-from tools import theory
-from tools.counting import OneStep
-from tools.support import pretend
-from tools.support.operations import OperationCounter
+from tools.counting import theory
+from tools.counting.counter import OneStep, StepCounter
+from tools.counting import pretend
+
 
 
 def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
@@ -274,8 +274,8 @@ class Run:
             each.zero_grad()
 
     def make_counter(self):
-        counter = OperationCounter(
-            self.nproc_per_node, self.optimizers, self.models, self.mesh, self.device)
+        counter = StepCounter(self.optimizers, self.models, self.mesh, self.device,
+                              self.nproc_per_node, pretend.seeing)
         if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
             offload(counter)
         return counter
@@ -300,23 +300,12 @@ class Run:
         formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
                              self.models)
         counted.update(
-            held=dict(counter.held), peak=peak_of([peak for _, peak in counter.moments]),
-            moments=counter.moments,
+            held=dict(counter.held), peak=counter.peak, moments=counter.moments,
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
-            operations=counter.operations,
-            collectives=[
-                each | {"between_machines": counter.crossing[each["collective"], each["group"]]}
-                for each in counter.collectives()
-            ],
+            operations=counter.operations, collectives=counter.collectives(),
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
-
-
-def peak_of(peaks):
-    """The most of each kind, of a list of dicts."""
-    return {name: max(peak.get(name, 0) for peak in peaks)
-            for name in set().union(*peaks) - {"at first"}}
 
 
 def pipeline(args, mesh):
