@@ -171,7 +171,7 @@ PLAN = "--model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py"
 @pytest.mark.parametrize("tool, words, said", [
     (flatten, "no.py", "flatten.py: error: no.py is no script"),
     (flatten, "folder", "folder is no script"), (flatten, "list.json", "list.json is no script"),
-    (flatten, "broken.py", "invalid syntax (broken.py, line 1)"),
+    (flatten, "broken.py", "(broken.py, line 1)"),
     (flatten, "bytes.py", "0xff in position 0: invalid start byte (bytes.py, line 1)"),
     (flatten, "no_main.py", "no_main.py has no function main"),
     (flatten, "fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),

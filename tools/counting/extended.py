@@ -1,174 +1,210 @@
-"""What a rank counts with many layers, steps or micro-batches, from what it counts with few.
+"""What a rank counts in a large model and a long step, from dry runs of a small one.
 
 Bytes held, bytes sent and operations are linear in the number of layers, of accumulation steps and
 of micro-batches. A peak is not: it is the most of many moments, each linear, and with more layers
-another of them may be the most. So ``over_layers`` extends each moment by itself: those of the
-first two layers, those of the last, and those between, where each layer adds the same. (Beside the
-embedding and the head, larger units are gathered.) And
-``over_micro_batches`` makes of a pipeline with a few micro-batches in flight one with many.
+another of them may be the most. So ``extend`` extends each moment by itself: those of the first
+three layers, those of the last, and those between, where each layer adds the same. (Beside the
+embedding and the head, larger units are gathered.) And ``over_micro_batches`` makes of a pipeline
+with a few micro-batches in flight one with many.
 """
 
 import collections
-import itertools
+import contextlib
+import functools
+import hashlib
+import json
+import pathlib
 import re
 
+import torch
+
+from pp import bubble
+from tools.command import ROOT
+from tools.counting import one_rank
 from tools.counting.counter import ACTIVATION_DIMS, peak_of
+from tools.counting.pipeline import accumulated
 
-STEPS = 3, 4
+CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 # Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
-# two layers; of zero.py, which gathers two units ahead, it is three.
-SIZES = (5, 7), (6, 8)
+# two layers; of what gathers two units ahead, it is three.
+LAYERS = (5, 7), (6, 8)
+STEPS = 4, 5  # the third, the one before the last and the last are moments of their own
 
 
-def over_layers(few, some, sizes, layers):
-    """What would be counted with ``layers``. ``few`` and ``some``: results of ``dry_run.count`` for
-    ``sizes``, the layers on each stage of the rank. "estimated" has "memory" in it if these do not
-    show that each moment is linear."""
-    def extend(a, b):
-        return on_line(a, b, *sizes, layers)
+class Rank:
+    """A rank of a strategy, which counts a small model in a small pipeline, and extends that.
 
-    lines, linear = [], True
-    moments = by_kind(few["moments"]), by_kind(some["moments"])
-    for kind in moments[0].keys() | moments[1].keys():
-        a, b = (each.get(kind, []) for each in moments)
-        if len(a) == len(b) == 1:
-            lines.append((a[0], b[0]))
-        elif (len(a), len(b)) == sizes:
-            lines += zip(a[:3], b[:3])
-            lines += zip(a[2:], b[4:])
-            linear &= all(b[2].get(name, 0) + b[4].get(name, 0) == 2 * b[3].get(name, 0)
-                          for name in b[3])
-        else:
-            linear = False
-    peaks = [extend(*line) for line in lines]
-    whole = all(size == int(size) for peak in peaks for size in peak.values())
-    extended = flows(few, some, extend) | {"peak": peak_of(peaks)}
-    if linear and whole:
-        return extended
-    return extended | {"estimated": f"memory {extended.get('estimated', '')}"}
+    Args:
+        pipeline: the strategy's.
+        place: of the rank on the axis of the pipeline. Of all ranks of this place the first counts.
+        words: the script, and its options.
+        args: those of plan.
+    """
 
+    def __init__(self, pipeline, place, words, args):
+        self.pipeline, self.place, self.words, self.args = pipeline, place, words, args
+        self.steps, self.micro_batches = accumulated(words)
+        self.layers = pipeline.layers[place]  # of each of its stages
+        self.in_flight = min(pipeline.n - place, self.micro_batches)
+        self.few, self.n, self.counted_at = self.micro_batches, pipeline.n, place
+        if pipeline.v == self.steps == 1:
+            self.choose_small_pipeline()
 
-def small_pipeline(in_flight, stage, micro_batches, experts):
-    """(micro-batches, stages, stage) of a pipeline, 1F1B, whose rank does in small what one does
-    that has ``in_flight`` of ``micro_batches`` at once: it has up to two. It has three if the
-    second backward pass would be the last, and with ``experts``, of which the first forward pass
-    leaves more than activations."""
-    most = 3 if experts or micro_batches == in_flight else 2
-    kept, later = min(in_flight, most), stage > 0
-    return kept + min(2, micro_batches - in_flight), kept + later, int(later)
+    def choose_small_pipeline(self):
+        """Of 1F1B: a rank does in small what this one does if it has up to two micro-batches at
+        once. It has three if the second backward pass would be the last, and with experts, of which
+        the first forward pass leaves more than activations."""
+        after = self.micro_batches - self.in_flight
+        kept = min(self.in_flight, 3 if self.args.config.num_experts or not after else 2)
+        few, place = kept + min(2, after), int(self.place > 0)
+        if few < self.micro_batches and self.pipeline.total(self.layers, kept + place, place):
+            self.few, self.n, self.counted_at = few, kept + place, place
 
+    def count(self):
+        """What the rank counts, as ``one_rank.count``."""
+        size = self.layers[0]
+        for sizes in LAYERS:
+            totals = [self.total(each) for each in sizes]
+            if size > sum(sizes) and len(set(self.layers)) == 1 and None not in totals:
+                few, some = map(self.count_steps, sizes)
+                if extended := extend(few, some, by_layer, sizes, size):
+                    return extended
+        return self.count_steps(size)
 
-def over_micro_batches(n, kept, few, more, micro_batches, in_flight, own, stage, machines):
-    """What would be counted with ``micro_batches``, of which ``in_flight`` are there at once, from
-    ``few``, the count of a ``small_pipeline`` with ``n`` and ``kept``, and ``more``, that with one
-    more. If ``more`` is None, what is sent is estimated. ``own``: bytes of a micro-batch that stay
-    to the end of a step. ``machines``: on which each stage is, whole."""
-    others = micro_batches - n
-    total = collections.Counter(name for name, _ in few["moments"])
-    passes = {name: itertools.count(1) for name in total}
-    numbered = [(name, next(passes[name]), peak) for name, peak in few["moments"]]
-    kind = "at first" if kept < 3 else "in all"  # in the first forward pass parameters are gathered
-    start = {i: peak[kind] for name, i, peak in numbered if name == "0. forward"}
-    (sent,) = (part["bytes"] for part in few["collectives"] if part["collective"] == "send")
-    # A micro-batch leaves a buffer behind, for what other stages send: as much as they are sent.
-    received = sent // n
-    stays = received + own
-    until_backward = start[kept] - start[kept - 1] - received if kept > 1 else 0
-    if more is None:
-        more = proportional(few, n, n + 1) | {"estimated": "sent"}
+    def total(self, size):
+        """The layers of the whole model, if each stage of the rank has ``size``. None: no number of
+        them gives it that."""
+        if size == self.layers[0] and self.n == self.pipeline.n:
+            return self.args.config.num_hidden_layers
+        return self.pipeline.total([size] * self.pipeline.v, self.n, self.counted_at)
 
-    def extend(name, i, peak):
-        """As many as can be at once are there but in the first forward and the last backward."""
-        full = total[name] == n and (i >= kept if name.endswith(" forward") else i < n)
-        added = others * stays + (in_flight - kept) * until_backward * full
-        return peak | {kind: peak[kind] + added for kind in ("activations", "in all")}
+    def count_steps(self, size):
+        """With ``size`` layers on each of its stages."""
+        if self.steps > max(STEPS):
+            few, some = (self.dry_run(size, steps) for steps in STEPS)
+            if extended := extend(few, some, by_step, STEPS, self.steps):
+                return extended
+        counted = self.dry_run(size, self.steps)
+        return self.over_micro_batches(counted) if self.few < self.micro_batches else counted
 
-    moments = [(name, extend(name, i, peak)) for name, i, peak in numbered]
-    result = flows(few, more, lambda a, b: on_line(a, b, n, n + 1, micro_batches))
-    for kind in "activations", "in all":
-        result["held"][kind] = few["held"][kind] + others * stays
-    result["collectives"] = [across_stages(part, kept + (stage > 0), stage, machines)
-                             for part in result["collectives"]]
-    return summed(result) | {"moments": moments, "peak": peak_of([peak for _, peak in moments])}
+    def dry_run(self, size, steps):
+        args, ranks = self.args, self.pipeline.per_place
+        batch_size = (args.batch_size * steps * self.few) // (self.steps * self.micro_batches)
+        less = ["--num-hidden-layers", self.total(size), "--grad-accum", steps]
+        if self.few < self.micro_batches:
+            less += ["--microbatches", self.few]
+            less += ["--pp", self.n] if "--pp" in self.words else []
+        script, *words = [*self.words, *map(str, [*less, "--batch-size", batch_size])]
+        return cached(str(ROOT / script), words, ranks * self.n, ranks * self.counted_at,
+                      args.nproc_per_node)
 
-
-def proportional(counted, n, micro_batches):
-    """``counted``, with operations, and sent activations, of ``micro_batches`` instead of n."""
-    collectives = [
-        part | {name: part[name] * micro_batches / n
-                for name in ("calls", "bytes", "between_machines")
-                if part["group"] in ACTIVATION_DIMS or part["collective"] == "all-to-all"}
-        for part in counted["collectives"]]
-    return counted | {
-        "collectives": collectives, "operations": counted["operations"] * micro_batches / n}
-
-
-def across_stages(part, small, stage, machines):
-    """``part`` of the collectives of a pipeline of ``small`` stages, as a rank of ``stage`` sends
-    it in one whose stages are on ``machines``."""
-    if part["group"] != "pp":
-        return part
-    if part["collective"] == "send":
-        others = machines[max(0, stage - 1) : stage] + machines[stage + 1 : stage + 2]
-        size, far = part["bytes"], [machine != machines[stage] for machine in others]
-    else:  # of the norm, around a ring
-        size = part["bytes"] * (1 - 1 / len(machines)) / (1 - 1 / small)
-        far = [a != b for a, b in zip(machines, machines[1:] + machines[:1])]
-    return part | {"bytes": size, "between_machines": size * sum(far) / len(far)}
-
-
-def over_steps(few, some, steps):
-    """What would be counted with ``steps`` accumulation steps, from counts of ``STEPS``. The
-    moments stay those of four steps: all but the first two and the last are like the third, and
-    hold more in each step, such as the tokens of those before."""
-    def extend(a, b):
-        return on_line(a, b, *STEPS, steps)
-
-    before, moments = collections.defaultdict(list), collections.defaultdict(list)
-    for found, counted in (before, few), (moments, some):
+    def over_micro_batches(self, counted):
+        """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
+        n, kept = self.few, self.n - self.counted_at
+        starts = [peak["at first"] for name, peak in counted["moments"] if name == "0. forward"]
+        (sent,) = (part["bytes"] for part in counted["collectives"] if part["collective"] == "send")
+        # A micro-batch leaves to the end of the step a buffer for what other stages send, as much
+        # as they are sent; its tokens and targets; and on the last stage its loss.
+        received, loss = sent // n, 4 * (self.place == self.pipeline.n - 1)
+        left = received + 16 * self.pipeline.tokens(self.words) + loss
+        until_backward = starts[kept - 1] - starts[kept - 2] - received if kept > 1 else 0
+        stays = (self.micro_batches - n) * left
+        in_flight = (self.in_flight - kept) * until_backward
+        total, seen, moments = collections.Counter(), collections.Counter(), []
+        for name, _ in counted["moments"]:
+            total[name] += 1
         for name, peak in counted["moments"]:
-            found[name].append(peak)
-    extended = []
-    for name, peaks in moments.items():
-        n = len(peaks) - len(before[name])  # in each step; 0: outside of them
-        first, last = before[name][: 2 * n], before[name][2 * n :]
-        third = [{kind: b[kind] - c[kind] + a.get(kind, 0) for kind in b}
-                 for a, b, c in zip(last, peaks[2 * n :], peaks[3 * n :]) if n]
-        extended += [(name, extend(*pair))
-                     for pair in zip([*first, *third, *last], peaks, strict=True)]
-    return flows(few, some, extend) | {
-        "moments": extended, "peak": peak_of([peak for _, peak in extended])}
+            seen[name] += 1
+            # Not as many as can be are there in the first forward and in the last backward pass.
+            full = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
+            added = stays + (in_flight if full and total[name] == n else 0)
+            moments.append((name, more_activations(peak, added)))
+        more = self.micro_batches / n
+        collectives = [self.across_stages(part, more) for part in counted["collectives"]]
+        wait, _ = bubble("1f1b", self.pipeline.n, 1, self.micro_batches)
+        return counted | summed(collectives, moments) | {
+            "held": more_activations(counted["held"], stays), "bubble": wait,
+            "operations": counted["operations"] * more, "world_size": self.args.devices,
+            "rank": self.place * self.pipeline.per_place}
+
+    def across_stages(self, part, more):
+        """``part`` of the collectives, of ``more`` times as many micro-batches, in all stages."""
+        part, n = dict(part), self.pipeline.n
+        machines = [i * self.pipeline.per_place // self.args.nproc_per_node for i in range(n)]
+        if part["group"] in ACTIVATION_DIMS or part["collective"] == "all-to-all":
+            for name in "calls", "bytes", "between_machines":
+                part[name] *= more
+        if part["group"] != "pp":
+            return part
+        if part["collective"] == "send":
+            before, after = max(0, self.place - 1), self.place + 2
+            others = [*machines[before : self.place], *machines[self.place + 1 : after]]
+            far = [machine != machines[self.place] for machine in others]
+        else:  # of the norm, around a ring
+            part["bytes"] *= (1 - 1 / n) / (1 - 1 / self.n)
+            far = [a != b for a, b in zip(machines, machines[1:] + machines[:1])]
+        part["between_machines"] = part["bytes"] * sum(far) / len(far)
+        return part
 
 
-def flows(few, some, extend):
-    """``some``, with what it held, sent and computed extended."""
-    parts = [{(part["collective"], part["group"]): part for part in counted["collectives"]}
-             for counted in (few, some)]
-    collectives = [extend(parts[0].get(key, {}), part) for key, part in parts[1].items()]
-    return summed(some | {
-        "held": extend(few["held"], some["held"]),
-        "operations": extend(few, some)["operations"], "collectives": collectives,
-    })
+def more_activations(sizes, added):
+    return sizes | {kind: sizes[kind] + added for kind in ("activations", "in all")}
 
 
-def summed(counted):
-    """``counted``, with what its collectives send in all."""
-    return counted | {"sent": round(sum(part["bytes"] for part in counted["collectives"])),
-                      "between_machines": round(sum(part["between_machines"]
-                                                    for part in counted["collectives"]))}
+def extend(few, some, grouped, sizes, number):
+    """What would be counted with ``number`` layers or steps. ``few`` and ``some``: what is counted
+    with the two ``sizes`` of them; ``grouped``: a function that groups their moments, and says
+    whether those between are on a line. None: these counts do not show that each moment is."""
+    before, after = grouped(few["moments"], sizes[0]), grouped(some["moments"], sizes[1])
+    at = functools.partial(on_line, sizes, number)
+    if before.keys() != after.keys():
+        return None
+    moments = []
+    for kind, a in before.items():
+        b, pairs = after[kind], zip(a, after[kind])
+        if len(a) > 1:
+            if (len(a), len(b)) != sizes or not is_line(b[2:-2][:3]):
+                return None
+            pairs = [*zip(a[:3], b[:3]), *zip(a[2:], b[2 + len(b) - len(a) :])]
+        moments += [(kind[0], at(*pair)) for pair in pairs]
+    if any(size != int(size) for _, peak in moments for size in peak.values()):
+        return None
+    parts = {(part["collective"], part["group"]): part for part in few["collectives"]}
+    collectives = [at(parts.get((part["collective"], part["group"]), {}), part)
+                   for part in some["collectives"]]
+    return some | summed(collectives, moments) | {
+        "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
 
 
-def on_line(a, b, x_a, x_b, x):
-    """The numbers of a dict at x: they are on a line through those of ``a`` and ``b``."""
-    def at(name):
-        first, rise = a.get(name, 0), (b[name] - a.get(name, 0)) * (x - x_a)
-        exact = isinstance(rise, int) and rise % (x_b - x_a) == 0
-        return first + (rise // (x_b - x_a) if exact else rise / (x_b - x_a))
-
-    return {name: at(name) if isinstance(b[name], (int, float)) else b[name] for name in b}
+def is_line(peaks):
+    """Whether of three dicts the second is in the middle; of fewer: yes."""
+    if len(peaks) < 3:
+        return True
+    a, b, c = peaks
+    return all(a.get(name, 0) + c.get(name, 0) == 2 * b[name] for name in b)
 
 
-def by_kind(moments):
+def summed(collectives, moments):
+    """What follows from the collectives and from the moments."""
+    sent, crossing = (sum(part[name] for part in collectives)
+                      for name in ("bytes", "between_machines"))
+    return {"collectives": collectives, "moments": moments, "sent": round(sent),
+            "between_machines": round(crossing), "peak": peak_of(peak for _, peak in moments)}
+
+
+def on_line(sizes, number, a, b):
+    """The numbers of a dict at ``number``: at the two ``sizes`` they are ``a`` and ``b``."""
+    found = dict(b)
+    for name, value in b.items():
+        if isinstance(value, (int, float)):
+            first = a.get(name, 0)
+            rise, run = (value - first) * (number - sizes[0]), sizes[1] - sizes[0]
+            exact = isinstance(rise, int) and rise % run == 0
+            found[name] = first + (rise // run if exact else rise / run)
+    return found
+
+
+def by_layer(moments, _):
     """The peaks of the moments that differ only in the number of the layer, in its order: a list
     for each (name, how often it was there before)."""
     found, seen = collections.defaultdict(dict), collections.Counter()
@@ -178,3 +214,39 @@ def by_kind(moments):
         found[kind, seen[name]][int(number[1]) if number else 0] = peak
         seen[name] += 1
     return {kind: [peaks[i] for i in sorted(peaks)] for kind, peaks in found.items()}
+
+
+def by_step(moments, steps):
+    """The peaks of the moments that differ only in the accumulation step, in its order: a list for
+    each (name, how often it was there before in the step). What is not in each step is alone."""
+    total, seen = collections.Counter(name for name, _ in moments), collections.Counter()
+    found = collections.defaultdict(list)
+    for name, peak in moments:
+        each = total[name] // steps
+        found[name, seen[name] % each if each else seen[name]].append(peak)
+        seen[name] += 1
+    return found
+
+
+def cached(script, options, world_size, rank, nproc_per_node):
+    """``one_rank.count``, without what only describes. It is kept in a file of ``CACHE``, if this
+    can be written; another torch, or a changed script, has another file."""
+    job = script, options, world_size, rank, nproc_per_node
+    key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
+    path = CACHE / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
+        return json.loads(path.read_text())
+    counted = {name: value for name, value in one_rank.count_apart(*job).items()
+               if name not in ("description", "theory")}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(counted))
+    return counted
+
+
+@functools.cache
+def sources():
+    """A hash of the scripts and of what counts them."""
+    folders = "", "common/", "tools/", "tools/counting/"
+    paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
