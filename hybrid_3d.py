@@ -57,20 +57,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, plain_attention, wrap_layers
+from common.model import (
+    Transformer, add_model_options, model_config, plain_attention, wrap_layers
+)
 from common.options import at_least, option_parser, parse_options, refuse
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import allgather_attention, set_attention, shard_positions
-from ep import cannot_share, prefetch, shard_experts, to_experts_and_back
-from fsdp import add_gradients_up, shard
+from cp import cannot_share as cp_cannot
+from ep import cannot_share as ep_cannot
+from ep import prefetch, shard_experts, to_experts_and_back
+from fsdp import reduce_by_sum, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, keep_stage, make_schedule, split_layers
 )
+from tp import cannot_split as tp_cannot
 from tp import llama_plan, parallelize, wait_for_output
 
 
@@ -81,15 +86,15 @@ def main(argv=None):
     add_grid_options(parser)
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    _, n = rank_and_world_size()
-    cp, tp, pp = args.cp, args.tp, args.pp  # CP, TP, PP
-    E = args.config.num_experts  # EP
-    dp = args.dp or max(1, n // (cp * tp * pp))  # DP: what CP, TP and PP leave
-    M = args.microbatches or pp  # PP
-    check(args, n, dp, M)  # DP, PP
-
+    args.config = model_config(args, MixtureConfig)
+    n = world_size()
+    args.dp = args.dp or max(1, n // (args.cp * args.tp * args.pp))  # DP: what the others leave
+    args.microbatches = args.microbatches or args.pp  # PP
+    check(args, n)
     device = start_process_group(args)
-    meshes = make_meshes(args, dp, device.type)
+    dp, cp, tp, pp = args.dp, args.cp, args.tp, args.pp
+    M, E = args.microbatches, args.config.num_experts  # PP, EP
+    meshes = make_meshes(args, device.type)
     mesh = meshes.all
     stage = mesh.get_local_rank("pp")  # PP
     cp_rank = mesh.get_local_rank("cp")  # CP
@@ -101,7 +106,7 @@ def main(argv=None):
         whole, model = (  # EP: experts for each MLP
             use_experts(Transformer(args.config)).to(args.param_dtype) for _ in range(2)
         )
-    stage_layers = compose(args, whole, model, meshes, positions)
+    usage = compose(args, whole, model, meshes, positions)
     materialise(model, device, args.seed)
 
     # PP: a schedule calls loss_fn, so each step writes the number of all targets here.
@@ -152,11 +157,12 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     run = Run(
-        args, model, optimizer, sampler, dataset, device, mesh,
-        loss_of=loss_of_part, after_evaluation=model.reset_iter_state,  # FSDP
-        size=sum(p.numel() for p in whole.parameters()),  # PP: not of a stage
-        lines=describe_grid(mesh, stage_layers),  # PP
+        args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
+        loss_of=loss_of_part, size=sum(p.numel() for p in whole.parameters()),  # PP: not a stage
+        after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
+        usage=usage,  # FSDP: all ranks of a stage must use the same units
     )
+    sampler.start = run.resume()
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -186,12 +192,12 @@ def main(argv=None):
     return run.history
 
 
-def make_meshes(args, dp, device_type):
-    """The DeviceMeshes of the grid in ``args``, with ``dp`` data-parallel ranks: ``all`` of it;
-    ``dp``, the ranks that read other samples; ``shard``, those over which FSDP shards; and with
-    experts ``experts``, a second grid of the same ranks, ``expert_shard``, over which FSDP shards
-    them, and ``tokens``, the ranks of a stage, which share the tokens of the batch."""
-    cp, tp, pp, R = args.cp, args.tp, args.pp, args.replicate  # CP, TP, PP; R: DP, CP
+def make_meshes(args, device_type):
+    """The DeviceMeshes of the grid in ``args``: ``all`` of it; ``dp``, the ranks that read other
+    samples; ``shard``, those over which FSDP shards; and with experts ``experts``, a second grid of
+    the same ranks, ``expert_shard``, over which FSDP shards them, and ``tokens``, the ranks of a
+    stage, which share the tokens of the batch."""
+    dp, cp, tp, pp, R = args.dp, args.cp, args.tp, args.pp, args.replicate  # R: DP, CP
     mesh = init_device_mesh(
         device_type, (pp, R, dp // R, cp, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -221,7 +227,7 @@ def make_meshes(args, dp, device_type):
 def compose(args, whole, model, meshes, positions):
     """Cut ``model``, a copy of ``whole`` on the meta device, to the stage of this rank, and apply
     each strategy to it in its turn, in place. ``positions`` (T/cp,): those of this rank. Returns
-    the numbers of the layers of each stage."""
+    the ``Usage`` of ``shard``."""
     mesh, E = meshes.all, args.config.num_experts
     cp, tp, pp = (mesh[name].size() for name in ("cp", "tp", "pp"))
     # PP: delete what other stages have
@@ -252,7 +258,7 @@ def compose(args, whole, model, meshes, positions):
     if cp > 1 and layers:  # the last stage may have none
         group = mesh.get_group("cp")
         set_attention(model, allgather_attention, group, replaces=plain_attention)
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, head=model.lm_head)
     # FSDP: what is gathered together
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
@@ -260,12 +266,13 @@ def compose(args, whole, model, meshes, positions):
     ]
     units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
     # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
-    shard(model, units, meshes.shard, dtype, reshard_after_forward=pp == 1)
+    usage = shard(model, units, meshes.shard, dtype, reshard_after_forward=pp == 1)
+    usage.stage, usage.stages = mesh.get_local_rank("pp"), pp  # PP: a stage has its own units
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
-    add_gradients_up(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
-    return stage_layers
+    reduce_by_sum(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
+    return usage
 
 
 def plan_with_experts(plan):
@@ -301,18 +308,6 @@ def in_one_stage(model, M, loss_fn, inputs, targets, last):
     return losses
 
 
-def describe_grid(mesh, layers):
-    """Lines that say where each rank of ``mesh`` is, and which ``layers`` each stage has."""
-    ranks_of = mesh.mesh.flatten(1, 2).tolist()  # [pp][dp][cp][tp]
-    for p, stage in enumerate(ranks_of):
-        held = f"layers {layers[p][0]}-{layers[p][-1]}" if layers[p] else "no layers"
-        for d, replica in enumerate(stage):
-            shards = "   ".join(
-                f"cp {c}: {' '.join(map(str, ranks))}" for c, ranks in enumerate(replica)
-            )
-            yield f"pp {p} dp {d} | {shards} | {held}"
-
-
 def add_grid_options(parser):
     """Add the sizes of the grid, and how its axes split."""
     grid = parser.add_argument_group("grid", "The product of the first four is the "
@@ -343,23 +338,14 @@ def add_grid_options(parser):
                       "micro-batches; None: as many as stages")
 
 
-def check(args, n, dp, M):
+def check(args, n):
     """Refuse a grid that n ranks do not fill, and sizes that it cannot split.
 
     Raises:
         SettingError: the message says what to change.
     """
-    cp, tp, pp, config = args.cp, args.tp, args.pp, args.config
-    product, pieces = dp * cp * tp * pp, dp * args.grad_accum * M
-    experts, sharers = config.num_experts, dp // args.replicate * cp * tp
-    sizes = (
-        ("--num-attention-heads", config.num_attention_heads, tp, "--tp"),
-        ("--num-key-value-heads", config.num_key_value_heads, tp, "--tp"),
-        ("--intermediate-size", config.intermediate_size, 1 if experts else tp, "--tp"),
-        ("--vocab-size", config.vocab_size, tp, "--tp"),
-        ("--batch-size", args.batch_size, pieces, "dp x --grad-accum x --microbatches"),
-        ("--seq-len", args.seq_len, 2 * cp if cp > 1 else 1, "2 x --cp"),
-    )
+    dp, cp, tp, pp, M, config = args.dp, args.cp, args.tp, args.pp, args.microbatches, args.config
+    product, pieces, experts = dp * cp * tp * pp, dp * args.grad_accum * M, config.num_experts
     refuse([
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
@@ -371,16 +357,14 @@ def check(args, n, dp, M):
          f"or raise --num-hidden-layers"),
         (dp % args.replicate,
          f"--replicate {args.replicate} does not divide dp ({dp}): use a divisor"),
-        *(
-            (size % parts,
-             f"{name} {size} cannot be cut into {parts} equal parts ({what}): use a multiple of "
-             f"{parts}")
-            for name, size, parts, what in sizes
-        ),
+        (args.batch_size % pieces,
+         f"--batch-size {args.batch_size} cannot be cut into {pieces} equal parts (dp x "
+         f"--grad-accum x --microbatches): use a multiple of {pieces}"),
+        *tp_cannot(args, tp),
+        *cp_cannot(args, cp, "allgather"),
         (args.sequence_parallel and args.seq_len // cp % tp,
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
-         f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"
-         f"{'' if experts else ', or --no-sequence-parallel'}"),
+         f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"),
         (args.balance_rate and not experts,
          f"--balance-rate {args.balance_rate}: this model has no experts: give --num-experts too, "
          f"or leave it out"),
@@ -390,19 +374,9 @@ def check(args, n, dp, M):
         (experts and tp > 1 and not args.sequence_parallel,
          f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
          f"tokens to the experts; leave it out"),
-        (experts and args.activation_checkpointing == "selective",
-         "--activation-checkpointing selective with --num-experts: FSDP gathers experts within a "
-         "layer, and torch cannot compute a part of such a layer again; use full"),
-        (cp > 1 and args.dtype == "float64" and args.device != "cpu"
-         and torch.cuda.is_available(),
-         "--dtype float64: GPUs have no fused attention for it, which --cp needs: use "
-         "--dtype float32, or --device cpu"),
-        (cp > 1 and args.compile and args.activation_checkpointing == "selective",
-         "--activation-checkpointing selective with --compile: the collectives of attention break "
-         "the graph of a layer, so torch would compile none of it; leave out one, or use "
-         "--activation-checkpointing full"),
-        *(cannot_share(config, sharers, args.ep) if experts else ()),
     ])
+    if experts:
+        refuse(ep_cannot(args, dp // args.replicate * cp * tp))
 
 
 if __name__ == "__main__":

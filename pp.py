@@ -64,10 +64,12 @@ from torch.distributed import config, pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, wrap_layers
+from common.model import (
+    Transformer, add_model_options, compute_in_bfloat16, model_config, wrap_layers
+)
 from common.options import SettingError, at_least, option_parser, parse_options, refuse
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
@@ -99,12 +101,15 @@ def main(argv=None):
                         help="stages on each rank; None: 1 for gpipe and 1f1b, otherwise 2")
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    M, v = args.microbatches, args.stages_per_rank or (1 if args.schedule in ONE_STAGE else 2)
-    rank, n = rank_and_world_size()
-    check(args, n, v)
+    args.config = model_config(args)
+    n = world_size()
+    if not args.stages_per_rank:
+        args.stages_per_rank = 1 if args.schedule in ONE_STAGE else 2
+    check(args, n)
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
-    group = mesh.get_group("pp")
+    M, v = args.microbatches, args.stages_per_rank
+    rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     # PP: when a rank dies, torch.distributed.pipelining prints the schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
@@ -115,14 +120,12 @@ def main(argv=None):
     stages = stages_of(rank, n, v, args.schedule)
     parts = [keep_stage(copy.deepcopy(whole), stage_layers, stage) for stage in stages]
     check_stages(whole, parts, group)
-    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
-    )
     for part in parts:
         layers = part.model.layers.values()
-        wrap_layers(layers, args.compile, args.activation_checkpointing, part.lm_head)
+        wrap_layers(layers, args.compile, args.activation_checkpointing, head=part.lm_head)
         materialise(part, device, args.seed)
-        part.forward = autocast(part.forward)
+        if args.bfloat16:
+            compute_in_bfloat16(part, device)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     with torch.device("meta"):  # what travels: a micro-batch of tokens, hidden states, the loss
         tokens = torch.empty(
@@ -158,14 +161,14 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     run = Run(
-        args, parts, optimizer, sampler, dataset, device, mesh,
+        args, parts, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
         loss_of=loss_of_stages, size=sum(p.numel() for p in whole.parameters()),  # PP: not a stage
-        lines=describe_stages(args.schedule, stage_layers, n, v, M),
     )
+    sampler.start = run.resume()
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
-        seed_step(args.seed, step, mesh.get_local_rank("pp"))  # PP: stages have their own dropout
+        seed_step(args.seed, step, rank)  # PP: stages have their own dropout
         set_learning_rate(optimizer, step, args)
         loss = torch.zeros((), dtype=args.param_dtype, device=device)  # PP: 0 but on the last stage
         count.copy_(count_targets(batch))  # PP: for the loss of each micro-batch
@@ -354,28 +357,6 @@ def clip_over_stages(parameters, max_norm, group):
     return norm
 
 
-def describe_stages(schedule, layers, n, v, M):
-    """Lines that say which rank holds what, and the bubble."""
-    yield (
-        f"pipeline {schedule}: {M} micro-batches through {len(layers)} stages, "
-        f"bubble {bubble(schedule, n, v, M)[1]}"
-    )
-    for rank in range(n):
-        stages = stages_of(rank, n, v, schedule)
-        yield f"rank {rank}: " + " | ".join(describe_stage(layers, stage) for stage in stages)
-
-
-def describe_stage(layers, stage):
-    words, held = [], layers[stage]
-    if stage == 0:
-        words.append("embedding")
-    if held:
-        words.append(f"layers {held[0]}-{held[-1]}" if len(held) > 1 else f"layer {held[0]}")
-    if stage == len(layers) - 1:
-        words.append("head")
-    return ", ".join(words)
-
-
 def bubble(schedule, n, v, M):
     """The share of a step that ranks wait, with v stages on each of n ranks and M micro-batches,
     and its formula."""
@@ -386,13 +367,13 @@ def bubble(schedule, n, v, M):
     return wait, f"{least}(n-1)/({k if k > 1 else ''}vM+n-1) = {wait:.1%}"
 
 
-def check(args, n, v):
+def check(args, n):
     """Refuse what the schedule cannot do on n ranks.
 
     Raises:
         SettingError: the message says what it can do.
     """
-    name, M, accum = args.schedule, args.microbatches, args.grad_accum
+    name, M, accum, v = args.schedule, args.microbatches, args.grad_accum, args.stages_per_rank
     stages, most = n * v, args.config.num_hidden_layers + 2
     least = {"1f1b": n, "dualpipev": 2 * n}.get(name, 1)
     rounds, pieces = max(1, M // n), accum * M

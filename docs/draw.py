@@ -74,6 +74,18 @@ def line(pairs, colour, width=1, more=""):
     return path(points(pairs), f"{colour}-line", f'stroke-width="{width}" {more}')
 
 
+def level(left, right, y, words):
+    """A horizontal line of the grid, and on its left what it stands for."""
+    yield line([(left, y), (right, y)], "grid")
+    yield text(left - 8, y + 4, words, "soft s e")
+
+
+def tick(x, top, bottom, words):
+    """A vertical line of the grid, and below it what it stands for."""
+    yield line([(x, top), (x, bottom)], "grid")
+    yield text(x, bottom + 18, words, "soft s m")
+
+
 def legend(x, y, entries):
     """Coloured squares and words, from left to right."""
     for colour, words in entries:
@@ -113,10 +125,11 @@ def curves():
 
     yield text(62, 44, "loss, in nats per token", "soft s")
     yield text(62, 284, "difference to single.py, in nats", "soft s")
-    for i in range(7):
-        for height, words in (y(i), i), (low_y(10.0**i / 1e17), f"1e{i - 17}" if i else "equal"):
-            yield line([(62, height), (640, height)], "grid")
-            yield text(54, height + 4, words, "soft s e")
+    for loss in range(7):
+        yield from level(62, 640, y(loss), loss)
+    yield from level(62, 640, low_y(0), "equal")
+    for power in range(-16, -10):
+        yield from level(62, 640, low_y(10.0**power), f"1e{power}")
     for step in range(0, len(first) + 1, 50):
         yield text(x(step), 448, step, "soft s m")
     yield text(x(100), 466, "optimizer steps", "soft s m")
@@ -133,9 +146,9 @@ def curves():
         yield text(686, 70 + 22 * i, name, "ink s")
         yield text(870, 70 + 22 * i, data["processes"][name], "soft s e")
         if i:
-            apart = [(x(step), low_y(abs(a - b)))
-                     for step, (a, b) in enumerate(zip(losses, first), 1)]
-            dots = points(apart).replace(" ", "h0M") + "h0"  # lines of length 0, with round ends
+            apart = [abs(a - b) for a, b in zip(losses, first)]
+            dots = points((x(step), low_y(value)) for step, value in enumerate(apart, 1))
+            dots = dots.replace(" ", "h0M") + "h0"  # lines of length 0, with round ends
             yield path(dots, f"{colour}-line", 'stroke-width="2.4" stroke-linecap="round"')
 
 
@@ -144,104 +157,115 @@ def change_of_loss(run):
     return sum(run["loss"][-10:]) / sum(run["sound"][-10:]) - 1
 
 
-def bug(run, width=420, height=120):
+def bug(run):
     """The loss with a bug over the loss without it, from 0 on."""
     sound, losses = run["sound"], run["loss"]
-    right, up = (width - 60) / len(sound), (height - 54) / max(sound + losses)
+    right, up = 360 / len(sound), 66 / max(sound + losses)
 
     def curve(values):
-        return [(12 + right * step, height - 34 - up * value) for step, value in enumerate(values)]
+        return [(12 + right * step, 86 - up * value) for step, value in enumerate(values)]
+
+    def last_value(values):
+        return text(380, 90 - up * values[-1], f"{values[-1]:.2f}", "soft s")
 
     change = round(change_of_loss(run), 3) + 0.0  # no -0.0
-    yield from legend(12, height - 10, [("ca", "without the bug"), ("c5", "with it")])
-    yield text(width - 8, height - 10, f"{change:+.1%}", "soft s e")
-    yield line([(12, height - 32), (width - 48, height - 32)], "grid")
-    for values, colour, stroke in ((sound, "ca", 5), (losses, "c5", 1.6)):
-        yield line(curve(values), colour, stroke, 'stroke-linejoin="round"')
-    # One number beside curves that end together, since two would cover each other.
-    apart = up * abs(sound[-1] - losses[-1]) > 14
-    for values in [losses, sound][:1 + apart]:
-        yield text(width - 40, curve(values)[-1][1] + 4, f"{values[-1]:.2f}", "soft s")
+    yield from legend(12, 110, [("ca", "without the bug"), ("c5", "with it")])
+    yield text(412, 110, f"{change:+.1%}", "soft s e")
+    yield line([(12, 88), (372, 88)], "grid")
+    yield line(curve(sound), "ca", 5, 'stroke-linejoin="round"')
+    yield line(curve(losses), "c5", 1.6, 'stroke-linejoin="round"')
+    yield last_value(losses)
+    if up * abs(sound[-1] - losses[-1]) > 14:  # otherwise the two numbers would cover each other
+        yield last_value(sound)
 
 
 def memory():
     """What a rank holds of an 8B model when its memory is fullest, as stacked bars."""
-    left, top = 268, 84
+    left, top, GB = 268, 84, 3.65e-9  # the last: pixels for a byte
     rows = {name: row for name, row in read("8b").items() if "experts" not in name}  # 25 B
     bottom = top + 30 * len(rows) + 4
     more = "at the peak also: activations, gathered weights"
     yield from legend(8, 54, zip(["c0", "c1", "c2", "c3"], [*KINDS, more]))
     for size in range(0, 121, 20):
-        x = left + 3.65 * size
-        yield line([(x, top - 8), (x, bottom)], "grid")
-        yield text(x, bottom + 18, size, "soft s m")
-    for i, (command, row) in enumerate(rows.items()):
-        x, y = left, top + 30 * i
+        yield from tick(left + 3.65 * size, top - 8, bottom, size)
+    for y, (command, row) in zip(itertools.count(top, 30), rows.items()):
         words = f"{command} (1 GPU)" if command == "single.py" else command
-        yield text(x - 10, y + 15, words, "ink e")
+        yield text(left - 10, y + 15, words, "ink e")
+        peak = row["peak"]["in all"]
         sizes = [row["held"][kind] for kind in KINDS]
-        for j, size in enumerate([*sizes, row["peak"]["in all"] - sum(sizes)]):
-            yield rect(x, y, 3.65 * size / 1e9, 21, f"c{j} bg-line")
-            x += 3.65 * size / 1e9
-        yield text(x + 7, y + 15, gb(row["peak"]["in all"]))
+        x = left
+        for colour, size in zip(("c0", "c1", "c2", "c3"), [*sizes, peak - sum(sizes)]):
+            yield rect(x, y, GB * size, 21, f"{colour} bg-line")
+            x += GB * size
+        yield text(x + 7, y + 15, gb(peak))
     x = left + 3.65 * 80
     yield line([(x, top - 8), (x, bottom)], "ink", 2, 'stroke-dasharray="5 3"')
     yield text(x + 6, bottom - 8, "80 GB", "ink s")
 
 
+def bar(x, y, width, height, colour, words):
+    """A bar, and words at its end."""
+    yield rect(x, y, width, height, f"{colour} bg-line")
+    yield text(x + width + 7, y + height / 2 + 5, words, "ink s")
+
+
+def axis(left, bottom, unit, values):
+    """A horizontal axis from 0 on; ``unit``: pixels for 1."""
+    yield line([(left, bottom), (left + unit * values[-1], bottom)], "grid")
+    for value in values:
+        yield from tick(left + unit * value, bottom - 5, bottom, f"{value:,}")
+
+
 def gpu():
-    """What an H200 held beside the dry run, and its tokens per second beside those of other
-    loops."""
-    left, y = 232, 88
+    """Two charts: what single.py held beside the dry run, and tokens per second."""
+    left, GB, rate = 232, 3e-9, 0.006  # pixels for a byte, for a token/s
+    yield text(8, 56, "memory of single.py, GB")
+    compared = [("c0", "predicted by dry_run on a CPU"), ("c1", "held on the GPU")]
+    yield from legend(left, 56, compared)
+    yield from axis(left, 200, 3, range(0, 141, 20))
     runs = [run for run in read("gpu_memory")["runs"] if run["dry_run"]]
-    yield from legend(8, 54, [("c0", "predicted by dry_run on a CPU"), ("c1", "held on the GPU"),
-                              ("c2", "tokens/s of our scripts"), ("c3", "of other loops")])
-    for run in runs:
-        words = run["command"].split()
-        batch, length = (words[words.index(name) + 1] for name in ("--batch-size", "--seq-len"))
-        again = "activation checkpointing" if "--activation-checkpointing" in words else ""
-        yield text(left - 10, y + (11 if again else 19), f"{words[2]}, {batch} x {int(length):,}",
-                   "ink e")
-        yield text(left - 10, y + 27, again, "soft s e")
-        for i, (name, size) in enumerate([("c0", run["dry_run"]), ("c1", run["counted"])]):
-            yield rect(left, y + 15 * i, 3 * size / 1e9, 14, f"{name} bg-line")
-            yield text(left + 3 * size / 1e9 + 7, y + 12 + 15 * i, f"{size:,} bytes", "ink s")
-        y += 44
-    y += 8
-    for i, (name, rate) in enumerate(read("gpu_speed")["tokens_per_second"].items()):
-        yield text(left - 10, y + 15, name, "ink e")
-        yield rect(left, y, rate / 172, 21, f"c{3 if i % 2 else 2} bg-line")
-        yield text(left + rate / 172 + 7, y + 15, f"{rate:,} tokens/s")
-        y += 26 + 8 * (i % 2)
+    for y, run in zip((72, 114, 156), runs):
+        yield text(left - 10, y + 12, run["model"], "ink s e")
+        if "--activation-checkpointing" in run["command"]:
+            yield text(left - 10, y + 27, "activation checkpointing", "soft s e")
+        yield from bar(left, y, GB * run["dry_run"], 14, "c0", f"{run['dry_run']:,} bytes")
+        yield from bar(left, y + 15, GB * run["counted"], 14, "c1", f"{run['counted']:,} bytes")
+
+    yield text(8, 258, "speed of llama3-1b, tokens/s")
+    yield from legend(left, 258, [("c2", "our scripts"), ("c3", "another loop")])
+    yield from axis(left, 362, rate, range(0, 70_001, 10_000))
+    speed = read("gpu_speed")["tokens_per_second"]
+    for y, colour, name in (
+        (274, "c2", "single.py"), (302, "c2", "fsdp.py, one rank"),
+        (330, "c3", "a loop in torchtitan's style"),
+    ):
+        yield text(left - 10, y + 15, name, "ink s e")
+        yield from bar(left, y, rate * speed[name], 21, colour, f"{speed[name]:,}")
 
 
-def glyph(command, x=6, y=6, unit=6):
-    """Parameters, gradients and optimizer states above activations. A row is a layer; in it are 4
-    slices of its weights, or 4 sequences of 8 positions. Ranks 0 to 3 hold them, or a: all."""
-    data = read("shares")[command]
-    for i, kind in enumerate(KINDS):
-        for layer, ranks in enumerate(data[kind]):
-            for part, rank in enumerate(ranks):
-                yield rect(x + (7 * i + part) * unit, y + layer * unit, unit, unit - 1, f"c{rank}")
-    for layer, sequences in enumerate(data["activations"]):
-        for i, ranks in enumerate(sequences.split()):
-            for position, rank in enumerate(ranks):
-                yield rect(x + (14 / 3 * i + position / 2) * unit, y + (5 + layer) * unit,
-                           unit / 2, unit - 1, f"c{rank}")
+def cells(x, y, width, ranks):
+    """A row of cells, in the colours of the ranks that hold them."""
+    for i, rank in enumerate(ranks):
+        yield rect(x + i * width, y, width, 12, f"c{rank}")
 
 
-def key():
-    """What the parts of a glyph are, for zero.py."""
-    yield from glyph("zero.py --stage 2", 92, 56, 18)
-    for i, words in enumerate(KINDS):
-        yield text(128 + 126 * i, 48, words, "ink s m")
-    for i in range(4):
-        yield text(82, 69 + 18 * i, f"layer {i}", "soft s e")
-        yield text(82, 159 + 18 * i, f"layer {i}", "soft s e")
-        yield text(128 + 84 * i, 236, f"sequence {i}", "ink s m")
-        yield from legend(456, 82 + 24 * i, [(f"c{i}", f"on rank {i}")])
-    yield from legend(456, 178, [("ca", "on every rank")])
-    yield text(92, 258, "activations: 4 sequences of 8 positions, from left to right", "ink s")
+def strategies():
+    """What 4 ranks hold with each script, 0 to 3, or a: all. Each row of cells is a layer: 4 slices
+    of its weights, or its activations, 4 sequences of 8 positions."""
+    owners = [(f"c{rank}", f"on rank {rank}") for rank in range(4)]
+    yield from legend(8, 52, [*owners, ("ca", "on every rank")])
+    for i, (command, shares) in enumerate(read("shares").items()):
+        left, top = 8 + 285 * (i % 3), 96 + 184 * (i // 3)
+        yield text(left, top, command, "ink h")
+        for column, kind in enumerate(KINDS):
+            x = left + 84 * column
+            yield text(x, top + 20, kind, "soft s")
+            for layer, ranks in enumerate(shares[kind]):
+                yield from cells(x, top + 26 + 13 * layer, 13, ranks)
+        yield text(left, top + 94, "activations of 4 sequences", "soft s")
+        for layer, sequences in enumerate(shares["activations"]):
+            for column, ranks in enumerate(sequences.split()):
+                yield from cells(left + 62 * column, top + 100 + 13 * layer, 7, ranks)
 
 
 def waiting(ranks):
@@ -254,8 +278,9 @@ def waiting(ranks):
 def timeline(ranks):
     """The calls of each rank, at the time at which they can start. "1F0" is the forward pass of
     stage 1 for micro-batch 0, B the backward pass, I and W its parts for inputs and weights."""
-    stages, kinds = ({call[i] for own in ranks for call, *_ in own} for i in (0, 1))
-    two = len(stages) > len(ranks)  # stages on a rank
+    calls = [call for own in ranks for call, _, _ in own]
+    two = len({call[0] for call in calls}) > len(ranks)  # stages on a rank
+    kinds = {call[1] for call in calls}
     colours = {
         "F": ("c0", "forward"), "B": ("c1", "backward"), "I": ("c3", "backward: gradient of input"),
         "W": ("c2", "backward: gradients of weights"),
@@ -280,75 +305,72 @@ def timeline(ranks):
     yield text(left, top + height * len(ranks) + 20, words, "soft s")
 
 
-def ring_blocks(n=4):
-    """By functions of cp.py: the chunks of the sequence on each rank, and turns[turn][rank], the
-    blocks of scores (chunk of queries, chunk of keys) that it computes."""
-    chunks = cp.shard_positions(2 * n, n).tolist()
-
-    def blocks(rank, source):
-        own = chunks[rank]
+def ring_blocks(chunks):
+    """The blocks of scores that 4 ranks compute, by functions of cp.py. Yields (turn, rank, chunk
+    of the queries, chunk of the keys)."""
+    for turn, rank in itertools.product(range(4), repeat=2):
+        source = (rank - turn) % 4  # the rank whose keys have come
         group = types.SimpleNamespace(rank=lambda: rank)
         queries, keys, _ = cp.in_sight(source, group, 2, is_causal=True)
-        pairs = itertools.product(own[queries], chunks[source][keys])
-        return [(q, k) for q, k in pairs if source != rank or q >= k]
-
-    turns = [[blocks(rank, (rank - turn) % n) for rank in range(n)] for turn in range(n)]
-    return chunks, turns
+        for q, k in itertools.product(chunks[rank][queries], chunks[source][keys]):
+            if turn or q >= k:
+                yield turn, rank, q, k
 
 
 def ring():
     """The blocks of scores that each rank computes, turn by turn."""
-    chunks, turns = ring_blocks()
-    size, top, done = 20, 92, []
-    owner = {chunk: f"c{rank} bg-line" for rank, own in enumerate(chunks) for chunk in own}
-    ranks = [(f"c{rank}", f"rank {rank}") for rank in range(len(chunks))]
+    chunks = cp.shard_positions(8, 4).tolist()  # of the sequence, by rank
+    size, top, lefts = 20, 92, [66, 250, 434, 618]
+    ranks = [(f"c{rank}", f"rank {rank}") for rank in range(4)]
     yield from legend(8, 50, [*ranks, ("past", "computed before")])
     yield text(52, top - 12, "queries", "ink s e")
-    for chunk, style in owner.items():
-        yield rect(54, top + chunk * size, 8, size, style)
-        yield text(46, top + chunk * size + 14, chunk, "ink s e")
-    for turn, blocks_of in enumerate(turns):
-        left, bottom = 66 + turn * 184, top + 160
+    for turn, left in enumerate(lefts):
         words = f"keys of rank r-{turn}" if turn else "own keys"
         yield text(left, top - 12, f"turn {turn + 1}: {words}", "ink s")
         yield rect(left, top, 160, 160, "none")
-        now = [(q, k, f"c{rank}") for rank, blocks in enumerate(blocks_of) for q, k in blocks]
-        for q, k, colour in [*done, *now]:
-            x, y = left + k * size, top + q * size
-            corners = [(x, y), (x, y + size), (x + size, y + size), (x + size, y)]
-            below = 3 if q == k else 4  # the causal mask hides half of a block on the diagonal
-            yield path(points(corners[:below]) + "Z", f"{colour} bg-line")
-        done += [(q, k, "past") for q, k, _ in now]
-        for chunk, style in owner.items():
-            yield rect(left + chunk * size, bottom + 4, size, 8, style)
+    for turn, rank, q, k in ring_blocks(chunks):
+        for now, left in enumerate(lefts[turn:], turn):
+            colour = f"c{rank}" if now == turn else "past"
+            block = f"{left + k * size},{top + q * size}v{size}h{size}"
+            if q != k:  # the causal mask hides half of a block on the diagonal
+                block += f"v-{size}"
+            yield path(f"{block}Z", f"{colour} bg-line")
+    for rank, own in enumerate(chunks):
+        for chunk in own:
+            yield rect(54, top + chunk * size, 8, size, f"c{rank} bg-line")
+            yield text(46, top + chunk * size + 14, chunk, "ink s e")
+            for left in lefts:
+                yield rect(left + chunk * size, 256, size, 8, f"c{rank} bg-line")
     yield text(66, 282, "keys; the colour of a row or a column is the rank that holds this part of "
                "the sequence", "ink s")
 
 
 def grid():
     """hybrid_3d.py's ranks on two machines. Arcs join the ranks of a group."""
-    axes = [  # a step in (pp, dp, cp, tp), the bend of the arc, what travels
-        ((0, 0, 0, 1), 0, "tp: hidden states"), ((0, 0, 1, 0), 60, "cp: keys and values"),
-        ((0, 1, 0, 0), 0, "dp: parameters and gradients"),
-        ((1, 0, 0, 0), 150, "pp: hidden states between stages"),
+    axes = [  # from a rank to the next in its group; the bend of the arc; what travels
+        (1, 0, "tp: hidden states"), (2, 60, "cp: keys and values"),
+        (4, 0, "dp: parameters and gradients"), (8, 150, "pp: hidden states between stages"),
     ]
-    at = {  # the centre of each rank, in the order of the ranks
-        (p, d, c, t): (66 + p * 404 + c * 186 + t * 94, 168 + d * 102)
-        for p, d, c, t in itertools.product(range(2), repeat=4)
-    }
-    yield from legend(16, 50, [(f"c{i}", words) for i, (*_, words) in enumerate(axes)])
+
+    def centre(rank):
+        pp, dp, cp, tp = rank // 8, rank // 4 % 2, rank // 2 % 2, rank % 2
+        return 66 + 404 * pp + 186 * cp + 94 * tp, 168 + 102 * dp
+
+    yield from legend(16, 50, [(f"c{i}", words) for i, (_, _, words) in enumerate(axes)])
     for stage in range(2):
         yield rect(16 + stage * 404, 112, 380, 214, "none")
-        for i, words in enumerate(("machine", "stage")):
-            yield text(206 + stage * 404, 216 + 18 * i, f"{words} {stage}", "ink m")
+        yield text(206 + stage * 404, 216, f"machine {stage}", "ink m")
+        yield text(206 + stage * 404, 234, f"stage {stage}", "ink m")
     for i, (step, bend, _) in enumerate(axes):
-        for start, (x, y) in at.items():
-            end = at.get(tuple(map(sum, zip(start, step))))
-            if end:
-                middle = (x + end[0]) / 2, (y + end[1]) / 2 + (bend if start[1] else -bend)
-                arc = f"{points([(x, y)])}Q{points([middle, end])}"
-                yield path(arc, f"c{i}-line", f'stroke-width="{1.2 if any(start) else 4}"')
-    for rank, (x, y) in enumerate(at.values()):
+        for rank in range(16):
+            if rank // step % 2 == 0:
+                (x, y), (end_x, end_y) = centre(rank), centre(rank + step)
+                away = bend if y > 168 else -bend
+                middle = points([((x + end_x) / 2, (y + end_y) / 2 + away), (end_x, end_y)])
+                width = 1.2 if rank else 4
+                yield path(f"{x},{y}Q{middle}", f"c{i}-line", f'stroke-width="{width}"')
+    for rank in range(16):
+        x, y = centre(rank)
         yield f'<circle cx="{x}" cy="{y}" r="18" class="bg soft-line" stroke-width="1.5"/>'
         yield text(x, y + 5, rank, "ink m")
 
@@ -390,9 +412,7 @@ def sent():
 
     yield text(70, 48, "GB in a step", "soft s")
     for i, words in enumerate(("0.1", "1", "10", "100", "1,000", "10,000")):
-        height = y(10**i * 1e8)
-        yield line([(70, height), (x(1024), height)], "grid")
-        yield text(62, height + 4, words, "soft s e")
+        yield from level(70, x(1024), y(10**i * 1e8), words)
     for n in sizes:
         yield text(x(n), 350, f"{n:,}", "soft s m")
     yield text(x(45), 368, "number of ranks n", "soft s m")
@@ -418,16 +438,13 @@ def draw():
         save(f"bugs/{number:02}", 420, 120, title, bug(run), heading=False)
     save("memory", 830, 424, "GB on each of 8 GPUs: Llama 3 8B, one sequence of 8,192 tokens per "
          "GPU", memory())
-    save("gpu", 800, 348, "One H200: memory of single.py, and speed of llama3-1b with --compile",
-         gpu())
+    save("gpu", 800, 392, "One H200: bytes of three runs, and speed with --compile", gpu())
     save("sent", 656, 384, "GB that a rank sends: Llama 3 8B, 8,192 tokens for each rank", sent())
-    save("key", 590, 272, "zero.py on 4 ranks", key())
+    save("strategies", 850, 624, "What 4 ranks hold: each row is a layer, each sequence has 8 "
+         "positions", strategies())
     save("ring", 790, 296, "Ring attention on 4 ranks: who computes which scores, and when", ring())
     save("grid", 816, 370, "hybrid_3d.py --pp 2 --cp 2 --tp 2 on two machines of 8 GPUs: dp is 2",
          grid())
-    for command in read("shares"):
-        name = command.partition(".py")[0]
-        save(name, 120, 66, f"What {command} splits over 4 ranks", glyph(command), heading=False)
     for name, ranks in read("schedules").items():
         title = f"{name}: each rank waits for {waiting(ranks):.1%} of the step"
         save(name, 860, 206, title, timeline(ranks))

@@ -36,6 +36,7 @@ it can take the place of the ring of one rank.
 Rotary positions count on from document to document: attention sees only their differences.
 """
 
+import contextlib
 import functools
 import pathlib
 import sys
@@ -44,17 +45,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and cp.py are
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, plain_attention, wrap_layers
+from common.model import (
+    Transformer, add_model_options, compute_in_bfloat16, model_config, plain_attention,
+    wrap_layers
+)
 from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import (
-    all_reduce_in_backward, around_the_ring, aten, check, in_sight, merge, pad_heads, pass_on,
+    around_the_ring, aten, check, in_sight, merge, pad_heads, pass_on,
     refuse_others, rows, set_attention, shard_positions, ulysses_attention, wide
 )
 
@@ -69,7 +74,8 @@ def main(argv=None):
                         help="the token that ends a document")
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    _, n = rank_and_world_size()
+    args.config = model_config(args)
+    n = world_size()
     check(args, n)
     device = start_process_group(args)
     mesh = init_device_mesh(device.type, (1, n), mesh_dim_names=("dp", "cp"))
@@ -98,16 +104,17 @@ def main(argv=None):
     # CP: the positions in each sequence that this rank computes, (T/cp,)
     positions = shard_positions(args.seq_len, n, zigzag).to(device)[cp_rank]
     shards = shard_positions(args.seq_len, ring.size(), zigzag).to(device)  # of all in the ring
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, head=model.lm_head)
     materialise(model, device, args.seed)
-    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
+    if args.bfloat16:
+        compute_in_bfloat16(model, device)
+    # CP: for gradients, ranks with other positions are as ranks with other samples: see ddp.py. A
+    # group of its own: with NCCL, blocks of the ring would wait behind gradients in one queue.
+    replica = DistributedDataParallel(
+        model, process_group=dist.new_group(), gradient_as_bucket_view=True
     )
-    model.forward = autocast(model.forward)
-    # CP: each rank has the gradient of its positions; they are added up during the backward pass
-    # A group of its own: with NCCL, blocks of the ring would wait behind gradients in one queue.
-    gradients = dist.new_group()
-    begin_reducing, finish_reducing = all_reduce_in_backward(model.parameters(), gradients)
+    # CP: torch.compile would cut the graph of a layer at every 25 MB of gradients
+    replica.forward = torch._dynamo.config.patch(optimize_ddp=False)(replica.forward)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -132,10 +139,18 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     run = Run(
-        args, model, optimizer, sampler, dataset, device, mesh, loss_of=loss_of_shard
+        args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
+        loss_of=loss_of_shard,
     )
+    sampler.start = run.resume()
 
     # Loop
+    # CP: the first backward pass arranges the buckets: now, so that a resume has the same bits
+    samples = args.batch_size // args.grad_accum
+    x, y = (row.expand(samples, -1).to(device) for row in dataset[0])
+    find_documents(x)
+    replica.eval()(x[:, positions], y[:, positions], positions).backward()
+    replica.train().zero_grad()
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
@@ -145,13 +160,15 @@ def main(argv=None):
             find_documents(inputs)
             # CP: the targets are shifted already, so both are split alike: (B/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
-            micro_loss = model(inputs, targets, positions) / count  # CP: a part of the mean
-            if i == args.grad_accum - 1:
-                begin_reducing()  # CP: now the gradients become complete
-            micro_loss.backward()
+            # CP: gradients add up on each rank; the last backward pass averages them over ranks.
+            last = i == args.grad_accum - 1
+            with contextlib.nullcontext() if last else replica.no_sync():
+                micro_loss = replica(inputs, targets, positions) / count
+                (micro_loss * n).backward()  # CP: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
-        finish_reducing()  # CP: before anything uses the gradients
+        # CP: refuse a step that left out a parameter. Nothing public does before the next step.
+        replica._check_reducer_finalized()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()

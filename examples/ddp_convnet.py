@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ is
 from common.data import BatchSampler, load_steps
 from common.launch import launch, start_process_group
+from common.model import compute_in_bfloat16
 from common.options import option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, seed_step
@@ -37,10 +38,8 @@ def main(argv=None):
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4)
     ).to(device, args.param_dtype)
-    autocast = torch.autocast(  # without a cache, which would keep every weight in bfloat16
-        device.type, torch.bfloat16, enabled=args.bfloat16, cache_enabled=False
-    )
-    model.forward = autocast(model.forward)
+    if args.bfloat16:
+        compute_in_bfloat16(model, device)
     # DDP: train by calling replica, not model: otherwise nothing averages the gradients
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -57,11 +56,11 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     run = Run(args, model, optimizer, sampler, dataset, device, mesh)
+    sampler.start = run.resume()
     scheduler = LambdaLR(optimizer, lambda done: 1 - (sampler.start + done) / args.steps)
 
     # Loop
-    # DDP: its buckets are arranged by the first backward pass; now, so that a resumed run has
-    # the same bits. In eval mode: BatchNorm would count these images.
+    # DDP: the first backward pass arranges the buckets: now, so that a resume has the same bits
     replica.eval()(dataset[:2][0].to(device)).sum().backward()
     replica.train().zero_grad()
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -78,6 +77,8 @@ def main(argv=None):
                 (micro_loss * n).backward()  # DDP: times n, since gradients are averaged over ranks
             loss += micro_loss.detach()
 
+        # DDP: refuse a step that left out a parameter. Nothing public does before the next step.
+        replica._check_reducer_finalized()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -44,14 +44,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, wrap_layers
-from common.options import at_least, option_parser, parse_options, refuse
+from common.model import Transformer, add_model_options, model_config, wrap_layers
+from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from fsdp import add_gradients_up, shard
+from fsdp import reduce_by_sum, shard
 from tools.huggingface.weights import load_weights
 
 
@@ -65,7 +65,7 @@ def main(argv=None):
                         help="steps from one meeting of the replicas to the next; in the paper 500")
     parser.add_argument("--outer-lr", type=at_least(0, float, above=True), default=0.7,
                         metavar="LR", help="learning rate of the outer optimizer")
-    parser.add_argument("--outer-momentum", type=at_least(0, float, most=1), default=0.9,
+    parser.add_argument("--outer-momentum", type=at_least(0, float, below=1), default=0.9,
                         metavar="X", help="Nesterov momentum of the outer optimizer")
     parser.add_argument("--from-pretrained", metavar="FOLDER", help="start from the weights in "
                         "FOLDER, of a Llama that has the dimensions of --model")
@@ -74,7 +74,8 @@ def main(argv=None):
                         "forward pass, and gather them again for the backward pass")
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    _, n = rank_and_world_size()
+    args.config = model_config(args)
+    n = world_size()
     check(args, n)  # before the ranks connect
     device = start_process_group(args)
     R = args.replicas
@@ -87,19 +88,19 @@ def main(argv=None):
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, head=model.lm_head)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
     # DiLoCo: over the ranks of this replica
-    shard(
+    usage = shard(
         model, units, mesh["dp_shard"],
-        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
+        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
         reshard_after_forward=args.reshard_after_forward,
     )
-    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over this replica
+    reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
     if args.from_pretrained:
         load_weights(model, args.from_pretrained)
@@ -124,9 +125,11 @@ def main(argv=None):
     tensors |= {f"replica{replica}.{name}": p for name, p in own.items() if p in common}
     run = Run(
         args, model, [optimizer, outer], sampler, dataset, device, mesh,
-        tensors=tensors, lines=[f"{R} replicas meet every {args.inner_steps} steps"],
-        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
+        held_out=open_held_out(args), tensors=tensors,
+        after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
+        usage=usage,  # FSDP: all ranks must use the same units
     )
+    sampler.start = run.resume()
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -199,10 +202,9 @@ def check(args, n):
         SettingError: the message says what they can do.
     """
     fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
-    refuse([
-        (n % args.replicas,
-         f"--replicas {args.replicas} does not divide the world size {n}: use {fitting}"),
-    ])
+    if n % args.replicas:
+        raise SettingError(
+            f"--replicas {args.replicas} does not divide the world size {n}: use {fitting}")
 
 
 if __name__ == "__main__":

@@ -29,14 +29,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.checkpoint import hash_of
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
 from common.model import Transformer, wrap_layers
-from common.options import at_least, option_parser, parse_options, refuse
-from common.run import Run, hash_of
+from common.options import SettingError, at_least, option_parser, parse_options
+from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from fsdp import add_gradients_up, check, move_buffers, shard
+from fsdp import check, reduce_by_sum, shard
 from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
@@ -61,39 +62,38 @@ def main(argv=None):
     Run.add_options(parser)
     args = parse_options(parser, argv)
     args.config = read_config(args.from_pretrained)
-    _, n = rank_and_world_size()
+    n = world_size()
     check(args, n)  # before the ranks connect
-    refuse([(args.export and args.export.exists(),
-             f"--export {args.export} exists: name a new folder")])
+    if args.export and args.export.exists():
+        raise SettingError(f"--export {args.export} exists: name a new folder")
     device = start_process_group(args)
-    mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
-        device.type, (args.replicate, n // args.replicate),
-        mesh_dim_names=("dp_replicate", "dp_shard"),
-    )
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp_shard",))
+    if args.replicate > 1:  # FSDP: the ranks of a replica are adjacent: they communicate most
+        mesh = init_device_mesh(
+            device.type, (args.replicate, n // args.replicate),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.compute_dtype)  # LoRA: it is not trained
     layers = model.model.layers.values()
     add_adapters(model, layers, args.lora_rank, args.lora_alpha, args.param_dtype)
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, head=model.lm_head)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    # FSDP: a mesh of two dimensions adds an all-reduce for each unit, even over one replica
-    shard(
-        model, units, mesh if args.replicate > 1 else mesh["dp_shard"],
-        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
+    usage = shard(
+        model, units, mesh, dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
-    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
+    reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     # LoRA: no gradient reaches the embedding; FSDP would gather it again ahead of its turn.
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
-    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     load_weights(model, args.from_pretrained, added=adapters)
     for name, parameter in adapters.items():
@@ -118,10 +118,12 @@ def main(argv=None):
         lora_alpha=args.lora_alpha, hash_of_base=hash_of_base(args.from_pretrained)
     )
     run = Run(
-        args, model, optimizer, sampler, dataset, device, mesh,
+        args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
         tensors=adapters,  # LoRA: what a checkpoint holds
-        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
+        after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
+        usage=usage,  # FSDP: all ranks must use the same units
     )
+    sampler.start = run.resume()
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -131,7 +133,6 @@ def main(argv=None):
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
-            # (set_requires_gradient_sync(last) would send less, and hold whole gradients.)
             last = i == args.grad_accum - 1
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches

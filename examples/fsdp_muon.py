@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
-from common.data import BatchSampler, add_text_options, load_steps, open_dataset
-from common.launch import launch, rank_and_world_size, start_process_group
+from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
+from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, wrap_layers
+from common.model import Transformer, add_model_options, model_config, wrap_layers
 from common.options import at_least, option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from fsdp import add_gradients_up, check, move_buffers, shard
+from fsdp import check, reduce_by_sum, shard
 
 
 def main(argv=None):
@@ -50,33 +50,33 @@ def main(argv=None):
                         help="keep parameters, gradients and optimizer states in host memory")
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    _, n = rank_and_world_size()
+    args.config = model_config(args)
+    n = world_size()
     check(args, n)  # before the ranks connect
     device = start_process_group(args)
-    mesh = init_device_mesh(  # the ranks of a replica are adjacent: they communicate most
-        device.type, (args.replicate, n // args.replicate),
-        mesh_dim_names=("dp_replicate", "dp_shard"),
-    )
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp_shard",))
+    if args.replicate > 1:  # FSDP: the ranks of a replica are adjacent: they communicate most
+        mesh = init_device_mesh(
+            device.type, (args.replicate, n // args.replicate),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
         model = Transformer(args.config).to(args.param_dtype)
     layers = model.model.layers.values()
-    wrap_layers(layers, args.compile, args.activation_checkpointing, model.lm_head)
+    wrap_layers(layers, args.compile, args.activation_checkpointing, head=model.lm_head)
     # FSDP: what is gathered together; before the optimizer, which updates the shards
     units = [
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    # FSDP: a mesh of two dimensions adds an all-reduce for each unit, even over one replica
-    shard(
-        model, units, mesh if args.replicate > 1 else mesh["dp_shard"],
-        dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: instead of autocast
+    usage = shard(
+        model, units, mesh, dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
         reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
-    add_gradients_up(model)  # FSDP: each rank's loss is a part of the mean over all ranks
+    reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
-    move_buffers(model, device)  # FSDP: parameters are offloaded, buffers are not
 
     # Optimizer: Muon for the matrices of the layers, AdamW for embedding, norms and head
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -96,9 +96,11 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     run = Run(
-        args, model, optimizer, sampler, dataset, device, mesh,
-        after_evaluation=model.reset_iter_state,  # FSDP: some parameters would stay gathered
+        args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
+        after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
+        usage=usage,  # FSDP: all ranks must use the same units
     )
+    sampler.start = run.resume()
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -108,7 +110,6 @@ def main(argv=None):
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
         for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
-            # (set_requires_gradient_sync(last) would send less, and hold whole gradients.)
             last = i == args.grad_accum - 1
             model.set_requires_all_reduce(last)
             if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches

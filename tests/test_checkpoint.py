@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from common.checkpoint import hash_of, list_checkpoints, open_checkpoint
 from common.data import BatchSampler
 from common.options import SettingError, option_parser, parse_options
-from common.run import Run, hash_of, list_checkpoints, open_checkpoint
+from common.run import Run
 from tests.support.compare import read
 from tests.support.on_ranks import on_ranks
 
@@ -46,7 +47,9 @@ def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
     args = parse_options(parser, words.split())
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
     sampler = BatchSampler(len(dataset), 2, seed=args.seed, stop=args.steps)
-    return Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)
+    run = Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)
+    sampler.start = run.resume()
+    return run
 
 
 def train(run, last, change=lambda step: None, grad_norm=1.0):

@@ -13,7 +13,7 @@ import torch
 from common import data
 from common.data import BatchSampler, TokenDataset, load_steps, permute
 from common.options import SettingError
-from common.run import fingerprint
+from common.data import fingerprint
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 

@@ -11,7 +11,7 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from common.run import flops_per_token
+from tools.timing.mfu import flops_per_token
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, thorough
 from tools import dry_run as tool

@@ -56,7 +56,7 @@ def test_a_base_class_comes_first(tmp_path):
 
 
 def test_refuses_a_clash(tmp_path):
-    text = "def refuse():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
-    (tmp_path / "my.py").write_text(text.replace("    n = dist", "    refuse()\n    n = dist"))
-    with pytest.raises(SettingError, match="refuse means two things: in my.py, options.py"):
+    text = "def same_on_all_ranks():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
+    (tmp_path / "my.py").write_text(text.replace("    args.config", "    same_on_all_ranks()\n    args.config"))
+    with pytest.raises(SettingError, match="same_on_all_ranks means two things: in launch.py, my.py"):
         flatten(tmp_path / "my.py")

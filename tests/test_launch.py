@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from common.run import list_checkpoints
+from common.checkpoint import list_checkpoints
 from tests.support.commands import (
     ENVIRONMENT, RUN, children, finish, left_over, logged, start, wait_until
 )

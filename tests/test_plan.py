@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.experts import MixtureConfig
-from common.model import PRESETS, add_model_options
+from common.model import PRESETS, add_model_options, model_config
 from common.options import SettingError, option_parser, parse_options
 from tests.support.sample import sampled
 from tools import command, plan
@@ -143,7 +143,7 @@ def test_what_is_extended_equals_what_is_counted(monkeypatch, tmp_path, row):
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     model = [*model.split(), "--num-hidden-layers", str(layers)]
-    config = parse_options(parser, model).config
+    config = model_config(parse_options(parser, model), MixtureConfig)
     name, *own = [*script.split(), *options_.split()]
     values = {name: int(one_rank.value_of(name, own) or 1) for name in (
         "--grad-accum", "--microbatches", "--tp", "--cp", "--pp")}

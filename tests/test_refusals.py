@@ -17,7 +17,7 @@ from tests.support.sample import sampled
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
 MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--num-experts", "--rank"}
-TEXTS = {"--data", "--from", "--val-data", "--out", "--model", "--stage"}  # rows below
+TEXTS = {"--data", "--from", "--val-data", "--out", "--model"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
     --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
@@ -71,7 +71,11 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
 AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two steps
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 REFUSED = f"""
-single 0 --beta2 1 | --beta2: 1 ... most
+single 0 --beta2 1 | --beta2: 1 is not allowed: it must be less than 1 (end)
+single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 (end)
+single 0 --lr inf | must be finite
+single 0 --steps 0 | must be at least 1 (end)
+single 0 --steps 2147483648 | must be less than 2147483648
 single 0 --unknown | --unknown
 single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
 single 0 --lr 0.1 --min-lr 0.1 | it starts
@@ -80,7 +84,7 @@ single 0 --num-attention-heads 6 --num-key-value-heads 3 --head-dim 8 | it start
 single 0 --num-attention-heads 7 | 7 does not divide hidden_size 128
 single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
 single 0 --model nowhere | --model nowhere ... no such preset or file: choose from tiny, small
-single 0 --model bad.json | --model bad.json is no JSON file: Expecting value
+single 0 --model bad.json | --model bad.json is no JSON file ... Expecting value
 single 0 --model unknown.json | --model unknown.json: this script's model has no bias; ... import_hf
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
 single 0 --out file/run | Not a directory: 'file/run'
@@ -94,8 +98,7 @@ single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... anothe
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
 single 2 | started as 2
-zero 2 --stage 0 | --stage 0 ... fsdp.py
-zero 2 --stage 3 | --stage 3 ... fsdp.py
+zero 2 --stage 0 | --stage: invalid choice: 0 (choose from 1, 2)
 fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use 1 or 3
 fsdp 2 --cpu-offload | --cpu-offload ... leave --cpu-offload out
 tp 4 --num-attention-heads 6 --hidden-size 48 --num-key-value-heads 2 | --num-attention-heads 6
@@ -120,7 +123,7 @@ pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
 pp 2 --schedule zbv --activation-checkpointing | -checkpointing with --schedule zbv
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
-hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal parts (2 x --cp)
+hybrid_3d 4 --cp 4 --seq-len 36 | --seq-len 36 ... 8 equal chunks, 2 for each of 4 ranks
 hybrid_3d 8 --cp 2 --tp 4 --seq-len 20 | --cp 2 is 10 positions ... --tp 4
 hybrid_3d 2 --pp 2 --microbatches 1 | --microbatches 1 ... at least --pp 2
 hybrid_3d 2 --pp 2 --microbatches 2 --grad-accum 3 | --batch-size 16 ... 6 equal parts
@@ -136,9 +139,9 @@ hybrid_3d 4 --tp 2 --ep 2 | --ep 2 ... give --num-experts
 hybrid_3d 4 --tp 4 --num-key-value-heads 2 | --num-key-value-heads 2
 hybrid_3d 2 --tp 2 --vocab-size 257 | --vocab-size 257
 hybrid_3d 1 --seq-len 7 | it starts
-hybrid_3d 2 --cp 2 --seq-len 6 | --seq-len 6 ... 2 x --cp
+hybrid_3d 2 --cp 2 --seq-len 6 | --seq-len 6 ... 4 equal chunks
 hybrid_3d 2 --tp 2 --num-experts 4 --no-sequence-parallel | --no-sequence-parallel with --num
-hybrid_3d 2 --tp 2 --num-experts 4 --seq-len 31 | 31 positions ... --tp 2 ... multiple of 4 (end)
+hybrid_3d 2 --tp 2 --num-experts 4 --seq-len 31 | --seq-len 31 ... 2 tensor-parallel
 hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 ... the 2 ranks ... use 1 or 2
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6: use 1 or
 hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 ... the 4 ranks ... use 1 or 2 or 4
@@ -158,13 +161,13 @@ ep 1 --num-experts 1 | it starts
 ep 1 --expert-size 8 | expert_size 8 ... give num_experts
 """
 ON_GPU = """
-cp 2 --dtype float64 | --dtype float64: GPUs ... --attention ring needs: use --dtype float32
+cp 2 --dtype float64 | --dtype float64: GPUs ... the attention ring needs: use --dtype float32
 cp 2 --dtype float64 --attention allgather | --dtype float64
 cp 2 --dtype float64 --attention ulysses | it starts
 cp 2 --dtype float64 --device cpu | it starts
 cp 1 --dtype float64 | it starts
 examples.cp_documents 2 --dtype float64 | --dtype float64
-hybrid_3d 2 --dtype float64 --cp 2 | --dtype float64: GPUs ... --cp needs: use --dtype float32, or
+hybrid_3d 2 --dtype float64 --cp 2 | --dtype float64: GPUs ... allgather needs: use --dtype float32
 hybrid_3d 2 --dtype float64 | it starts
 """
 
@@ -266,7 +269,7 @@ def test_ranks_that_cannot_connect(server, folder, env, options, words):
 
 
 SAID_ONCE = [  # by rank 0: all ranks have the same command line
-    ("ddp.py --steps 0", 2, "", "--steps: 0 is not allowed: it must be at least 1 and at most"),
+    ("ddp.py --steps 0", 2, "", "--steps: 0 is not allowed: it must be at least 1"),
     ("fsdp.py --replicate 3", 2, "", "--replicate 3 does not divide the world size 2: use 1 or 2"),
 ]
 
@@ -288,7 +291,7 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
     # Ranks that differ
     ("ddp.py", 2, "sys.argv += ['--lr', '0.5'] * rank",
      "--lr is 0.002 on rank 0, 0.5 on rank 1: it must be the same"),
-    ("ddp.py", 2, "common.launch.__file__ = f'{rank}/launch.py'",
+    ("ddp.py", 2, "common.step.__file__ = (common.step, common.model)[rank].__file__",
      "the code is ... on rank 0 ... on rank 1"),
     ("ddp.py", 2, "torch.__version__ = str(rank)", "torch is 0 on rank 0, 1 on rank 1"),
     (f"ddp.py {AGAIN} --out ../done --data letters", 2, "os.chdir(str(rank))", "hash of --data is"),

@@ -10,8 +10,8 @@ import json
 import pytest
 import torch
 
+from common.checkpoint import list_checkpoints
 from common.model import PRESETS, ModelConfig, Transformer
-from common.run import list_checkpoints
 from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import ROOT, Result
 from tests.support.sample import sampled, thorough
@@ -115,7 +115,7 @@ def expected_collectives(row):
         return {"all-reduce": 2}
     if row.script == "zero.py":
         reductions = 1 if "--stage 1" in row.command else a
-        return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 3}
+        return {"all-gather": GROUPS, "reduce-scatter": GROUPS * reductions, "all-reduce": 2}
     if row.script == "fsdp.py":
         gathered = GROUPS if "--no-reshard" in row.command else a * (2 * GROUPS - 1)
         reduced = 2 if row.option("--replicate") == 1 else GROUPS + 2
@@ -131,7 +131,7 @@ def expected_collectives(row):
                 "reduce-scatter": calls + a * LAYERS * again, "all-reduce": a * numbers + 2}
     if row.script == "cp.py":
         passes, times = 3 if again else 2, a * LAYERS
-        return {"all-reduce": TENSORS + 1} | {
+        return {"all-reduce": 1} | {
             "ring": {"send": times * (passes + 1) * (n - 1)},
             "ulysses": {"all-to-all": times * passes * 4},
             "allgather": {"all-gather": times * passes, "reduce-scatter": times},
@@ -165,7 +165,6 @@ def peaks(row, run):
         assert parameters == P
     elif row.script == "pp.py":  # the hidden states that it sends are none
         assert gradients == run(row).counts()["held"]["gradients"]
-        assert any(line.startswith("rank 1: layer") for line in run(row).lines)
     elif row.script in WHOLE:
         assert parameters == P
         # DDP's bucket, and the last gradient on its way into it. A gradient that is added to one of
@@ -173,16 +172,11 @@ def peaks(row, run):
         assert gradients == P + (EMBEDDING if row.script == "ddp.py" and a == 1 else 0)
         whole = run(reference(row)).counts()["peak"]["activations"]
         assert 0 < found["activations"] <= 1.1 * whole / min(a, 2)
-    elif row.script == "zero.py":
-        # On top are two buckets in flight; a thread of gloo may still hold the one before.
-        assert P + LAYER <= parameters <= P + 3 * LAST
-        if "--stage 1" in row.command and a > 1:  # between micro-batches stage 1 has all gradients
-            assert gradients >= P
-        else:
-            assert P / n < gradients <= P / n + 2 * LAST < P
+    elif "--stage 1" in row.command and a > 1:  # between micro-batches it has all gradients
+        assert gradients >= P and P + P / n <= parameters
     else:
         shards = n // row.option("--replicate")
-        reshard = "--no-reshard" not in row.command
+        reshard = row.script == "fsdp.py" and "--no-reshard" not in row.command
         gathered = (LAST if reshard else P) + LAST  # two units, one ahead of its use, or all
         if a > 1 and torch.__version__ < "2.15":  # frees a unit later in the second micro-batch
             gathered += LAYER

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.data import BatchSampler, add_text_options, open_dataset
+from common.data import BatchSampler, add_text_options, open_dataset, open_held_out
 from common.options import SettingError, option_parser, parse_options
 from common.run import Run
 from tests.support.processes import SMALL
@@ -30,7 +30,7 @@ class Model(nn.Module):
         return inputs.double().sum()
 
 
-def run_of(folder, held_out, options="", **more):
+def run_of(folder, held_out, options="", has=True, **more):
     """A Run of 7 steps on bytes, with samples of 4 of them, and its model."""
     parser = option_parser("")
     add_text_options(parser)
@@ -42,8 +42,9 @@ def run_of(folder, held_out, options="", **more):
     args.config = argparse.Namespace(vocab_size=256)
     dataset, model = open_dataset(args), Model()
     sampler = BatchSampler(len(dataset), 8, args.grad_accum, seed=args.seed, stop=7)
-    return Run(args, model, torch.optim.SGD(model.parameters()), sampler, dataset,
-               torch.device("cpu"), **more), model
+    run = Run(args, model, torch.optim.SGD(model.parameters()), sampler, dataset,
+              torch.device("cpu"), held_out=open_held_out(args) if has else None, **more)
+    return run, model
 
 
 def test_what_it_evaluates(tmp_path):
@@ -67,14 +68,15 @@ def test_what_it_evaluates(tmp_path):
         run_of(tmp_path, 31, loss_of=lambda batch: (0, 0))[0].validation_loss()
     with pytest.raises(SettingError, match="less than one batch of --batch-size 8: give more data"):
         run_of(tmp_path, 7)
-    with pytest.raises(SettingError, match="--val-data: this script has .*: let open_dataset read"):
-        open_dataset(argparse.Namespace(), tmp_path / "held-out")
+    with pytest.raises(SettingError, match="--val-data: this script gives Run no held-out data"):
+        run_of(tmp_path, 31, has=False)
 
 
 def test_when_it_is_due(tmp_path):
     """Every 3 steps and after the last; its time counts as no training, nor does that of a save."""
     run, _ = run_of(tmp_path, 8, f"--out {tmp_path}/out --save-every 3 --log-every 1",
                     after_evaluation=lambda: time.sleep(1))
+    run.resume()
     for step, _ in run.steps((step, None) for step in range(7)):
         run.after_step(step, 1.0, 1.0)
     assert [record["step"] for record in run.history if "val_loss" in record] == [3, 6, 7]

@@ -34,9 +34,9 @@ import torch
 from tqdm import tqdm
 
 from common.options import at_least
-from common.run import flops_per_token, peak_tflops
-from tools.timing import tutorial
 from tools.command import ROOT, fail, make_parser, run
+from tools.timing import tutorial
+from tools.timing.mfu import flops_per_token, peak_tflops
 
 LOOPS = "tools/timing/tutorial.py"
 VOCABULARY = 32_000

@@ -43,7 +43,7 @@ import sys
 from tqdm import tqdm
 
 from common.experts import MixtureConfig
-from common.model import PRESETS, add_model_options
+from common.model import PRESETS, add_model_options, model_config
 from common.options import SettingError, at_least, option_parser, parse_options
 from tools.command import fail, make_parser, printable, run_and_exit
 from tools.counting.extended import Rank
@@ -286,7 +286,7 @@ def model_options(name):
     add_preset(name)
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
-    config = parse_options(parser, ["--model", name]).config
+    config = model_config(parse_options(parser, ["--model", name]), MixtureConfig)
     if by_name:
         return ["--model", name], config
     # rope_scaling is no option, and changes no bytes. A dense model has no options of experts.
@@ -314,7 +314,7 @@ def parse(argv):
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
     add("--model", required=True, help="as in the scripts, or a config.json of Hugging Face, or "
         "its folder")
-    add("--devices", type=at_least(1, most=2**17), required=True, metavar="N",
+    add("--devices", type=at_least(1, below=2**17), required=True, metavar="N",
         help="as many as processes")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
         "device has; leave out what its context and kernels take")

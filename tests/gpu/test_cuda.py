@@ -15,7 +15,7 @@ import subprocess
 import pytest
 import torch
 
-from common.run import list_checkpoints
+from common.checkpoint import list_checkpoints
 from tests.conftest import ROOT, VISIBLE_GPUS
 from tests.gpu.test_gpus import EXPERTS, SMALL, UNCOUNTED_1B, curves, each_script, llama_1b
 from tests.support.compare import assert_bit_equal, furthest, read

@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed.checkpoint as dcp
 
-from common.run import open_checkpoint
+from common.checkpoint import open_checkpoint
 
 
 @functools.lru_cache(9)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time  # noqa: F401
+import weakref
 
 import torch
 
@@ -23,6 +24,7 @@ import common.launch
 import common.materialise
 import common.model
 import common.run
+import common.step
 from common.data import TokenDataset
 from common.run import Run
 
@@ -68,11 +70,22 @@ def ignored():
 
 
 def in_mode():
-    """Layers are in training mode where they train, and no others. Autocast keeps no weights."""
-    before(common.model.Layer, "forward", lambda layer, *_: common.options.refuse([
-        (layer.training != torch.is_grad_enabled(), "evaluated as in training"),
-        (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(), "weights stay"),
-    ]))
+    """Layers are in training mode where they train, and no others, but in the pass in which DDP
+    arranges its buckets. Autocast keeps no weights."""
+    trained = weakref.WeakSet()
+
+    def look(layer, *_):
+        if layer.training:
+            trained.add(layer)
+        common.options.refuse([
+            (layer.training and not torch.is_grad_enabled(), "evaluated as in training"),
+            (layer in trained and torch.is_grad_enabled() and not layer.training,
+             "trained as if evaluated"),
+            (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(),
+             "weights stay"),
+        ])
+
+    before(common.model.Layer, "forward", look)
 
 
 def tied():

@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from common.experts import MixtureConfig
-from common.model import PRESETS, ROPE_SCALING, ModelConfig
+from common.model import LLAMA_3_1, PRESETS, ModelConfig
 from common.options import SettingError, refuse
 
 # Options that our model does not have, with the value that turns each off in a config.json.
@@ -85,11 +85,10 @@ def rope_of(content, path):
     kind = kind or older or "default"
     if kind == "default":
         return inner | {"rope_scaling": None}
-    refuse([(kind != "llama3" or rope.keys() != set(ROPE_SCALING),
+    refuse([(kind != "llama3" or rope.keys() != LLAMA_3_1.keys() - {"rope_type"},
              f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' "
-             f"(Llama 3.1) is supported, with {', '.join(ROPE_SCALING)}")])
-    scaling = {"rope_type": kind} | {name: rope[name] for name in ROPE_SCALING}
-    return inner | {"rope_scaling": scaling}
+             f"(Llama 3.1) is supported, with {', '.join(LLAMA_3_1)}")])
+    return inner | {"rope_scaling": {"rope_type": kind, **rope}}
 
 
 def add_preset(name):

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from common.experts import MixtureConfig
 from common.model import ModelConfig
 from common.options import at_least, refuse
-from common.run import FIXED, OPTIONS, list_checkpoints, open_checkpoint
+from common.checkpoint import list_checkpoints, open_checkpoint
 from tools.huggingface.config import config_from
 from tools.huggingface.weights import check_shapes, parts_of, shapes_of
 from tools.command import make_parser, new_folder, run
@@ -53,7 +53,7 @@ def folder_of_import(checkpoint):
             return checkpoint.parent
         seen.add(checkpoint)
         settings = json.loads((checkpoint / "run.json").read_text())
-        checkpoint = pathlib.Path(settings[OPTIONS].get("--from", "None"))
+        checkpoint = pathlib.Path(settings["options"].get("--from", "None"))
     # No run saves step 0.
     refuse([(checkpoint.name == "step-00000000" and not checkpoint.exists(),
              f"the run began with {checkpoint}, which is not here: config.json and "
@@ -64,7 +64,7 @@ def folder_of_import(checkpoint):
 def model_config(saved):
     """The ModelConfig in the content of a run.json."""
     names = {field.name for field in dataclasses.fields(MixtureConfig)}
-    values = {name: ast.literal_eval(value) for name, value in saved[FIXED].items()
+    values = {name: ast.literal_eval(value) for name, value in saved["fixed"].items()
               if name in names}
     return (MixtureConfig if "num_experts" in values else ModelConfig)(**values)
 
@@ -188,7 +188,7 @@ def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: path for path, names in zip(files, shards) for name in names},
             })
-        imported, seq_len = folder_of_import(checkpoint), saved[FIXED].get("--seq-len")
+        imported, seq_len = folder_of_import(checkpoint), saved["fixed"].get("--seq-len")
         write_json(half / "config.json", huggingface_config(
             config, dtype, seq_len and int(seq_len), imported))
         # It says when ``generate`` of transformers stops. A model may have none.

@@ -28,7 +28,7 @@ from common.experts import use_experts
 from common.materialise import local_slices
 from common.model import Transformer
 from common.options import refuse
-from common.run import FIXED, OPTIONS, HashingWriter, hash_of
+from common.checkpoint import HashingWriter, complete
 from tools.huggingface.config import config_file, read_config
 from tools.huggingface.weights import Weights
 from tools.command import make_parser, new_folder, run
@@ -73,10 +73,7 @@ def import_weights(folder, config, checkpoint):
         dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
                  storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
     settings = {name: str(value) for name, value in vars(config).items() if value}
-    (checkpoint / "run.json").write_text(json.dumps({"step": 0, FIXED: settings, OPTIONS: {}}))
-    sums = writer.sums | {name: hash_of(checkpoint / name) for name in (".metadata", "run.json")}
-    (checkpoint / "SHA256SUMS").write_text(
-        "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    complete(checkpoint, [writer.sums], {"step": 0, "fixed": settings, "options": {}})
 
 
 def main(argv=None):

@@ -41,8 +41,10 @@ from common.data import BatchSampler, add_text_options, load_steps, open_dataset
 from common.experts import MixtureConfig, use_experts
 from common.launch import launch, start_process, start_process_group
 from common.materialise import materialise
-from common.model import Transformer, add_model_options, keep_products, next_token_loss
-from common.options import option_parser, parse_options, refuse
+from common.model import (
+    Transformer, add_model_options, keep_products, model_config, next_token_loss
+)
+from common.options import SettingError, option_parser, parse_options
 from common.step import decay_groups, set_learning_rate
 
 FSDP = "fsdp", "torchtitan"
@@ -59,14 +61,13 @@ def read(argv):
     add_model_options(parser, MixtureConfig)
     add_text_options(parser)
     args = parse_options(parser, argv)
-    refuse([
-        (args.config.num_experts and args.strategy in ("tp", "torchtitan"),
-         f"--num-experts {args.config.num_experts}: the loop {args.strategy} has no experts; "
-         f"single, ddp and fsdp have"),
-        (args.compile and args.activation_checkpointing == "full" and args.strategy == "tp",
-         "--compile with --activation-checkpointing full: torch cannot compile the loop tp so; "
-         "leave one out, or use --activation-checkpointing selective"),
-    ])
+    args.config = model_config(args, MixtureConfig)
+    if args.config.num_experts and args.strategy in ("tp", "torchtitan"):
+        raise SettingError(f"--num-experts {args.config.num_experts}: the loop {args.strategy} has "
+                           f"no experts; single, ddp and fsdp have")
+    if args.compile and args.activation_checkpointing == "full" and args.strategy == "tp":
+        raise SettingError("--compile with --activation-checkpointing full: torch cannot compile "
+                           "the loop tp so; leave one out, or use selective")
     return args
 
 
