@@ -299,6 +299,7 @@ REFUSED = [  # a tool, what is done to its input or what a config.json has inste
     (import_hf, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*only 'llama3'"),
     (import_hf, {"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
     (import_hf, {"vocab_size": None}, "lacks vocab_size"),
+    (import_hf, {"num_hidden_layers": "three"}, "num_hidden_layers is 'three', which is not"),
     (import_hf, lambda hf: os.truncate(hf / "config.json", 9), "config.json is no JSON file: "),
     # What the files do not have:
     (import_hf, {"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm"),
