@@ -32,7 +32,6 @@ computation; if the sums are too, the simpler script. The last line names the si
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import itertools
 import json
 import math
@@ -75,8 +74,8 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
                       for n in divisors(devices) if experts % n == 0]
     else:
         strategies = one_strategy_each(devices, nproc_per_node)
-        for each in [each for each in strategies if each.stages > layers + 2]:
-            left_out[f"{each.command}: {layers} layers do not fill {each.stages} stages"] += 1
+        for each in [each for each in strategies if each.pp * each.v > layers + 2]:
+            left_out[f"{each.command}: {layers} layers do not fill its stages"] += 1
             strategies.remove(each)
     for tp, cp, pp in grids(devices):
         dp = devices // (tp * cp * pp)
@@ -94,7 +93,7 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
             ep = largest_ep(devices // pp, nproc_per_node, experts)
             sizes = {"--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep}
             options = [f"{option} {size}" for option, size in sizes.items() if size > 1]
-            strategies.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp, pp))
+            strategies.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp))
     return strategies, left_out
 
 
@@ -104,9 +103,9 @@ def one_strategy_each(devices, nproc_per_node):
     if devices > nproc_per_node:
         strategies.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
     for command in SPLIT:
-        stages_per_rank = 2 if "interleaved" in command or "zerobubble" in command else 1
         pp = devices if command.startswith("pp.py") else 1
-        strategies.append(Strategy(command, 1, pp, pp * stages_per_rank))
+        v = 2 if "interleaved" in command or "zerobubble" in command else 1
+        strategies.append(Strategy(command, 1, pp, v))
     return strategies
 
 
@@ -132,7 +131,7 @@ def variants(strategy, batch_size):
     for each rank, or more if these are too large; otherwise accumulation steps."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
     few, option = 1, "--grad-accum"
-    if strategy.stages > 1:
+    if strategy.pp > 1:
         few = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
         option = "--microbatches"
     numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
@@ -160,7 +159,7 @@ def search(strategy, options, args):
         rows.append((" ".join(commands[place]), counted))
         if fits(counted, args):
             tried = tried[:place]  # checkpointing serves to accumulate less
-            if place == 0 or strategy.stages > 1:
+            if place == 0 or strategy.pp > 1:
                 break
         elif least_peak(counted, math.inf) > memory(args):
             break
@@ -239,31 +238,24 @@ def in_order(rows, args):
     return fitting + sorted(others, key=lambda row: row[1]["peak"]["in all"])
 
 
-def table(rows, args):
-    """The cells of the table, the first row the names of the columns."""
-    several = args.devices > args.nproc_per_node
-    head = ["fits", "GB", "parameters", "gradients", "states", "activations", "sent, GB by axis"]
-    if several:
-        head.append("between machines")
-    yield [*head, "10^12 operations", "bubble", "computes >= s", "sends >= s", "command"]
-    for command, counted in rows:
-        peak = counted["peak"]
-        cells = ["yes" if fits(counted, args) else "no", gb(peak["in all"])]
-        cells += [gb(counted["held"].get(kind, 0)) for kind in KEPT]
-        cells += [gb(peak["activations"]), sent_by_axis(counted)]
-        if several:
-            cells.append(gb(counted["between_machines"]))
-        cells.append(f"{counted['operations'] / 1e12:,.3g}")
-        cells.append(f"{counted['bubble']:.0%}" if counted.get("bubble") else "")
-        yield [*cells, *(f"{bound:.3f}" for bound in bounds(counted, args)), command]
-
-
-def sent_by_axis(counted):
-    by_axis = collections.Counter()
+def cells(command, counted, args):
+    """The cells of a row of the table, by the heads of their columns."""
+    peak, held, by_axis = counted["peak"], counted["held"], collections.Counter()
     for part in counted["collectives"]:
         by_axis[part["group"]] += part["bytes"]
     least = sum(by_axis.values()) / 1000
-    return " + ".join(f"{axis} {gb(size)}" for axis, size in by_axis.items() if size >= least) or "0"
+    sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items() if size >= least]
+    computes, sends = bounds(counted, args)
+    return {
+        "fits": "yes" if fits(counted, args) else "no", "GB": gb(peak["in all"]),
+        "parameters": gb(held.get("parameters", 0)), "gradients": gb(held.get("gradients", 0)),
+        "states": gb(held.get("optimizer states", 0)), "activations": gb(peak["activations"]),
+        "sent, GB by axis": " + ".join(sent) or "0",
+        "between machines": gb(counted["between_machines"]),
+        "10^12 operations": f"{counted['operations'] / 1e12:,.3g}",
+        "bubble": f"{counted.get('bubble', 0):.0%}",
+        "computes >= s": f"{computes:.3f}", "sends >= s": f"{sends:.3f}", "command": command,
+    }
 
 
 def gb(size):
@@ -272,11 +264,12 @@ def gb(size):
 
 
 def lay_out(rows):
-    """The lines of a table."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows)][:-1]
-    return ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[-1]])
-            for row in rows]
+    """The lines of a table of dicts."""
+    table = [list(rows[0]), *(row.values() for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for row in table:
+        *padded, command = [f"{cell:>{width}}" for cell, width in zip(row, widths)]
+        yield "  ".join([*padded, command.lstrip()])
 
 
 def model_options(name):
@@ -293,20 +286,6 @@ def model_options(name):
     options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in vars(config).items()
                if key != "rope_scaling" and value]
     return [word for pair in options for word in pair], config
-
-
-def more_devices(options, args):
-    """If nothing fits: what would, on more devices; "" if that needs more than 64 times as many."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        devices = args.devices * factor
-        batch_size = max(args.batch_size, devices)
-        larger = argparse.Namespace(**vars(args) | {"devices": devices, "batch_size": batch_size})
-        with contextlib.suppress(SettingError):
-            script = "ep.py --ep 1" if args.config.num_experts else "fsdp.py"
-            command, counted = search(Strategy(script, devices), options, larger)[0]
-            if fits(counted, args):
-                return f"; with --devices {devices} --batch-size {batch_size} fits {command}"
-    return ""
 
 
 def parse(argv):
@@ -337,8 +316,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.devices
     if args.devices > args.nproc_per_node and args.devices % args.nproc_per_node:
-        fail(f"--devices {args.devices} is no multiple of --nproc-per-node "
-               f"{args.nproc_per_node}: machines are alike")
+        fail(f"--devices {args.devices} is no multiple of --nproc-per-node {args.nproc_per_node}: "
+             f"machines are alike")
     return args
 
 
@@ -356,8 +335,8 @@ def main(argv=None):
     show(rows, left_out, args)
     fitting = [command for command, counted in simplest_first if fits(counted, args)]
     if not fitting:
-        sys.exit(f"plan.py: nothing fits into {args.device_memory:g} GB of {args.devices} devices"
-                 f"{more_devices(options, args)}")
+        fail(f"nothing fits into {args.device_memory:g} GB of {args.devices} devices: take more, "
+             f"or a smaller --batch-size")
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
@@ -402,7 +381,7 @@ def count_all(tried, options, args, left_out):
 def show(rows, left_out, args):
     """Print the table, and write it to --json."""
     print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
-    for line in lay_out(table(rows, args)):
+    for line in lay_out([cells(*row, args) for row in rows]):
         print(line)
     for reason, number in left_out.items():
         print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))

@@ -15,13 +15,13 @@ SIZES = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes: in 
 
 @dataclasses.dataclass
 class Strategy:
-    """A script with its grid: ``ranks`` data-parallel ranks, ``stages`` pipeline stages on ``pp``
-    ranks."""
+    """A script with its grid: ``ranks`` data-parallel ranks; a pipeline over ``pp`` ranks, ``v``
+    stages on each."""
 
     command: str
     ranks: int
     pp: int = 1
-    stages: int = 1
+    v: int = 1
 
 
 class Pipeline:
@@ -32,7 +32,7 @@ class Pipeline:
     """
 
     def __init__(self, strategy, args):
-        self.args, self.n, self.v = args, strategy.pp, strategy.stages // strategy.pp
+        self.args, self.n, self.v = args, strategy.pp, strategy.v
         self.per_place = args.devices // self.n
         self.script, *self.words = strategy.command.split()
         with torch.device("meta"):
