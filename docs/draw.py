@@ -1,5 +1,5 @@
 """Draw the pictures of README.md and docs/: docs/pictures/*.svg, from docs/data/*.json, cp.py and
-tools/theory.py.
+tools/counting/theory.py.
 
     python -m docs.draw
 
@@ -17,7 +17,7 @@ import torch
 
 import cp
 from common.model import PRESETS
-from tools import theory
+from tools.counting import theory
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, PICTURES = ROOT / "docs" / "data", ROOT / "docs" / "pictures"

@@ -15,7 +15,7 @@ from tests.support import inject
 from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.processes import Result
 from tests.support.sample import thorough
-from tools import theory
+from tools.counting import theory
 
 pytestmark = thorough
 T, B, STEPS, H, R, SEED = 24, 16, 8, 3, 2, 4

@@ -11,12 +11,12 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from tools.mfu import flops_per_token
+from tools.timing.mfu import flops_per_token
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, thorough
+from tests.support.sample import needs, sampled, thorough
 from tools import dry_run as tool
-from tools.support.operations import operations
-from tools.support.stand_ins import equal_counts, pipeline
+from tools.counting.counter import formula_of
+from tools.counting.stand_ins import equal_counts, pipeline
 
 GPU = json.loads((ROOT / "docs" / "data" / "gpu_memory.json").read_text())
 # Script and options, its world size, and the ranks to play.
@@ -89,10 +89,9 @@ def test_floating_point_operations(count):
 def test_operations_of_other_kernels():
     """A product of groups, each row of which has one expert. Attention that is not causal."""
     rows, weights, q = torch.empty(10, 16), torch.empty(4, 16, 24), torch.empty(1, 2, 4, 8)
-    found = operations(torch.ops.aten._grouped_mm, (rows, weights), {}, None)
-    assert found == 2 * 10 * 16 * 24
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    assert operations(attention, (q, q, q), {"is_causal": False}, None) == 2 * 2 * q.numel() * 4
+    assert formula_of(torch.ops.aten._grouped_mm)(rows, weights, out_val=None) == 2 * 10 * 16 * 24
+    attention = formula_of(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+    assert attention(q, q, q, is_causal=False, out_val=None) == 2 * 2 * q.numel() * 4
     assert equal_counts(torch.empty(2, 3), 10) == 2 * [[3, 3, 4]]  # of experts, by rank
 
 
@@ -103,8 +102,8 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     machine it may hold several, so there is a second and a third attempt. The run is on a CPU, so
     the dry run counts what the CPU's kernels keep."""
     if "gpt2" in command:
-        pytest.importorskip("transformers")
-    cpu = "from tools.support import stand_ins; stand_ins.as_on_gpus = lambda: None"
+        needs("transformers")
+    cpu = "from tools.counting import stand_ins; stand_ins.as_on_gpus = lambda: None"
     dry = {rank: count(command, world or 1, rank, inject=cpu) for rank in ranks}
     options = ["--steps", 4, "--save-every", 0, "--data", corpus]  # the third is counted
     for attempt in range(3):
@@ -237,7 +236,7 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     _, found = dry_run("--rank", 0, 1, single, "--model", tmp_path)
     assert found == dry_run("--rank", 0, 1, single, "--vocab-size", 300)[1] | {
         "description": [f"model {tmp_path}: 815,232 parameters, bfloat16", found["description"][1]]}
-    pytest.importorskip("safetensors")  # fsdp_lora.py needs it
+    needs("safetensors")  # fsdp_lora.py needs it
     script = ROOT / "examples" / "fsdp_lora.py"
     _, found = dry_run("--rank", 0, 2, script, "--from-pretrained", tmp_path)
     assert found["between_machines"] == 0  # 8 ranks are on a machine

@@ -24,7 +24,7 @@ from tests.support import inject
 from tests.support.compare import read
 from tests.support.processes import BARE, ROOT
 from tests.support.sample import needs, sampled, thorough
-from tools import theory
+from tools.counting import theory
 from tools.huggingface import export
 from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights

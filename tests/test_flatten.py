@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from common.options import SettingError
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 from tools.flatten import flatten
@@ -56,6 +57,6 @@ def test_a_base_class_comes_first(tmp_path):
 
 def test_refuses_a_clash(tmp_path):
     text = "def same_on_all_ranks():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
-    (tmp_path / "my.py").write_text(text.replace("    n = world", "    same_on_all_ranks()\n    n = world"))
-    with pytest.raises(SystemExit, match="same_on_all_ranks means two things: in launch.py, my.py"):
+    (tmp_path / "my.py").write_text(text.replace("    args.config", "    same_on_all_ranks()\n    args.config"))
+    with pytest.raises(SettingError, match="same_on_all_ranks means two things: in launch.py, my.py"):
         flatten(tmp_path / "my.py")

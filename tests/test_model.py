@@ -12,7 +12,7 @@ import common.model
 from common.materialise import draw_weight, materialise
 from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
 from common.step import decay_groups
-from tools.counting import StepCounter
+from tools.counting.counter import StepCounter
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from parity import main, recording
 from parity.compare import compare, read
 from tests.support.processes import ROOT
+from tests.support.sample import needs
 
 
 def train(path, make=lambda: torch.nn.Sequential(
@@ -780,7 +781,7 @@ if torch.distributed.is_initialized():  # otherwise a thread of gloo may abort t
 @pytest.mark.thorough
 def test_the_trainer_of_transformers(tmp_path):
     """The block of README.md: two micro-batches and two ranks, beside one process."""
-    pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+    needs("transformers", "accelerate")
     page = (ROOT / "parity" / "README.md").read_text()
     code = page.partition("## The Trainer of transformers")[2].partition("```python")[2]
     for name, accumulate, ranks in ("one", 1, 1), ("two", 2, 1), ("ranks", 2, 2):

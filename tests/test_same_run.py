@@ -18,7 +18,7 @@ from tests.support.sample import sampled, thorough
 from tests.support.table import (
     AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
 )
-from tools.theory import bytes_of, fsdp
+from tools.counting.theory import bytes_of, fsdp
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
 LAYERS, HIDDEN, BATCH, T = 5, 32, 24, 24  # of the table

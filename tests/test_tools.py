@@ -1,7 +1,6 @@
-"""tools/prepare.py and tools/bench.py."""
+"""tools/prepare.py and tools/bench.py; and what every tool says of a path that is wrong."""
 
 import json
-import math
 import signal
 import types
 
@@ -12,15 +11,15 @@ import torch
 from common.data import TokenDataset
 from common.options import SettingError
 from tests.support.commands import RUN, finish, start
-from tests.support.sample import sampled, thorough
-from tools import bench, prepare
-from tools.support import command
+from tests.support.sample import needs, thorough
+from tools import bench, command, dry_run, flatten, plan, prepare
+from tools.huggingface import export, import_hf
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A byte-level tokenizer.json, which any text goes through without loss."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = needs("tokenizers")
     tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "</s>"]
     vocabulary = {token: number for number, token in enumerate(sorted(tokens))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -165,22 +164,56 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     assert len(line) < 200 + len(str(bad))
 
 
+PLAN = "--model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py"
+
+
+@pytest.mark.parametrize("tool, words, said", [
+    (flatten, "no.py", "flatten.py: error: no.py is no script"),
+    (flatten, "folder", "folder is no script"), (flatten, "list.json", "list.json is no script"),
+    (flatten, "broken.py", "(broken.py, line 1)"),
+    (flatten, "bytes.py", "0xff in position 0: invalid start byte (bytes.py, line 1)"),
+    (flatten, "no_main.py", "no_main.py has no function main"),
+    (flatten, "fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),
+    (dry_run, "1 folder", "folder is no script"),
+    (dry_run, "--rank 0 1 broken.py", "cannot be imported: SyntaxError"),
+    (plan, f"{PLAN} --json no/plan.json", "No such file or directory: 'no/plan.json'"),
+    (bench, "--only fsdp.py --trace no/trace.json", "No such file or directory: 'no/trace.json'"),
+    (export, "folder out", "folder is neither a checkpoint nor a run folder"),
+    (export, "run out", "run is no checkpoint"),
+    (import_hf, "folder out", "No such file or directory: 'folder/config.json'"),
+    (import_hf, "list.json out", "list.json is no JSON file with an object"),
+])
+def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
+    """It names the path."""
+    monkeypatch.chdir(tmp_path)
+    for folder in "folder", "run":
+        (tmp_path / folder).mkdir()
+    for name in "list.json", "run/run.json":
+        (tmp_path / name).write_text("[]")
+    (tmp_path / "broken.py").write_text("def main(:")
+    (tmp_path / "bytes.py").write_bytes(b'def main(): "\xff"')
+    (tmp_path / "no_main.py").touch()
+    assert said in the_line(tool.main, words.split())
+    assert not (tmp_path / "out").exists() and "Traceback" not in capsys.readouterr().err
+
+
+def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys):
+    """As other tools do, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    flatten.main(["fsdp.py"])
+    assert capsys.readouterr().out == flatten.flatten(command.ROOT / "fsdp.py")
+
+
 # The benchmark
 
 
-def test_a_row_of_the_benchmark(monkeypatch):
-    """A loop that takes twice as long as the script is at 2; the median of the rounds."""
-    costs = {"loop": iter([(2.0, 6.0), (2.0, 6.0), (12.0, 6.0)]),
-             "tp.py": iter([(1.0, 2.0), (2.0, 2.0), (4.0, 2.0)])}
-    monkeypatch.setattr(bench, "measure", lambda commands, *_: [next(costs[commands[0]])])
-    args = types.SimpleNamespace(rounds=3, together=False, nproc=2)
-    settings = types.SimpleNamespace(batch_size=4, seq_len=8)
-    bar = types.SimpleNamespace(update=lambda number: None)
-    assert bench.row(("loop", "tp.py"), args, [], settings, bar) == {
-        "command": "`tp.py`", "tokens/s": "16", "CPU seconds per step": "2.000",
-        "beside": "`loop`", "its tokens/s": "16",
-        "its time / script's time": "2.00 (1.00 to 3.00)",
-        "its CPU time / script's CPU time": "3.00 (3.00 to 3.00)",
+def test_a_row_of_the_benchmark():
+    """The median of the rounds."""
+    args, settings = types.SimpleNamespace(nproc=2), types.SimpleNamespace(batch_size=4, seq_len=8)
+    costs = [(1.0, 2.0), (2.0, 6.0), (4.0, 3.0)]
+    assert bench.row("tp.py", costs, args, settings) == {
+        "command": "`tp.py`", "tokens/s": "16", "seconds per step": "2 (1 to 4)",
+        "CPU seconds per step": "3",
     }
 
 
@@ -189,9 +222,7 @@ def test_a_row_of_the_benchmark(monkeypatch):
     ("--only fsdp.py --cpu-offload", "unrecognized arguments: --cpu-offload"),
     ("--hidden-size 60", "num_attention_heads 8 does not divide hidden_size 60"),
     ("--steps=9", "--steps is the sum of --warm-up and --timed"),
-    ("--only hybrid_3d.py --num-experts 4", "--num-experts 4: the loop tp has no experts"),
-    ("--only tp.py --compile --activation-checkpointing", "torch cannot compile the loop tp so"),
-    ("--only no.py", "--only no.py: no such script is timed"),
+    ("--only no.py", "no.py is no script"),
     ("--trace trace.json", "give a name that ends in .json, and --only SCRIPT"),
 ])
 def test_what_a_benchmark_refuses(monkeypatch, words, said):
@@ -200,41 +231,22 @@ def test_what_a_benchmark_refuses(monkeypatch, words, said):
     assert said in the_line(bench.main, ["--nproc", "2", *words.split()])
 
 
-SAME = "--hidden-size 64 --num-hidden-layers 2 --vocab-size 1000 --seq-len 32 --batch-size 8"
-CHANGED = "--grad-accum 2 --activation-checkpointing selective --lr 1e-3 --beta2 0.9 --grad-clip 2"
-PAIRS = [(loop, script, more) for loop, script in bench.PAIRS + [("torchtitan", "fsdp.py")]
-         for more in ("", CHANGED) if "--num-experts" not in loop or not more]
-
-
-@pytest.mark.parametrize("loop, script, more", sampled(
-    PAIRS, [("ddp", "ddp.py", CHANGED), ("torchtitan", "fsdp.py", CHANGED)]))
-def test_both_of_a_pair_train_the_same(once, loop, script, more):
-    """As many parameters, from the same loss of an untrained model, along the same curve."""
-    world = 0 if loop == "single" else 2
-    options = f"{SAME} {more} --steps 4 --dtype float32"
-    theirs = once(f"tools/support/tutorial.py {loop}", world, options, pass_out=False)
-    found = json.loads(theirs.lines[-1])
-    ours = once(script.format(n=2), world, f"{options} --save-every 0 --log-every 1")
-    assert f"model tiny: {found['parameters']:,} parameters" in ours.output
-    losses = [loss for (loss,) in ours.curve("loss")]
-    torch.testing.assert_close(losses, found["losses"], rtol=0, atol=1e-4)
-    assert abs(losses[0] - math.log(1000)) < 0.1 and len(set(losses)) == 4
-
-
 @thorough
 def test_the_benchmark_runs(tmp_path):
-    """A loop and a script of one process, and of two. It leaves no file. What fails says so in a
+    """A script of one process, one of two, and a copy. It leaves no file. What fails says so in a
     line; Ctrl-C ends it."""
     def bench(words):
         return start([*RUN, "bench", "--nproc", 2, "--rounds", 1, "--warm-up", 1, "--timed", 1,
                       *words.split()], tmp_path, TMPDIR=str(tmp_path))
 
-    output = finish(bench("--together --only single.py tp.py --vocab-size 512 --seq-len 32"))
+    (tmp_path / "my.py").write_text((command.ROOT / "ddp.py").read_text())
+    output = finish(bench("--only single.py tp.py my.py --vocab-size 512 --seq-len 32"))
     rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| `")]
-    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`"], output
-    assert all(float(row[2]) > 0 and float(row[6].split()[0]) > 0 for row in rows)
+    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`", "| `my.py`"], output
+    assert all(float(row[2].split()[0]) > 0 for row in rows)
+    (tmp_path / "my.py").unlink()
     output = finish(bench("--only ddp.py --batch-size 3"))
-    assert "tutorial.py ddp failed: " in output.splitlines()[-1]
+    assert "ddp.py failed: " in output.splitlines()[-1]
     assert "--batch-size 3 cannot be shared evenly by 2" in output.splitlines()[-1]
     assert {path.name[:14] for path in tmp_path.iterdir()} <= {"torchinductor_"}  # torch's cache
     process = bench("--only single.py")

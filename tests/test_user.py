@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.model import PRESETS
-from tools.mfu import flops_per_token, peak_tflops
+from tools.timing.mfu import flops_per_token, peak_tflops
 from tests.support.processes import SMALL
 from tests.test_checkpoint import steps
 

@@ -1,27 +1,20 @@
-"""Time every script against a PyTorch training loop (tools/support/tutorial.py).
+"""Time the steps of every script, or of your own beside them.
 
     bash run.sh bench
     bash run.sh bench --model small --dtype bfloat16 --compile --rounds 3
+    bash run.sh bench --only fsdp.py my_fsdp.py
     bash run.sh bench --only fsdp.py --trace trace.json     where the time of a step goes
 
-A script whose strategy has a tutorial of PyTorch stands beside the loop of that tutorial: ddp.py,
-fsdp.py, tp.py. single.py stands beside a plain loop. The others stand beside the loop with DDP, of
-the same batch; hybrid_3d.py, with tensor parallelism only, beside that of tp.py. With --compile
-fsdp.py stands beside a loop in torchtitan's style.
+All scripts train the same model on the same samples, with the options that all of them share, such
+as those of the model. A model with a smaller vocabulary than 32,000 tokens gets one of 32,000,
+unless --vocab-size is given: head and loss are then a part of what is measured, as they are for a
+model that people train.
 
-Both of a pair train the same model on the same samples. They take the options that all scripts
-share, such as those of the model; an option that a loop does not have is refused. A model with a
-smaller vocabulary than 32,000 tokens gets one of 32,000, unless --vocab-size is given: head and
-loss are then a part of what is measured, as they are for a model that people train.
-
-The two run one after the other on this machine, in turn one of them first, or with --together at
-the same time. Steps are timed after the warm-up, so that start-up does not count. Machines are
-noisy: the table has the median, minimum and maximum over the rounds of the ratios of such pairs. A
-row is printed when its rounds are done; Ctrl-C leaves the rows that were printed. CPU seconds are
-summed over all processes; on a GPU look at tokens/s and MFU.
+Steps are timed after the warm-up, so that start-up does not count. Machines are noisy: the table
+has the median, minimum and maximum of several rounds. A row is printed when its rounds are done.
+CPU seconds are summed over all processes; on a GPU look at tokens/s and MFU.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -33,73 +26,60 @@ import tempfile
 import torch
 from tqdm import tqdm
 
-from common.options import at_least
-from tools.mfu import flops_per_token, peak_tflops
-from tools.support import tutorial
-from tools.support.command import ROOT, make_parser, refuse, run
+from common.data import add_text_options
+from common.experts import MixtureConfig
+from common.model import add_model_options, model_config
+from common.options import at_least, option_parser, parse_options
+from tools.command import ROOT, fail, find, make_parser, run
+from tools.timing.mfu import flops_per_token, peak_tflops
 
-LOOPS = "tools/support/tutorial.py"
 VOCABULARY = 32_000
-EXPERTS = "--num-experts 8 --expert-size 256"
-PAIRS = [  # the loop, and a script
-    ("single", "single.py"), ("ddp", "ddp.py"), ("fsdp", "fsdp.py"), ("tp", "tp.py"),
-    ("ddp", "zero.py --stage 1"), ("ddp", "zero.py --stage 2"), ("ddp", "cp.py"),
-    ("ddp", "cp.py --attention ulysses"), ("ddp", "cp.py --attention allgather"), ("ddp", "pp.py"),
-    (f"ddp {EXPERTS}", f"ep.py {EXPERTS}"), ("tp", "hybrid_3d.py --tp {n}"),
+COMMANDS = [
+    "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py",
+    "cp.py --attention ulysses", "cp.py --attention allgather", "pp.py",
+    "ep.py --num-experts 8 --expert-size 256", "hybrid_3d.py --tp {n}",
 ]
 
 
-def measure(commands, args, options):
-    """Run commands at the same time. Returns for each the seconds of a step, and its CPU seconds in
-    all processes."""
-    measured = []
-    with contextlib.ExitStack() as stack:
-        running = []
-        for command in commands:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
-            process = stack.enter_context(started(command, args, options, folder, folder))
-            running.append((command, process, pathlib.Path(folder)))
-        for command, process, folder in running:
-            wait(command, process, folder)
-            costs = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-            seconds, cpu_seconds = zip(*costs)
-            measured.append((max(seconds), sum(cpu_seconds)))
-    return measured
+def measure(command, args, options):
+    """Run a command. Returns the seconds of a step, and its CPU seconds in all processes."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        run_timed(command, args, options, folder, folder)
+        costs = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("rank-*.json")]
+    seconds, cpu_seconds = zip(*costs)
+    return max(seconds), sum(cpu_seconds)
 
 
-@contextlib.contextmanager
-def started(command, args, options, folder, result):
-    """Start a command on its processes, which write their costs, or a trace, to ``result``. Yields
-    the process of torchrun, whose output is in ``folder``. At the end it is gone."""
+def run_timed(command, args, options, folder, result):
+    """Run a command on its processes, which write their costs, or a trace, to ``result``. The
+    output of torchrun comes to ``folder``. Raises SettingError: it has failed."""
     script, *given = command.split()
     last = args.warm_up + args.timed
     environment = {  # as run.sh sets them
         "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    } | os.environ | {"OMP_NUM_THREADS": "1"}
+        **os.environ, "OMP_NUM_THREADS": "1",
+        "TMPDIR": folder,  # torchrun leaves a folder of its own behind if it is stopped
+    }
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}"
-    words = [*given, *options, "--steps", str(last)]
-    words += [] if script == LOOPS else ["--log-every", "1000000"]
-    environment["TMPDIR"] = folder  # torchrun leaves a folder of its own behind if it is stopped
-    with open(pathlib.Path(folder, "output"), "w") as output:
+    words = [
+        "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+        f"--nproc-per-node={processes(command, args)}", ROOT / "tools/timing/timed.py",
+        str(args.warm_up), str(last), result, find(script).resolve(), *given, *options,
+        "--steps", str(last), "--log-every", "1000000",
+    ]
+    with open(pathlib.Path(folder, "output"), "w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
-             "--local-addr=127.0.0.1", f"--nproc-per-node={processes(command, args)}",
-             ROOT / "tools/support/timed.py", str(args.warm_up), str(last), result,
-             ROOT / script, *words],
-            env=environment, stdout=output, stderr=output,
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()  # torchrun ends its processes
-        process.wait()
-
-
-def wait(command, process, folder):
-    if process.wait():
-        lines = (folder / "output").read_text().splitlines() or ["it said nothing"]
+            [sys.executable, *words], env=environment, stdout=output, stderr=output)
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()  # torchrun ends its processes
+            process.wait()
+        output.seek(0)
+        lines = output.read().splitlines() or ["it said nothing"]
+    if status:
         said = [line for line in lines if "error: " in line] or lines[-1:]
-        refuse(f"{command} failed: {said[0]}")
+        fail(f"{command} failed: {said[0]}")
 
 
 def processes(command, args):
@@ -107,6 +87,7 @@ def processes(command, args):
 
 
 def parse(argv):
+    """The parsed options of the tool; those of the scripts, in words and parsed."""
     parser, whole = make_parser("bench", __doc__), at_least(1)
     parser.usage = "%(prog)s [options] [options that all scripts share]"
     parser.add_argument("--nproc", type=whole, default=torch.cuda.device_count() or 2, metavar="N",
@@ -117,83 +98,78 @@ def parse(argv):
                         help="steps before the timed ones; the first compiles (default: 5)")
     parser.add_argument("--timed", type=whole, default=20, metavar="STEPS",
                         help="steps that are timed (default: 20)")
-    parser.add_argument("--together", action="store_true", help="run the two of a pair at the same "
-                        "time, on a machine that is busy with other work: both then meet the same "
-                        "load, and the ratio of their CPU seconds is the one figure that counts")
     parser.add_argument("--only", nargs="+", action="extend", metavar="SCRIPT",
-                        help="time these scripts only")
+                        help="time these scripts only, ours or paths of your own")
     parser.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="instead of timing, run "
                         "the first of --only, and write a trace of its timed steps on rank 0 by "
                         "torch.profiler: for chrome://tracing or https://ui.perfetto.dev")
     args, options = parser.parse_known_args(argv)
-    scripts = dict.fromkeys(script.split()[0] for _, script in PAIRS)
-    for name in args.only or ():
-        if name not in scripts:
-            refuse(f"--only {name}: no such script is timed; there are {', '.join(scripts)}")
     if any(word.partition("=")[0] == "--steps" for word in options):
-        refuse("--steps is the sum of --warm-up and --timed here: give these")
+        fail("--steps is the sum of --warm-up and --timed here: give these")
     if args.trace and (args.trace.suffix != ".json" or not args.only):
-        refuse(f"--trace {args.trace}: give a name that ends in .json, and --only SCRIPT")
-    return args, options
+        fail(f"--trace {args.trace}: give a name that ends in .json, and --only SCRIPT")
+    shared = option_parser("")
+    add_model_options(shared, MixtureConfig)
+    add_text_options(shared)
+    settings = parse_options(shared, options)
+    settings.config = model_config(settings, MixtureConfig)
+    if "vocab_size" not in settings and settings.config.vocab_size < VOCABULARY:
+        options += ["--vocab-size", str(VOCABULARY)]
+        settings.vocab_size = VOCABULARY
+        settings.config = model_config(settings, MixtureConfig)
+    return args, options, settings
+
+
+def commands_of(args):
+    """The commands to time. Raises SettingError: --only names no script."""
+    commands = []
+    for script in args.only or [None]:
+        ours = [command.format(n=args.nproc) for command in COMMANDS
+                if script in (None, command.split()[0])]
+        commands += ours or [str(find(script))]
+    return commands
 
 
 def main(argv=None):
-    args, options = parse(argv)
-    settings = tutorial.read(["single", *options])
-    if "vocab_size" not in settings and settings.config.vocab_size < VOCABULARY:
-        options += ["--vocab-size", str(VOCABULARY)]
-    pairs = [(loop, script.format(n=args.nproc)) for loop, script in PAIRS
-             if not args.only or script.split()[0] in args.only]
+    args, options, settings = parse(argv)
+    commands = commands_of(args)
     if args.trace:
+        args.trace.touch()  # torch.profiler does not say that it cannot write
         args.timed = min(args.timed, 3)
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder, \
-                started(pairs[0][1], args, options, folder, args.trace.resolve()) as process:
-            wait(pairs[0][1], process, pathlib.Path(folder))
-        print(f"{args.trace}: {args.timed} steps of rank 0 of {pairs[0][1]}")
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            run_timed(commands[0], args, options, folder, args.trace.resolve())
+        print(f"{args.trace}: {args.timed} steps of rank 0 of {commands[0]}")
         return
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"torch {torch.__version__}, {args.nproc} process{'es' * (args.nproc > 1)} on {device}, "
-          f"{os.cpu_count()} cores; {args.rounds} round{'s' * (args.rounds > 1)} of {args.timed} "
-          f"timed steps; {' '.join(options)}\n", flush=True)
-    with tqdm(total=2 * args.rounds * len(pairs), unit=" runs", dynamic_ncols=True) as bar:
-        for number, (loop, script) in enumerate(pairs):
-            bar.set_description(script)
-            if loop == "fsdp" and settings.compile:
-                loop = "torchtitan"
-            settings = tutorial.read([*loop.split(), *options])
-            cells = row((f"{LOOPS} {loop}", script), args, options, settings, bar)
-            if number == 0:
+    print(f"torch {torch.__version__}, --nproc {args.nproc} on {device}, {os.cpu_count()} cores; "
+          f"--rounds {args.rounds} of {args.timed} timed steps; {' '.join(options)}", flush=True)
+    with tqdm(total=args.rounds * len(commands), unit=" runs", dynamic_ncols=True) as bar:
+        for command in commands:
+            bar.set_description(command)
+            costs = []
+            for _ in range(args.rounds):
+                costs.append(measure(command, args, options))
+                bar.update()
+            cells = row(command, costs, args, settings)
+            if command == commands[0]:
                 tqdm.write(f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|")
             tqdm.write(f"| {' | '.join(cells.values())} |")
             sys.stdout.flush()
 
 
-def row(pair, args, options, settings, bar):
-    """Run a pair, a loop and a script. Returns the cells of a row by the heads of their columns."""
-    rounds = []  # in each what ``measure`` has found of the loop and of the script
-    for number in range(args.rounds):
-        order, costs = pair if number % 2 == 0 else pair[::-1], {}
-        for commands in [order] if args.together else [order[:1], order[1:]]:
-            costs |= zip(commands, measure(commands, args, options))
-            bar.update(len(commands))
-        rounds.append([costs[command] for command in pair])
-    (loop_seconds, _), (seconds, cpu_seconds) = (zip(*costs) for costs in zip(*rounds))
-    tokens = settings.batch_size * settings.seq_len
-    rate = tokens / statistics.median(seconds)
-    cells = {"command": f"`{pair[1]}`", "tokens/s": f"{rate:,.0f}"}
+def row(command, costs, args, settings):
+    """The cells of a row, by the heads of their columns. ``costs``: of each round, as of
+    ``measure``."""
+    seconds, cpu_seconds = zip(*costs)
+    median = statistics.median(seconds)
+    rate = settings.batch_size * settings.seq_len / median
+    cells = {"command": f"`{command}`", "tokens/s": f"{rate:,.0f}"}
     peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else 0
     if peak:
         operations = rate * flops_per_token(settings.config, settings.seq_len)
-        cells["MFU"] = f"{operations / (peak * 1e12 * processes(pair[1], args)):.1%}"
-    cells |= {
-        "CPU seconds per step": f"{statistics.median(cpu_seconds):.3f}", "beside": f"`{pair[0]}`",
-        "its tokens/s": f"{tokens / statistics.median(loop_seconds):,.0f}",
-    }
-    for kind, name in enumerate(("time", "CPU time")):
-        ratios = sorted(theirs[kind] / ours[kind] for theirs, ours in rounds)
-        cells[f"its {name} / script's {name}"] = (
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        cells["MFU"] = f"{operations / (peak * 1e12 * processes(command, args)):.1%}"
+    cells["seconds per step"] = f"{median:.4g} ({min(seconds):.4g} to {max(seconds):.4g})"
+    cells["CPU seconds per step"] = f"{statistics.median(cpu_seconds):.4g}"
     return cells
 
 

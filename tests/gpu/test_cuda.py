@@ -19,7 +19,7 @@ from common.checkpoint import list_checkpoints
 from tests.conftest import ROOT, VISIBLE_GPUS
 from tests.gpu.test_gpus import EXPERTS, SMALL, UNCOUNTED_1B, curves, each_script, llama_1b
 from tests.support.compare import assert_bit_equal, furthest, read
-from tools.dry_run import count_apart
+from tools.counting.one_rank import count_apart
 
 status, output = subprocess.getstatusoutput(
     "nvidia-smi --query-gpu=memory.total,name,driver_version --format=csv,noheader,nounits")

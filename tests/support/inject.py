@@ -196,8 +196,8 @@ def write_counts():
     earlier steps the optimizer allocates its states, torch.compile compiles, and DTensor caches how
     each operation is sharded."""
     from tests.support import oracles
-    from tools import theory
-    from tools.counting import OneStep, StepCounter
+    from tools.counting import theory
+    from tools.counting.counter import OneStep, StepCounter
 
     class CountedRun(Run):
         def __init__(self, args, model, optimizer, sampler, dataset, device, mesh=None, **more):

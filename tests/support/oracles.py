@@ -9,7 +9,7 @@ import torch
 from common.experts import use_experts
 from common.model import Transformer
 from pp import cost_of_head, keep_stage, split_layers
-from tools.theory import bytes_of, held
+from tools.counting.theory import bytes_of, held
 
 ABSENT = {  # options that ep.py does not have
     "dp": None, "cp": 1, "tp": 1, "pp": 1, "replicate": 1, "microbatches": None,
@@ -18,7 +18,7 @@ ABSENT = {  # options that ep.py does not have
 
 
 def of(args, n):
-    """As tools/theory.py: for one of ``n`` ranks, in a pipeline of its first stage."""
+    """As tools/counting/theory.py: for one of ``n`` ranks, in a pipeline of its first stage."""
     size, sent = held_and_sent(types.SimpleNamespace(**ABSENT | vars(args)), n)
     return held(size) | {"sent": ("", sent)}
 

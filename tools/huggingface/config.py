@@ -3,13 +3,14 @@
 A script's --model reads a JSON file with our own names, which import_hf.py writes.
 """
 
+import argparse
 import dataclasses
 import json
 import pathlib
 
 from common.experts import MixtureConfig
-from common.model import LLAMA_3_1, PRESETS, ModelConfig
-from common.options import SettingError, refuse
+from common.model import LLAMA_3_1, PRESETS, ModelConfig, dimension
+from common.options import SettingError
 
 # Options that our model does not have, with the value that turns each off in a config.json.
 PLAIN = {
@@ -38,37 +39,55 @@ def read_config(path):
 
 
 def read_json(path):
+    """The JSON object in a file. Raises SettingError if there is something else."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise SettingError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise SettingError(f"{path} is no JSON file with an object: it begins {content!r:.20}")
+    return content
 
 
 def config_from(content, path):
     """The ModelConfig that a dict describes, the content of the config.json ``path``."""
-    kind = content.get("model_type")
-    inner = content.get("text_config") or {}
-    refuse([(kind not in ("llama", "mixtral"), f"{path} has model_type {kind!r}: only 'llama' and "
-             f"'mixtral' are supported" + (
-                 "; its text is a Llama: with transformers set llama = LlamaForCausalLM("
-                 "model.config.text_config), llama.model = model.model.language_model, "
-                 "llama.lm_head = model.lm_head, and save that by llama.save_pretrained"
-                 if inner.get("model_type") == "llama" else ""))])
+    kind, inner = content.get("model_type"), content.get("text_config") or {}
+    if kind != "llama" and inner.get("model_type") == "llama":
+        raise SettingError(
+            f"{path} has model_type {kind!r}; its text is a Llama: with transformers set llama = "
+            f"LlamaForCausalLM(model.config.text_config), llama.model = model.model.language_model,"
+            f" llama.lm_head = model.lm_head, and save that by llama.save_pretrained")
+    if kind not in ("llama", "mixtral"):
+        raise SettingError(f"{path} has model_type {kind!r}: only 'llama' and 'mixtral' are "
+                           f"supported")
+    config_class = ModelConfig
     if kind == "mixtral":
-        content = MIXTRAL | content
-        content |= {"num_experts": content["num_local_experts"],
-                    "experts_per_token": content["num_experts_per_tok"]}
+        config_class, content = MixtureConfig, MIXTRAL | content
+        content["num_experts"] = content["num_local_experts"]
+        content["experts_per_token"] = content["num_experts_per_tok"]
     content = content | rope_of(content, path)
-    refuse([(content.get(name) not in (None, plain),
-             f"{path} has {name} {content.get(name)!r:.80}: only {plain!r} is supported")
-            for name, plain in PLAIN.items()])
-    config_class = MixtureConfig if kind == "mixtral" else ModelConfig
-    needed = [field.name for field in dataclasses.fields(ModelConfig)][:5]  # the sizes of a Llama
-    refuse([(content.get(name) is None, f"{path} lacks {name}, which that of a Llama has")
-            for name in needed])
-    return config_class(**{
-        field.name: float(content[field.name]) if field.type is float else content[field.name]
-        for field in dataclasses.fields(config_class) if content.get(field.name) is not None})
+    for name, plain in PLAIN.items():
+        if content.get(name) not in (None, plain):
+            raise SettingError(f"{path} has {name} {content[name]!r:.80}: only {plain!r} is "
+                               f"supported")
+    for field in dataclasses.fields(ModelConfig)[:5]:  # the sizes of a Llama
+        if content.get(field.name) is None:
+            raise SettingError(f"{path} lacks {field.name}, which that of a Llama has")
+    values = {}
+    for field in dataclasses.fields(config_class):
+        if (value := content.get(field.name)) is not None:
+            values[field.name] = dimension_of(field, value, path)
+    return config_class(**values)
+
+
+def dimension_of(field, value, path):
+    if field.name == "rope_scaling":
+        return value
+    try:
+        return dimension(field)(str(value))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise SettingError(f"{path}: {field.name} is {value!r}, which is not allowed: see "
+                           f"--{field.name.replace('_', '-')} of a script") from None
 
 
 def rope_of(content, path):
@@ -81,9 +100,10 @@ def rope_of(content, path):
     kind = kind or older or "default"
     if kind == "default":
         return inner | {"rope_scaling": None}
-    refuse([(kind != "llama3" or rope.keys() != LLAMA_3_1.keys() - {"rope_type"},
-             f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' "
-             f"(Llama 3.1) is supported, with {', '.join(LLAMA_3_1)}")])
+    if kind != "llama3" or rope.keys() != LLAMA_3_1.keys() - {"rope_type"}:
+        raise SettingError(
+            f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' (Llama "
+            f"3.1) is supported, with {', '.join(LLAMA_3_1)}")
     return inner | {"rope_scaling": {"rope_type": kind, **rope}}
 
 

@@ -4,12 +4,11 @@
     bash run.sh export runs/fsdp/step-00000200 exported --dtype bfloat16
 
 From a run folder it takes the newest checkpoint. Any script may have saved it, on any number of
-ranks. It writes config.json, and model.safetensors or shards with an index. If the run began with
-imported weights, config.json is the imported one, with what the run has changed, and
+ranks. It writes config.json, and a safetensors file for each layer, with their index. If the run
+began with imported weights, config.json is the imported one, with what the run has changed, and
 generation_config.json comes too. Checkpoints contain no tokenizer: copy one into the folder. One
-process is enough, without a GPU. It needs one more package: ``pip install safetensors``.
-
-It writes one file after the other: it needs memory for --max-shard-size and the largest tensor.
+process is enough, without a GPU, with memory for a layer. It needs one more package: ``pip install
+safetensors``.
 """
 
 import ast
@@ -17,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import torch
@@ -25,21 +25,20 @@ from tqdm import tqdm
 
 from common.experts import MixtureConfig
 from common.model import ModelConfig
-from common.options import at_least, refuse
 from common.checkpoint import list_checkpoints, open_checkpoint
-from tools.huggingface.config import config_from
+from tools.command import fail, make_parser, new_folder, run
+from tools.huggingface.config import config_from, read_json
 from tools.huggingface.weights import check_shapes, parts_of, shapes_of
-from tools.support.command import make_parser, new_folder, run
 
 GENERATION = "generation_config.json"
-ROPE = "rope_theta", "rope_scaling"
 
 
 def find_checkpoint(path):
     """The checkpoint ``path``, or the newest one in the run folder ``path``."""
     found = [path] if (path / "run.json").exists() else list_checkpoints(path)
-    refuse([(not found, f"{path} is neither a checkpoint nor a run folder with one: name a folder "
-             f"such as runs/fsdp or runs/fsdp/step-00000200")])
+    if not found:
+        fail(f"{path} is neither a checkpoint nor a run folder with one: name a folder such as "
+             f"runs/fsdp or runs/fsdp/step-00000200")
     return found[-1]
 
 
@@ -52,12 +51,12 @@ def folder_of_import(checkpoint):
         if (checkpoint.parent / "config.json").exists():
             return checkpoint.parent
         seen.add(checkpoint)
-        settings = json.loads((checkpoint / "run.json").read_text())
+        settings = read_json(checkpoint / "run.json")
         checkpoint = pathlib.Path(settings["options"].get("--from", "None"))
     # No run saves step 0.
-    refuse([(checkpoint.name == "step-00000000" and not checkpoint.exists(),
-             f"the run began with {checkpoint}, which is not here: config.json and "
-             f"{GENERATION} are taken from beside it; put it back, or start where it is")])
+    if checkpoint.name == "step-00000000" and not checkpoint.exists():
+        fail(f"the run began with {checkpoint}, which is not here: config.json and {GENERATION} "
+             f"are taken from beside it; put it back, or start where it is")
     return None
 
 
@@ -80,24 +79,25 @@ def huggingface_config(config, dtype, seq_len, imported=None):
         length = max(length, int(longest))
     if imported:
         path = imported / "config.json"
-        content = json.loads(path.read_text())
+        content = read_json(path)
         before = described(config_from(content, path))
         values = {name: value for name, value in values.items() if before.get(name) != value}
         length = max(content.get("max_position_embeddings") or length, seq_len or 0)
-    values |= {name: getattr(config, name) for name in ROPE}
     content.pop("rope_parameters", None)  # transformers 4 does not read it, and takes 10,000
-    types = {"dtype", "torch_dtype"} & content.keys() or {"torch_dtype"}
-    return content | values | {"max_position_embeddings": length, "tie_word_embeddings": False} | (
-        dict.fromkeys(types, str(dtype).removeprefix("torch.")))
+    for name in {"dtype", "torch_dtype"} & content.keys() or ["torch_dtype"]:
+        content[name] = str(dtype).removeprefix("torch.")
+    return content | values | {
+        "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
+        "max_position_embeddings": length, "tie_word_embeddings": False}
 
 
 def described(config):
     """What a config.json says of a ModelConfig."""
-    values = dict(vars(config))
-    experts, chosen, size = (values.pop(name, None) for name in (
-        "num_experts", "experts_per_token", "expert_size"))
-    kind = "Mixtral" if experts else "Llama"
+    values, kind = dict(vars(config)), "Llama"
+    experts = values.pop("num_experts", 0)
+    chosen, size = (values.pop(name, None) for name in ("experts_per_token", "expert_size"))
     if experts:
+        kind = "Mixtral"
         values |= {"num_local_experts": experts, "num_experts_per_tok": chosen,
                    "intermediate_size": size}
     return {
@@ -120,8 +120,9 @@ class Tensors:
         shapes = {name: size for name, size in shapes.items()
                   if name.partition(".")[2] not in shapes}
         for name in [name for name in shapes if name.endswith(".mlp.bias")]:
-            refuse([(self.read(name).any(), f"{checkpoint} has {name}, which chooses experts and "
-                     f"is not 0; a Mixtral has no such bias: train with --balance-rate 0")])
+            if self.read(name).any():
+                fail(f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has "
+                     f"no such bias: train with --balance-rate 0")
             del shapes[name]
         check_shapes(shapes, shapes_of(config), checkpoint)
 
@@ -135,66 +136,50 @@ class Tensors:
         return tensor
 
 
-def split(sizes, most):
-    """Split the names into lists, in their order. Each list has at most ``most`` bytes in all, or
-    only one name. ``sizes``: bytes by name."""
-    shards, room = [], 0
-    for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = most
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def export(checkpoint, folder, dtype=None, max_shard_size=5e9):
+def export(checkpoint, folder, dtype=None):
     """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
-    on disk. Returns the names of the safetensors files.
-
-    Args:
-        dtype: the torch.dtype to write; None: the one in the checkpoint.
-        max_shard_size: bytes in a file; a tensor that is larger has a file of its own.
+    on disk. ``dtype``: the torch.dtype to write; None: the one in the checkpoint.
 
     Raises:
         SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
     """
-    from safetensors.torch import save_file  # an optional package
-
     with new_folder(folder) as half:
         reader, saved = open_checkpoint(checkpoint)
         config = model_config(saved)
-        tensors, parts = Tensors(checkpoint, reader, config), parts_of(config)
+        tensors = Tensors(checkpoint, reader, config)
         dtype = dtype or tensors.dtype("model.embed_tokens.weight")
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize
-                 for name, (_, _, shape) in parts.items()}
-        shards = split(sizes, max_shard_size)
-        files = ["model.safetensors"] if len(shards) == 1 else [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)]
-        for path, names in zip(tqdm(files, "writing", leave=False), shards):
-            content = {}
-            for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
-                tensor = tensors.read(ours)  # of experts: all experts of a matrix
-                for name in group:
-                    expert = parts[name][1]
-                    part = tensor if expert is None else tensor[expert].clone()
-                    content[name] = part.to(dtype)
-                    refuse([(not torch.stack(content[name].aminmax()).isfinite().all(),
-                             f"{name} has numbers too large for {dtype}: take --dtype bfloat16")])
-            save_file(content, half / path, metadata={"format": "pt"})
-        if len(shards) > 1:
-            write_json(half / "model.safetensors.index.json", {
-                "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": {name: path for path, names in zip(files, shards) for name in names},
-            })
+        write_weights(half, tensors, parts_of(config), dtype)
         imported, seq_len = folder_of_import(checkpoint), saved["fixed"].get("--seq-len")
         write_json(half / "config.json", huggingface_config(
             config, dtype, seq_len and int(seq_len), imported))
         # It says when ``generate`` of transformers stops. A model may have none.
-        if imported and (path := imported / GENERATION).exists():
-            shutil.copy(path, half)
-    return files
+        if imported and (imported / GENERATION).exists():
+            shutil.copy(imported / GENERATION, half)
+
+
+def write_weights(folder, tensors, parts, dtype):
+    """Write a file for each layer, and one for what is before and behind them. ``parts``: those of
+    ``parts_of``."""
+    from safetensors.torch import save_file  # an optional package
+
+    def layer(name):
+        return re.findall(r"layers\.\d+", name)
+
+    files = [list(names) for _, names in itertools.groupby(parts, layer)]
+    index = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, names in enumerate(tqdm(files, "writing", leave=False), 1):
+        path, content = f"model-{number:05d}-of-{len(files):05d}.safetensors", {}
+        for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
+            tensor = tensors.read(ours).to(dtype)  # of experts: all experts of a matrix
+            if not torch.stack(tensor.aminmax()).isfinite().all():
+                fail(f"{ours} has numbers too large for {dtype}: take --dtype bfloat16")
+            for name in group:
+                expert = parts[name][1]
+                content[name] = tensor if expert is None else tensor[expert].clone()
+        save_file(content, folder / path, metadata={"format": "pt"})
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in content.values())
+        index["weight_map"] |= dict.fromkeys(content, path)
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_json(path, content):
@@ -209,14 +194,10 @@ def main(argv=None):
                         help="the folder to create; it must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="type of the numbers in the files (default: as trained)")
-    parser.add_argument("--max-shard-size", type=at_least(0, float, above=True), default=5.0,
-                        metavar="GB", help="largest file, in GB of 10^9 bytes (default: 5)")
     args = parser.parse_args(argv)
     checkpoint = find_checkpoint(args.checkpoint)
-    files = export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype),
-                   args.max_shard_size * 1e9)
-    noun = "file" if len(files) == 1 else "files"
-    print(f"{checkpoint} -> {args.folder}: config.json and {len(files)} safetensors {noun}")
+    export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype))
+    print(f"{checkpoint} -> {args.folder}: config.json and safetensors files")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ from tqdm import tqdm
 from common.experts import use_experts
 from common.materialise import local_slices
 from common.model import Transformer
-from common.options import refuse
 from common.checkpoint import HashingWriter, complete
+from tools.command import fail, make_parser, new_folder, run
 from tools.huggingface.config import config_file, read_config
 from tools.huggingface.weights import Weights
-from tools.support.command import make_parser, new_folder, run
 
 NOTES = {  # what a config.json may say that is otherwise here
     "tie_word_embeddings": "here the head is a weight of its own, and trained apart from the "
@@ -86,8 +85,8 @@ def main(argv=None):
                         help="write model.json, without weights; FOLDER may be a config.json")
     args = parser.parse_args(argv)
     file, config = config_file(args.folder), read_config(args.folder)
-    refuse([(not args.config_only and file == pathlib.Path(args.folder),
-             f"{file} is no folder with weights: name the folder, or add --config-only")])
+    if not args.config_only and file == pathlib.Path(args.folder):
+        fail(f"{file} is no folder with weights: name the folder, or add --config-only")
     with new_folder(args.out) as half:
         if not args.config_only:
             import_weights(file.parent, config, half / "step-00000000")

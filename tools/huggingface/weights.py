@@ -8,7 +8,6 @@ import_hf.py makes a checkpoint of such weights, from which every script trains.
 """
 
 import functools
-import json
 import pathlib
 import typing
 
@@ -18,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from common.experts import use_experts
 from common.materialise import local_slices
 from common.model import Transformer
-from common.options import SettingError, refuse
+from common.options import SettingError
+from tools.huggingface.config import read_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The names of a Mixtral's matrices, which are not stacked, under block_sparse_moe.experts.N
@@ -57,7 +57,7 @@ class Weights:
     def __init__(self, folder, config):
         folder = pathlib.Path(folder)
         stored = find_tensors(folder)
-        ties = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+        ties = read_json(folder / "config.json").get("tie_word_embeddings")
         if ties and HEAD not in stored and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
         parts = parts_of(config)
@@ -103,7 +103,7 @@ def find_tensors(folder):
     from safetensors import SafetensorError, safe_open
 
     stored, index = {}, folder / "model.safetensors.index.json"
-    file_of = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    file_of = read_json(index).get("weight_map", {}) if index.exists() else {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -114,17 +114,21 @@ def find_tensors(folder):
             dtype = part.get_dtype()
             if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
                 continue
-            refuse([(dtype not in DTYPES, f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} "
-                     f"are supported; save the weights in one of them, without quantization")])
+            if dtype not in DTYPES:
+                raise SettingError(
+                    f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are supported; save "
+                    f"the weights in one of them, without quantization")
             if name in stored:
                 two = stored[name].path.name, path.name
-                refuse([(file_of.get(name) not in two, f"{folder} has {name} in {two[0]} and "
-                         f"{two[1]}: remove one of the files")])
+                if file_of.get(name) not in two:
+                    raise SettingError(f"{folder} has {name} in {two[0]} and {two[1]}: remove one "
+                                       f"of the files")
                 if file_of[name] == two[0]:
                     continue
             stored[name] = StoredTensor(path, name, DTYPES[dtype], tuple(part.get_shape()))
-    refuse([(not stored, f"{folder} has no .safetensors file with weights, which save_pretrained "
-             f"of transformers writes")])
+    if not stored:
+        raise SettingError(f"{folder} has no .safetensors file with weights, which save_pretrained "
+                           f"of transformers writes")
     return stored
 
 
@@ -153,16 +157,21 @@ def parts_of(config):
 def check_shapes(shapes, expected, where):
     """Compare two dicts of shapes by name. Raises SettingError with the first tensor that is
     missing, unexpected or of another shape."""
-    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
-    refuse([(fused, f"{where} has all experts of a layer in one tensor: with transformers set "
-             f"new = MixtralForCausalLM(model.config), new.load_state_dict(model.state_dict()), "
-             f"and save that by new.save_pretrained")])  # a loaded model keeps its file's format
-    refuse([row for name in expected | shapes for row in (
-        (name not in shapes, f"{where} lacks the tensor {name}: " + (
-            "if the head is the embedding, set tie_word_embeddings to true in its config.json"
-            if name == HEAD else "is a file of it missing?")),
-        (name not in expected, f"{where} has the tensor {name}, unlike a Llama of its config: is "
-         f"the config.json that of these files?"),
-        (shapes.get(name) != expected.get(name), f"{where} has {name} of shape {shapes.get(name)}, "
-         f"and its config needs {expected.get(name)}"),
-    )])
+    if any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes):
+        raise SettingError(  # a loaded model keeps its file's format
+            f"{where} has all experts of a layer in one tensor: with transformers set "
+            f"new = MixtralForCausalLM(model.config), new.load_state_dict(model.state_dict()), "
+            f"and save that by new.save_pretrained")
+    for name in expected | shapes:
+        there, needed = shapes.get(name), expected.get(name)
+        if there is None and name == HEAD:
+            raise SettingError(f"{where} lacks the tensor {name}: if the head is the embedding, "
+                               f"set tie_word_embeddings to true in its config.json")
+        if there is None:
+            raise SettingError(f"{where} lacks the tensor {name}: is a file of it missing?")
+        if needed is None:
+            raise SettingError(f"{where} has the tensor {name}, unlike a Llama of its config: is "
+                               f"the config.json that of these files?")
+        if there != needed:
+            raise SettingError(f"{where} has {name} of shape {there}, and its config needs "
+                               f"{needed}")

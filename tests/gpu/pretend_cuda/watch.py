@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 from common import run
-from tools import dry_run
-from tools.support import pretend, stand_ins
+from tools.counting import one_rank
+from tools.counting import pretend, stand_ins
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -84,7 +84,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
 
 def where():
     """The innermost line of the repository that does not only watch or count."""
-    watchers = "watch.py", "pretend.py", "operations.py", "counting.py"
+    watchers = "watch.py", "pretend.py", "counter.py"
     for frame in reversed(traceback.extract_stack()):
         path = pathlib.Path(frame.filename)
         if path.name not in watchers and "torch" not in path.parts:
@@ -126,7 +126,7 @@ def watch_steps(command, world_size, rank):
     stand_ins.load_steps = load_and_watch
     count, stand_ins.Run.after_step = stand_ins.Run.after_step, after_step
     script, *options = command.split()
-    dry_run.count(script, options, world_size, rank, 8, GPU)
+    one_rank.count(script, options, world_size, rank, 8, GPU)
     return json.dumps({name: sorted(found) for name, found in seen.items()})
 
 

@@ -1,6 +1,6 @@
 """Run a script and write down what its steps cost, without its start-up. tools/bench.py does so:
 
-    torchrun --nproc_per_node=2 tools/support/timed.py 5 25 FOLDER ddp.py --steps 25
+    torchrun --nproc_per_node=2 tools/timing/timed.py 5 25 FOLDER ddp.py --steps 25
 
 writes for each rank FOLDER/rank-N.json: the seconds and the CPU seconds of the process from the end
 of the optimizer's step 5 to the end of its step 25, divided by 20. If FOLDER is a file that ends in

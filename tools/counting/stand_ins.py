@@ -26,10 +26,10 @@ import pp
 from common import experts, materialise, model, run
 from common.options import SettingError
 from cp import wide
-from tools import theory
-from tools.counting import OneStep
-from tools.support import pretend
-from tools.support.operations import OperationCounter
+from tools.counting import theory
+from tools.counting.counter import OneStep, StepCounter
+from tools.counting import pretend
+
 
 
 def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
@@ -53,8 +53,8 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
         "CPUOffloadPolicy": functools.partial(CPUOffloadPolicy, pin_memory=False),
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,
-        "open_dataset": open_dataset, "load_steps": functools.partial(load_steps, steps),
-        "Run": count,
+        "open_dataset": open_dataset, "open_held_out": lambda args: None,
+        "load_steps": functools.partial(load_steps, steps), "Run": count,
     }
 
 
@@ -233,12 +233,11 @@ class Run:
     """Reads, writes and evaluates nothing. It puts what it counts in the last of ``number`` steps
     into the dict ``counted``, and shows a progress bar."""
 
-    def __init__(self, counted, number, progress, nproc_per_node, args, parts, optimizer, sampler,
-                 dataset, device, mesh=None, *, tensors=None, loss_of=None, after_evaluation=None,
-                 size=None, lines=()):
+    def __init__(self, counted, number, progress, nproc_per_node, args, models, optimizer, sampler,
+                 _dataset, device, mesh=None, *, size=None, **_):
         self.counted, self.args, self.device = counted, args, device
         self.mesh, self.nproc_per_node = mesh, nproc_per_node
-        self.models = parts if isinstance(parts, list) else [parts]
+        self.models = models if isinstance(models, list) else [models]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.history, self.loggers = [], []
         self.counting = OneStep(number - 1, self.make_counter)
@@ -249,20 +248,25 @@ class Run:
                         disable=not progress)
         for each in self.models:
             each.register_forward_hook(self.on_forward)
-        self.ranks = 1
-        _, model = run.Run.start_lines(self, None, size)  # the other line is of this process
-        counted["description"] = [model, str(sampler), *map(str, itertools.islice(lines, 1))]
-        if getattr(args, "cpu_offload", False):
-            counted["description"].append("counted: what is on the GPU; parameters, gradients and "
-                                          "optimizer states are in host memory")
-        if getattr(getattr(args, "config", None), "num_experts", 0):
-            counted["description"].append("assumed: all experts get equally many tokens")
-        if mesh is not None:
-            counted["grid"] = dict(zip(mesh.mesh_dim_names, mesh.shape))
-            if "pp" in counted["grid"]:
-                counted.update(pipeline(args, mesh))
+        counted["description"] = self.describe(size, sampler)
+        if mesh is not None and "pp" in mesh.mesh_dim_names:
+            counted.update(pipeline(args, mesh))
         self.allocate_states()
-        sampler.start = 0
+
+    def describe(self, size, sampler):
+        """What is counted, in lines."""
+        args = self.args
+        _, model = run.start_lines(args, self.models, self.device, None, size)
+        lines = [model, str(sampler)]
+        if getattr(args, "cpu_offload", False):
+            lines.append("counted: what is on the GPU; parameters, gradients and optimizer states "
+                         "are in host memory")
+        if getattr(getattr(args, "config", None), "num_experts", 0):
+            lines.append("assumed: all experts get equally many tokens")
+        return lines
+
+    def resume(self):
+        return 0
 
     def allocate_states(self):
         """Those of the optimizers, so that the first step is as all others."""
@@ -274,8 +278,8 @@ class Run:
             each.zero_grad()
 
     def make_counter(self):
-        counter = OperationCounter(
-            self.nproc_per_node, self.optimizers, self.models, self.mesh, self.device)
+        counter = StepCounter(self.optimizers, self.models, self.mesh, self.device,
+                              self.nproc_per_node, pretend.seeing)
         if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
             offload(counter)
         return counter
@@ -300,23 +304,12 @@ class Run:
         formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
                              self.models)
         counted.update(
-            held=dict(counter.held), peak=peak_of([peak for _, peak in counter.moments]),
-            moments=counter.moments,
+            held=dict(counter.held), peak=counter.peak, moments=counter.moments,
             sent=round(sum(counter.sent.values())),
             between_machines=round(sum(counter.crossing.values())),
-            operations=counter.operations,
-            collectives=[
-                each | {"between_machines": counter.crossing[each["collective"], each["group"]]}
-                for each in counter.collectives()
-            ],
+            operations=counter.operations, collectives=counter.collectives(),
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
-
-
-def peak_of(peaks):
-    """The most of each kind, of a list of dicts."""
-    return {name: max(peak.get(name, 0) for peak in peaks)
-            for name in set().union(*peaks) - {"at first"}}
 
 
 def pipeline(args, mesh):

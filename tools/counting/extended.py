@@ -1,0 +1,252 @@
+"""What a rank counts in a large model and a long step, from dry runs of a small one.
+
+Bytes held, bytes sent and operations are linear in the number of layers, of accumulation steps and
+of micro-batches. A peak is not: it is the most of many moments, each linear, and with more layers
+another of them may be the most. So ``extend`` extends each moment by itself: those of the first
+three layers, those of the last, and those between, where each layer adds the same. (Beside the
+embedding and the head, larger units are gathered.) And ``over_micro_batches`` makes of a pipeline
+with a few micro-batches in flight one with many.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import pathlib
+import re
+
+import torch
+
+from pp import bubble
+from tools.command import ROOT
+from tools.counting import one_rank
+from tools.counting.counter import ACTIVATION_DIMS, peak_of
+from tools.counting.pipeline import accumulated
+
+CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
+# Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
+# two layers; of what gathers two units ahead, it is three.
+LAYERS = (5, 7), (6, 8)
+STEPS = 4, 5  # the third, the one before the last and the last are moments of their own
+
+
+class Rank:
+    """A rank of a strategy, which counts a small model in a small pipeline, and extends that.
+
+    Args:
+        pipeline: the strategy's.
+        place: of the rank on the axis of the pipeline. Of all ranks of this place the first counts.
+        words: the script, and its options.
+        args: those of plan.
+    """
+
+    def __init__(self, pipeline, place, words, args):
+        self.pipeline, self.place, self.words, self.args = pipeline, place, words, args
+        self.steps, self.micro_batches = accumulated(words)
+        self.layers = pipeline.layers[place]  # of each of its stages
+        self.in_flight = min(pipeline.n - place, self.micro_batches)
+        self.few, self.n, self.counted_at = self.micro_batches, pipeline.n, place
+        if pipeline.v == self.steps == 1:
+            self.choose_small_pipeline()
+
+    def choose_small_pipeline(self):
+        """Of 1F1B: a rank does in small what this one does if it has up to two micro-batches at
+        once. It has three if the second backward pass would be the last, and with experts, of which
+        the first forward pass leaves more than activations."""
+        after = self.micro_batches - self.in_flight
+        kept = min(self.in_flight, 3 if self.args.config.num_experts or not after else 2)
+        few, place = kept + min(2, after), int(self.place > 0)
+        if few < self.micro_batches and self.pipeline.total(self.layers, kept + place, place):
+            self.few, self.n, self.counted_at = few, kept + place, place
+
+    def count(self):
+        """What the rank counts, as ``one_rank.count``."""
+        size = self.layers[0]
+        for sizes in LAYERS:
+            totals = [self.total(each) for each in sizes]
+            if size > sum(sizes) and len(set(self.layers)) == 1 and None not in totals:
+                few, some = map(self.count_steps, sizes)
+                if extended := extend(few, some, by_layer, sizes, size):
+                    return extended
+        return self.count_steps(size)
+
+    def total(self, size):
+        """The layers of the whole model, if each stage of the rank has ``size``. None: no number of
+        them gives it that."""
+        if size == self.layers[0] and self.n == self.pipeline.n:
+            return self.args.config.num_hidden_layers
+        return self.pipeline.total([size] * self.pipeline.v, self.n, self.counted_at)
+
+    def count_steps(self, size):
+        """With ``size`` layers on each of its stages."""
+        if self.steps > max(STEPS):
+            few, some = (self.dry_run(size, steps) for steps in STEPS)
+            if extended := extend(few, some, by_step, STEPS, self.steps):
+                return extended
+        counted = self.dry_run(size, self.steps)
+        return self.over_micro_batches(counted) if self.few < self.micro_batches else counted
+
+    def dry_run(self, size, steps):
+        args, ranks = self.args, self.pipeline.per_place
+        batch_size = (args.batch_size * steps * self.few) // (self.steps * self.micro_batches)
+        less = ["--num-hidden-layers", self.total(size), "--grad-accum", steps]
+        if self.few < self.micro_batches:
+            less += ["--microbatches", self.few]
+            less += ["--pp", self.n] if "--pp" in self.words else []
+        script, *words = [*self.words, *map(str, [*less, "--batch-size", batch_size])]
+        return cached(str(ROOT / script), words, ranks * self.n, ranks * self.counted_at,
+                      args.nproc_per_node)
+
+    def over_micro_batches(self, counted):
+        """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
+        n, kept = self.few, self.n - self.counted_at
+        starts = [peak["at first"] for name, peak in counted["moments"] if name == "0. forward"]
+        (sent,) = (part["bytes"] for part in counted["collectives"] if part["collective"] == "send")
+        # A micro-batch leaves to the end of the step a buffer for what other stages send, as much
+        # as they are sent; its tokens and targets; and on the last stage its loss.
+        received, loss = sent // n, 4 * (self.place == self.pipeline.n - 1)
+        left = received + 16 * self.pipeline.tokens(self.words) + loss
+        until_backward = starts[kept - 1] - starts[kept - 2] - received if kept > 1 else 0
+        stays = (self.micro_batches - n) * left
+        in_flight = (self.in_flight - kept) * until_backward
+        total, seen, moments = collections.Counter(), collections.Counter(), []
+        for name, _ in counted["moments"]:
+            total[name] += 1
+        for name, peak in counted["moments"]:
+            seen[name] += 1
+            # Not as many as can be are there in the first forward and in the last backward pass.
+            full = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
+            added = stays + (in_flight if full and total[name] == n else 0)
+            moments.append((name, more_activations(peak, added)))
+        more = self.micro_batches / n
+        collectives = [self.across_stages(part, more) for part in counted["collectives"]]
+        wait, _ = bubble("1f1b", self.pipeline.n, 1, self.micro_batches)
+        return counted | summed(collectives, moments) | {
+            "held": more_activations(counted["held"], stays), "bubble": wait,
+            "operations": counted["operations"] * more, "world_size": self.args.devices,
+            "rank": self.place * self.pipeline.per_place}
+
+    def across_stages(self, part, more):
+        """``part`` of the collectives, of ``more`` times as many micro-batches, in all stages."""
+        part, n = dict(part), self.pipeline.n
+        machines = [i * self.pipeline.per_place // self.args.nproc_per_node for i in range(n)]
+        if part["group"] in ACTIVATION_DIMS or part["collective"] == "all-to-all":
+            for name in "calls", "bytes", "between_machines":
+                part[name] *= more
+        if part["group"] != "pp":
+            return part
+        if part["collective"] == "send":
+            before, after = max(0, self.place - 1), self.place + 2
+            others = [*machines[before : self.place], *machines[self.place + 1 : after]]
+            far = [machine != machines[self.place] for machine in others]
+        else:  # of the norm, around a ring
+            part["bytes"] *= (1 - 1 / n) / (1 - 1 / self.n)
+            far = [a != b for a, b in zip(machines, machines[1:] + machines[:1])]
+        part["between_machines"] = part["bytes"] * sum(far) / len(far)
+        return part
+
+
+def more_activations(sizes, added):
+    return sizes | {kind: sizes[kind] + added for kind in ("activations", "in all")}
+
+
+def extend(few, some, grouped, sizes, number):
+    """What would be counted with ``number`` layers or steps. ``few`` and ``some``: what is counted
+    with the two ``sizes`` of them; ``grouped``: a function that groups their moments, and says
+    whether those between are on a line. None: these counts do not show that each moment is."""
+    before, after = grouped(few["moments"], sizes[0]), grouped(some["moments"], sizes[1])
+    at = functools.partial(on_line, sizes, number)
+    if before.keys() != after.keys():
+        return None
+    moments = []
+    for kind, a in before.items():
+        b, pairs = after[kind], zip(a, after[kind])
+        if len(a) > 1:
+            if (len(a), len(b)) != sizes or not is_line(b[2:-2][:3]):
+                return None
+            pairs = [*zip(a[:3], b[:3]), *zip(a[2:], b[2 + len(b) - len(a) :])]
+        moments += [(kind[0], at(*pair)) for pair in pairs]
+    if any(size != int(size) for _, peak in moments for size in peak.values()):
+        return None
+    parts = {(part["collective"], part["group"]): part for part in few["collectives"]}
+    collectives = [at(parts.get((part["collective"], part["group"]), {}), part)
+                   for part in some["collectives"]]
+    return some | summed(collectives, moments) | {
+        "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
+
+
+def is_line(peaks):
+    """Whether of three dicts the second is in the middle; of fewer: yes."""
+    if len(peaks) < 3:
+        return True
+    a, b, c = peaks
+    return all(a.get(name, 0) + c.get(name, 0) == 2 * b[name] for name in b)
+
+
+def summed(collectives, moments):
+    """What follows from the collectives and from the moments."""
+    sent, crossing = (sum(part[name] for part in collectives)
+                      for name in ("bytes", "between_machines"))
+    return {"collectives": collectives, "moments": moments, "sent": round(sent),
+            "between_machines": round(crossing), "peak": peak_of(peak for _, peak in moments)}
+
+
+def on_line(sizes, number, a, b):
+    """The numbers of a dict at ``number``: at the two ``sizes`` they are ``a`` and ``b``."""
+    found = dict(b)
+    for name, value in b.items():
+        if isinstance(value, (int, float)):
+            first = a.get(name, 0)
+            rise, run = (value - first) * (number - sizes[0]), sizes[1] - sizes[0]
+            exact = isinstance(rise, int) and rise % run == 0
+            found[name] = first + (rise // run if exact else rise / run)
+    return found
+
+
+def by_layer(moments, _):
+    """The peaks of the moments that differ only in the number of the layer, in its order: a list
+    for each (name, how often it was there before)."""
+    found, seen = collections.defaultdict(dict), collections.Counter()
+    for name, peak in moments:
+        number = re.search(r"\.(\d+)\b", name)
+        kind = name.replace(number[0], ".*", 1) if number else name
+        found[kind, seen[name]][int(number[1]) if number else 0] = peak
+        seen[name] += 1
+    return {kind: [peaks[i] for i in sorted(peaks)] for kind, peaks in found.items()}
+
+
+def by_step(moments, steps):
+    """The peaks of the moments that differ only in the accumulation step, in its order: a list for
+    each (name, how often it was there before in the step). What is not in each step is alone."""
+    total, seen = collections.Counter(name for name, _ in moments), collections.Counter()
+    found = collections.defaultdict(list)
+    for name, peak in moments:
+        each = total[name] // steps
+        found[name, seen[name] % each if each else seen[name]].append(peak)
+        seen[name] += 1
+    return found
+
+
+def cached(script, options, world_size, rank, nproc_per_node):
+    """``one_rank.count``, without what only describes. It is kept in a file of ``CACHE``, if this
+    can be written; another torch, or a changed script, has another file."""
+    job = script, options, world_size, rank, nproc_per_node
+    key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
+    path = CACHE / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
+        return json.loads(path.read_text())
+    counted = {name: value for name, value in one_rank.count_apart(*job).items()
+               if name not in ("description", "theory")}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(counted))
+    return counted
+
+
+@functools.cache
+def sources():
+    """A hash of the scripts and of what counts them."""
+    folders = "", "common/", "tools/", "tools/counting/"
+    paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()

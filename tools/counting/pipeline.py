@@ -1,0 +1,150 @@
+"""How a strategy cuts a model, and the bytes that a rank then holds at least, by formulas."""
+
+import dataclasses
+
+import torch
+
+from common.experts import use_experts
+from common.model import MAX_LOGITS, Transformer
+from pp import cost_of_head, split_layers
+from tools.counting.one_rank import value_of
+
+AGAIN = "--activation-checkpointing"
+SIZES = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes: in products; a weight
+
+
+@dataclasses.dataclass
+class Strategy:
+    """A script with its grid: ``ranks`` data-parallel ranks; a pipeline over ``pp`` ranks, ``v``
+    stages on each."""
+
+    command: str
+    ranks: int
+    pp: int = 1
+    v: int = 1
+
+
+class Pipeline:
+    """The stages of a strategy on ``n`` ranks, ``v`` on each; without a pipeline one on one rank.
+
+    ``layers``: for each place on the axis of the pipeline, how many layers each stage there has.
+    ``per_place``: how many ranks are at each place.
+    """
+
+    def __init__(self, strategy, args):
+        self.args, self.n, self.v = args, strategy.pp, strategy.v
+        self.per_place = args.devices // self.n
+        self.script, *self.words = strategy.command.split()
+        with torch.device("meta"):
+            config = dataclasses.replace(args.config, num_hidden_layers=1)
+            self.model = use_experts(Transformer(config))
+        self.layers = self.cut(args.config.num_hidden_layers, self.n)
+
+    def cut(self, layers, n):
+        """``self.layers`` of a model of ``layers`` on ``n`` ranks."""
+        stages = split_layers(layers, self.v * n, cost_of_head(self.model))
+        return [[len(stage) for stage in stages[place::n]] for place in range(n)]
+
+    def total(self, sizes, n, place):
+        """How many layers a model on ``n`` ranks must have, such that the stages at ``place`` have
+        ``sizes``; None: no number gives them that."""
+        totals = range(self.v * n, self.args.config.num_hidden_layers + 1)
+        return next((total for total in totals if self.cut(total, n)[place] == sizes), None)
+
+    def places(self):
+        """The places of which one holds most: the first, which keeps the most activations; the
+        last, which has the head; and any that has more layers than all before it."""
+        layers = [sum(sizes) for sizes in self.layers]
+        return [place for place in range(self.n)
+                if place in (0, self.n - 1) or layers[place] > max(layers[:place])]
+
+    def tokens(self, words):
+        """How many tokens of a micro-batch a rank reads."""
+        args, (steps, micro_batches) = self.args, accumulated(words)
+        ranks = self.per_place // self.tp(words)
+        return args.batch_size * args.seq_len // (steps * micro_batches * ranks)
+
+    def tp(self, words):
+        return self.args.devices if self.script == "tp.py" else option("--tp", words)
+
+    def least_held(self):
+        """Bytes of parameters, gradients and AdamW's two states."""
+        layer, whole = (sum(p.numel() for p in module.parameters())
+                        for module in (self.model.model.layers["0"], self.model))
+        _, size = SIZES[self.args.dtype]
+        held = 4 * size * (whole + (self.args.config.num_hidden_layers - 1) * layer)
+        if self.script in ("single.py", "ddp.py", "cp.py"):
+            return held
+        return held * option("--replicate", self.words) / self.args.devices
+
+    def least_at_peak(self, words, place=0):
+        """Bytes when a backward pass begins: parameters and states; what each layer keeps for it;
+        gradients of micro-batches before; and either the gradient of the head's weight or a layer
+        that is computed again."""
+        config, tp, (steps, _) = self.args.config, self.tp(words), accumulated(words)
+        size, exact = SIZES[self.args.dtype]
+        tokens, last = self.tokens(words), place == self.n - 1
+        of_layer = tokens // tp * size * kept_by_layer(words, config, tp)
+        again = tokens // tp * size * kept_by_layer([], config, tp) - of_layer
+        kept, head = sum(self.layers[place]) * of_layer, 0
+        if last and tokens * config.vocab_size > MAX_LOGITS:  # in chunks: their gradients add up
+            head = self.model.lm_head.weight.numel() / tp
+        if self.n > 1:
+            return self.least_in_pipeline(words, place, kept, max(head * exact, again))
+        copied = size if size < exact else 0  # of a weight, to be multiplied
+        held = self.least_held() * (1 if steps > 1 else 3 / 4)  # without gradients
+        return held + kept + max(head * (exact + copied), again)
+
+    def least_in_pipeline(self, words, place, kept, more):
+        """The same of a pipeline: also with buffers for what other stages send, and in hybrid_3d.py
+        all parameters of the stage gathered. ``kept``: by the layers of the stage for a micro-batch;
+        ``more``: when its backward pass begins."""
+        size, exact = SIZES[self.args.dtype]
+        first, last = place == 0, place == self.n - 1
+        config, tp, (steps, micro_batches) = self.args.config, self.tp(words), accumulated(words)
+        head, layers = self.model.lm_head.weight.numel(), sum(self.layers[place])
+        layer = {name: p.numel() for name, p in self.model.model.layers["0"].named_parameters()}
+        experts = layers * sum(n for name, n in layer.items() if ".experts." in name)
+        others = layers * sum(layer.values()) - experts + head * (first + last)
+        hidden = self.tokens(words) // tp * config.hidden_size
+        held = 3 * exact * (others + experts) / self.per_place
+        held += micro_batches * (2 - first - last) * hidden * size
+        if self.v > 1:
+            return held + kept
+        numbers = others / tp + experts / option("--ep", words)
+        of_embedding = head / tp * exact if first else 0
+        if self.script == "hybrid_3d.py":
+            held += size * numbers
+            of_embedding = head / tp * size if first else 0
+        elif size < exact and AGAIN not in words:  # each micro-batch in flight has its own copies
+            kept += size * (numbers - head * first)
+        in_flight, gradients = min(self.n - place, micro_batches), exact * numbers
+        if micro_batches == in_flight and steps == 1:  # there are none yet
+            return held + max(in_flight * kept + more, (in_flight - 1) * kept + gradients)
+        return held + gradients + max(in_flight * kept + more,
+                                      (in_flight - 1) * kept + of_embedding)
+
+
+def kept_by_layer(words, config, tp):
+    """How many numbers a layer keeps for each token of a rank: its input; with "selective" also
+    what products and attention return; without checkpointing, what these, the norms and SwiGLU
+    read. Tensor parallelism gathers what a layer's first products read. Experts keep more."""
+    D, F = config.hidden_size, config.intermediate_size
+    if config.num_experts:
+        F = config.expert_size * config.experts_per_token
+    Q, KV = (heads * config.head_dim for heads in (
+        config.num_attention_heads, config.num_key_value_heads))
+    gathered = (tp - 1) * D * (1 if config.num_experts else 2)
+    if "selective" in words:
+        return 3 * D + 2 * (Q + KV + F) + gathered
+    return D if AGAIN in words else 4 * D + 3 * Q + 2 * KV + 4 * F + gathered
+
+
+def option(name, words):
+    """The number that ``words`` give to an option; 1 without it."""
+    return int(value_of(name, words) or 1)
+
+
+def accumulated(words):
+    """The accumulation steps among the options ``words``, and the micro-batches of a pipeline."""
+    return option("--grad-accum", words), option("--microbatches", words)
