@@ -417,8 +417,9 @@ def sent():
         yield text(x(n), 350, f"{n:,}", "soft s m")
     yield text(x(45), 368, "number of ranks n", "soft s m")
     for script, colour, width, right, down, words in (  # the second is on the first
-        ("ddp.py", "past", 8, 8, 14, "ddp.py, zero.py: {} GB"),
-        ("fsdp.py", "c0", 2.5, 8, -4, "fsdp.py: {} GB"),
+        ("ddp.py", "past", 8, 8, -18, "ddp.py: {} GB"),
+        ("fsdp.py", "c0", 2.5, 8, -3, "fsdp.py: {} GB"),
+        ("zero.py", "c4", 2.5, 8, 13, "zero.py: {} GB"),
         ("cp.py", "c1", 2.5, 8, 4, "cp.py, ring or allgather: {} GB"),
         ("cp.py --attention ulysses", "c2", 2.5, 4, -8, "cp.py, ulysses: {} GB (32 heads)"),
         ("tp.py", "c3", 2.5, -72, -28, "tp.py: {} GB (8 key/value heads)"),
