@@ -84,16 +84,16 @@ single 0 --head-dim 7 | head_dim 7 ... odd
 single 0 --num-attention-heads 6 --num-key-value-heads 3 --head-dim 8 | it starts
 single 0 --num-attention-heads 7 | 7 does not divide hidden_size 128
 single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
-single 0 --model nowhere | --model nowhere ... no such preset or file: choose from tiny, small
-single 0 --model bad.json | --model bad.json is no JSON file ... Expecting value
-single 0 --model unknown.json | --model unknown.json: this script's model has no bias; ... import_hf
-single 0 --model text.json | --model text.json: num_hidden_layers is 'two' ... --num-hidden-layers
+single 0 --model nowhere | --model nowhere ... No such file ... it is one of tiny, small
+single 0 --model bad.json | --model bad.json: Expecting value ... JSON file
+single 0 --model unknown.json | --model unknown.json ... unexpected ... 'bias' ... import_hf
+single 0 --model text.json | --model text.json: num_hidden_layers is 'two' ... int
 single 0 --model null.json | --model null.json: vocab_size is None
 single 0 --model zero.json | num_hidden_layers is 0
-single 0 --model list.json | --model list.json is no JSON file of dimensions
+single 0 --model list.json | --model list.json ... it is one of tiny
 single 0 --model rope.json | rope_scaling ... 'yarn' ... leave it out
-single 0 --model binary.json | --model binary.json is no JSON file
-single 0 --model {LONG} | no such preset or file
+single 0 --model binary.json | --model binary.json: Expecting value
+single 0 --model {LONG} | name too long
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
 single 0 --out file/run | Not a directory: 'file/run'
 single 0 --data '' | --data : no such file ... 'stdlib'
@@ -300,7 +300,7 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
      "timeout=0, **__: common.options.refuse([(str(timeout) == '0:00:07', 'mine')]))", "(mine)"),
     # On one rank alone, which is not rank 0: it waits for that one, and then says it
     ("ddp.py", 2, "sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None",
-     "--model nowhere: no such preset"),
+     "--model nowhere: ... No such file"),
     ("ddp.py", 2, "setattr(TokenDataset, '__len__', lambda _: 0)", "holds ... tokens: one sample"),
     ("single.py", 0, "common.data.open_dataset = lambda _: []", "the dataset has no samples"),
     # In a data worker, whose traceback stays out of it

@@ -3,13 +3,12 @@
 A script's --model reads a JSON file with our own names, which import_hf.py writes.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
 
 from common.experts import MixtureConfig
-from common.model import LLAMA_3_1, PRESETS, ModelConfig, dimension
+from common.model import LLAMA_3_1, PRESETS, ModelConfig
 from common.options import SettingError
 
 # Options that our model does not have, with the value that turns each off in a config.json.
@@ -76,18 +75,11 @@ def config_from(content, path):
     values = {}
     for field in dataclasses.fields(config_class):
         if (value := content.get(field.name)) is not None:
-            values[field.name] = dimension_of(field, value, path)
-    return config_class(**values)
-
-
-def dimension_of(field, value, path):
-    if field.name == "rope_scaling":
-        return value
+            values[field.name] = value
     try:
-        return dimension(field)(str(value))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise SettingError(f"{path}: {field.name} is {value!r}, which is not allowed: see "
-                           f"--{field.name.replace('_', '-')} of a script") from None
+        return config_class(**values)
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from None
 
 
 def rope_of(content, path):
