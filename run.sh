@@ -51,7 +51,7 @@ find_python() {
   local torch=${1:-} environment=$here/.venv version
   python=${PYTHON:-python3}
   if [[ -v PYTHON ]]; then
-    version=$("$PYTHON" -c 'import platform; print(platform.python_version())') ||
+    version=$("$PYTHON" -I -c 'import platform; print(platform.python_version())') ||
       fail "PYTHON is '$PYTHON': that is no Python"
     environment+=-python-$version
   fi
@@ -60,13 +60,14 @@ find_python() {
   local why=${lacks:-}
   python=$environment/bin/python
   ! has_requirements "$python" || return 0
-  "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  "${PYTHON:-python3}" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed; name one by PYTHON=..."
   echo "run.sh: installing requirements.txt into $environment; ${why##*Error: }" >&2
   "${PYTHON:-python3}" -P -m venv "$environment"
   "$python" -P -m pip install --disable-pip-version-check \
     "torch==${torch:-2.13.0}" -r "$here/requirements.txt" >&2
   echo "run.sh: to use it yourself: source $(printf %q "$environment")/bin/activate" >&2
+  echo "run.sh: starting; the first start of a new torch takes up to a minute" >&2
 }
 
 # -P: a json.py in the working folder is not Python's.

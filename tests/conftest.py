@@ -20,6 +20,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 
 from tests.support.processes import ProcessServer, Result  # noqa: E402
+from tests.support.sample import OPTIONAL  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How to run what optional packages would add."""
+    reasons = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
+    missing = {word.partition(OPTIONAL)[2] for word in reasons if OPTIONAL in word}
+    if missing:
+        terminalreporter.write_line(
+            f"Skipped, since optional packages are missing ({', '.join(sorted(missing))}). To run "
+            f"these tests too: {sys.executable} -m pip install -r tests/requirements.txt")
 
 
 SERVER = ProcessServer()

@@ -32,8 +32,8 @@ def test_parity_says_what_the_page_says(once, script):
                                for folder, name in zip(folders, bug.runs))
         equal = ("NOTHING PROVEN: 2 ranks against 1" if "bfloat16" in bug.run  # it compares less
                  else "EQUAL: 2 ranks against 1, .* 2 updates")
-        assert re.match(equal, compare(one, sound)), bug.run
-        assert without_figures(compare(one, spoiled)) == without_figures(bug.says), bug.name
+        assert re.match(equal, str(compare(one, sound))), bug.run
+        assert without_figures(str(compare(one, spoiled))) == without_figures(bug.says), bug.name
 
 
 def test_the_page_shows_the_patches():

@@ -8,20 +8,21 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from unittest import mock
 
 import pytest
 
+from parity.compare import Verdict
+from tests.support.commands import left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, thorough
 from tests.test_porting import DATA_PARALLEL, HEADS, UNITS
 from tools import check as tool
 from tools.flatten import flatten, without_run
-from tools.support import recorded
+from tools.checking import recorded
 
 
 @pytest.fixture
@@ -207,10 +208,11 @@ def test_a_loop_that_changes_its_batch(check, tmp_path):
     ("EQUAL NOTHING EQUAL", 1), ("REFUSED REFUSED REFUSED", 1)])
 def test_its_status(monkeypatch, verdicts, status):
     found = iter(verdicts.split())
-    monkeypatch.setattr(tool, "train", lambda *_: None)
+    monkeypatch.setattr(tool, "train", lambda *args: args[3])
     monkeypatch.setattr(tool, "read", lambda _: [])
-    monkeypatch.setattr(tool, "compare_with",
-                        lambda *args: (next(found, "") if args[2] else "FAILED", "", ""))
+    monkeypatch.setattr(tool, "reports", lambda _: [])
+    monkeypatch.setattr(tool, "compare_runs", lambda *args: Verdict(
+        next(found, "") if args[2] else "FAILED", ""))
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
     assert end.value.code == status
@@ -228,22 +230,25 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "start_process_group", mock.Mock(side_effect=Started))
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
-            recorded.record(module, [], tmp_path / "run", tool.DEFAULTS)
+            recorded.train_recorded(module, [], tmp_path / "run", tool.DEFAULTS)
 
 
-@thorough
-def test_a_signal_ends_it_and_leaves_nothing(tmp_path):
-    """As of a CI whose time is up: no process of its group, no file."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.check", "fsdp.py", "--steps", "20"], cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()  # the reference is recorded
-    while not [*tmp_path.glob("*/2/run.parity")]:
+@pytest.mark.parametrize("number, status", sampled(
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)], [(signal.SIGKILL, -9)]))
+def test_a_signal_ends_it_and_leaves_nothing(tmp_path, number, status):
+    """As of a CI whose time is up, or a terminal that is closed: no rank, no data worker of one,
+    and no file, but after SIGKILL."""
+    process = start([sys.executable, "-m", "tools.check", "fsdp.py", "--steps", "3000",
+                     "--workers", "1"], tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    wait_until(lambda: [*tmp_path.glob("*/reference/run.parity")])
+    wait_until(lambda: len(left_over(tmp_path)) > 2)  # the tool, a rank, its data worker
+    process.send_signal(number)
+    assert process.wait(60) == status
+    end = time.monotonic() + 20  # torch lets a worker look for its parent every 5 seconds
+    while left := left_over(tmp_path):
+        assert time.monotonic() < end, left
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143 and not [*tmp_path.iterdir()]
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert number == signal.SIGKILL or not [*tmp_path.glob("check-*")]
 
 
 @pytest.mark.parametrize("script", sampled(["pp", "zero", "ddp"], ["pp"]))

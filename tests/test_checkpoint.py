@@ -154,6 +154,13 @@ def test_files_of_a_checkpoint(tmp_path):
     assert tensors(tmp_path, 1).keys() == names
 
 
+def test_the_newest_is_the_one_of_the_latest_step(tmp_path):
+    """Names of more than eight digits sort as numbers, not as text."""
+    for step in 100_000_000, 99_999_999, 7:
+        (tmp_path / f"step-{step:08d}").mkdir()
+    assert steps(tmp_path) == [7, 99_999_999, 100_000_000]
+
+
 def test_what_is_not_finite_is_not_saved(tmp_path):
     """Also if the norm was so in a step that is not logged. The infinity of a mask is saved."""
     model = small()

@@ -13,7 +13,7 @@ from common.experts import MixtureConfig
 from common.model import PRESETS
 from tools.timing.mfu import flops_per_token
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, thorough
+from tests.support.sample import needs, sampled, thorough
 from tools import dry_run as tool
 from tools.counting.counter import formula_of
 from tools.counting.stand_ins import equal_counts, pipeline
@@ -102,7 +102,7 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     machine it may hold several, so there is a second and a third attempt. The run is on a CPU, so
     the dry run counts what the CPU's kernels keep."""
     if "gpt2" in command:
-        pytest.importorskip("transformers")
+        needs("transformers")
     cpu = "from tools.counting import stand_ins; stand_ins.as_on_gpus = lambda: None"
     dry = {rank: count(command, world or 1, rank, inject=cpu) for rank in ranks}
     options = ["--steps", 4, "--save-every", 0, "--data", corpus]  # the third is counted
@@ -236,7 +236,7 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     _, found = dry_run("--rank", 0, 1, single, "--model", tmp_path)
     assert found == dry_run("--rank", 0, 1, single, "--vocab-size", 300)[1] | {
         "description": [f"model {tmp_path}: 815,232 parameters, bfloat16", found["description"][1]]}
-    pytest.importorskip("safetensors")  # fsdp_lora.py needs it
+    needs("safetensors")  # fsdp_lora.py needs it
     script = ROOT / "examples" / "fsdp_lora.py"
     _, found = dry_run("--rank", 0, 2, script, "--from-pretrained", tmp_path)
     assert found["between_machines"] == 0  # 8 ranks are on a machine

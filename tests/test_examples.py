@@ -17,19 +17,20 @@ import torch
 
 from common.data import BatchSampler, TokenDataset, add_text_options
 from common.materialise import draw_weight, materialise
-from common.model import Transformer, add_model_options
+from common.model import Transformer, add_model_options, model_config
 from common.options import option_parser, parse_options
 from common.step import decay_groups, set_learning_rate
 from tests.support import inject
 from tests.support.compare import read
 from tests.support.processes import BARE, ROOT
-from tests.support.sample import sampled, thorough
+from tests.support.sample import needs, sampled, thorough
 from tools.counting import theory
 from tools.huggingface import export
 from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
-NEEDS = {"fsdp_gpt2": "transformers", "tp_llama": "transformers", "fsdp_lora": "safetensors"}
+NEEDS = {"fsdp_gpt2": ["transformers"], "tp_llama": ["transformers", "safetensors"],
+         "fsdp_lora": ["safetensors"]}
 TRAINING = "--batch-size 24 --steps 4 --warmup-steps 1 --dtype float64 --lr 0.01 --seed 3"
 MODEL = "--hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 2"
 DOCUMENTS = f"--seq-len 48 {MODEL} --num-hidden-layers 2"
@@ -39,34 +40,42 @@ LAST = "step-00000004"
 
 
 @pytest.fixture(scope="module")
-def base(once, corpus, tmp_path_factory):
-    """A folder with a Llama, and with the file "lines", of documents of many lengths."""
+def base(once, tmp_path_factory):
+    """A folder with a Llama."""
+    needs("safetensors")
     folder = tmp_path_factory.mktemp("base") / "llama"
     options = f"{MODEL} --num-hidden-layers {LAYERS} --seq-len 32 --batch-size 8 --steps 20"
     export.main([str(once("single.py", 0, options).out), str(folder)])
-    words = open(corpus).read().split()
-    lines = "".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words))
-    (folder / "lines").write_text(lines)
     return folder
 
 
 @pytest.fixture(scope="module")
-def start(server, base, corpus, tmp_path_factory):
+def lines(corpus, tmp_path_factory):
+    """A file with documents of many lengths, one on each line."""
+    path = tmp_path_factory.mktemp("documents") / "lines"
+    words = open(corpus).read().split()
+    path.write_text("".join(word + (" " if i % 7 % 3 else "\n") for i, word in enumerate(words)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(server, request, lines, corpus, tmp_path_factory):
     """Run an example: ``start(name, world, options)``."""
     val = "--val-every 3 --val-batches 1 --val-data"
     text = f"--data {corpus} {val} {corpus}"
     own = {
-        "ddp_convnet": "", "fsdp_gpt2": f"--data {base}/lines --seq-len 24",
-        "tp_llama": f"--from-pretrained {base} {text} --seq-len 32",
-        "cp_documents": f"--data {base}/lines {val} {base}/lines {DOCUMENTS}",
-        "fsdp_lora": f"--from-pretrained {base} {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
+        "ddp_convnet": "", "fsdp_gpt2": f"--data {lines} --seq-len 24",
+        "tp_llama": f"--from-pretrained BASE {text} --seq-len 32",
+        "cp_documents": f"--data {lines} {val} {lines} {DOCUMENTS}",
+        "fsdp_lora": f"--from-pretrained BASE {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
         "fsdp_muon": f"{text} {MUON}",
     }
 
     def start(name, world, options="", folder=None, inject="write_counts()", **kwargs):
-        if name in NEEDS:
-            pytest.importorskip(NEEDS[name], reason="pip install -r examples/requirements.txt")
+        needs(*NEEDS.get(name, ()))
         options = f"{TRAINING} --log-every 1 --save-every 2 {own[name]} {options}"
+        if "BASE" in options:
+            options = options.replace("BASE", str(request.getfixturevalue("base")))
         return server.run(f"examples/{name}.py", world, options, inject=inject,
                           folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
@@ -94,7 +103,7 @@ RUNS = [  # an example, ranks, its model, other options
 
 
 @pytest.mark.parametrize("name, world, model, more", sampled(RUNS, [RUNS[0], RUNS[3]]))
-def test_follows_one_process(example, base, name, world, model, more):
+def test_follows_one_process(example, request, name, world, model, more):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut. What is held and sent is what the docstring says."""
     cut = 2 * world if name == "ddp_convnet" else 2
@@ -116,7 +125,7 @@ def test_follows_one_process(example, base, name, world, model, more):
         sizes = lora_sizes if name == "fsdp_lora" else muon_sizes
         args = settings(f"{MUON} --grad-accum 2 {model}", replicate=replicate, cpu_offload=False,
                         reshard_after_forward=reshard)
-        states, sent, trained, counted = sizes(args, world, base)
+        states, sent, trained, counted = sizes(args, world, request)
         # On top: AdamW's count of steps; for clipping, a number for each tensor that is trained.
         s, counts = world // replicate, found.counts()
         assert counts["held"]["optimizer states"] == states + 4 * counted
@@ -124,12 +133,12 @@ def test_follows_one_process(example, base, name, world, model, more):
         assert counts["sent"] == pytest.approx(sent + norms, abs=1)
 
 
-def lora_sizes(args, n, base):
+def lora_sizes(args, n, request):
     """Bytes of optimizer states, bytes sent, tensors that are trained, and by AdamW."""
     from examples.fsdp_lora import add_adapters
 
     with torch.device("meta"):
-        model = Transformer(read_config(base)).double()
+        model = Transformer(read_config(request.getfixturevalue("base"))).double()
     add_adapters(model, model.model.layers.values(), 4, 6, torch.float64)
     P, A = (sum(p.nbytes for p in model.parameters() if p.requires_grad or frozen)
             for frozen in (True, False))
@@ -140,7 +149,7 @@ def lora_sizes(args, n, base):
     return 2 * A / s, sent, tensors, tensors
 
 
-def muon_sizes(args, n, base):
+def muon_sizes(args, n, request):
     matrices = [p for name, p in plain_model(args).named_parameters() if "_proj." in name]
     layers, s = args.config.num_hidden_layers, n // args.replicate
     M, parts = sum(p.nbytes for p in matrices), theory.fsdp(args, n)
@@ -171,8 +180,8 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 # How many lines of its script's ``main`` an example has not
 OTHERWISE = {
-    "diloco": 21, "cp_documents": 8, "ddp_convnet": 21, "fsdp_gpt2": 17, "fsdp_lora": 3,
-    "fsdp_muon": 5, "tp_llama": 11, "trainer_fsdp": 4,
+    "diloco": 21, "cp_documents": 8, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 4,
+    "fsdp_muon": 5, "tp_llama": 12, "trainer_fsdp": 4,
 }
 
 
@@ -191,7 +200,7 @@ def test_main_of_an_example_is_that_of_its_script(name):
 @thorough
 def test_an_example_finds_what_it_imports(tmp_path):
     """From any folder, without PYTHONPATH."""
-    pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
+    needs("transformers")
     for path in (ROOT / "examples").glob("*_*.py"):
         if path.stem not in ("__init__", "trainer_fsdp"):
             subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, env=BARE, check=True,
@@ -206,7 +215,9 @@ def settings(options, **more):
     add_model_options(parser)
     add_text_options(parser)
     parser.set_defaults(**more)
-    return parse_options(parser, f"{TRAINING} {options}".split())
+    args = parse_options(parser, f"{TRAINING} {options}".split())
+    args.config = model_config(args)
+    return args
 
 
 def by_hand(args, data, trained, optimizers, mean_loss):
@@ -242,7 +253,7 @@ def adamw(parameters, args):
     return torch.optim.AdamW(decay_groups(parameters, args.weight_decay), args.lr, args.betas)
 
 
-def documents_by_hand(base, corpus):
+def documents_by_hand(request, corpus):
     """Each document by itself: with plain causal attention, and with positions from 0 on."""
     args = settings(DOCUMENTS)
     model = plain_model(args)
@@ -256,12 +267,13 @@ def documents_by_hand(base, corpus):
                     loss += model(row[None, document], row_targets[None, document])
         return loss / targets.numel()
 
-    return by_hand(args, f"{base}/lines", list(model.parameters()),
+    return by_hand(args, request.getfixturevalue("lines"), list(model.parameters()),
                    [adamw(model.parameters(), args)], mean_loss)
 
 
-def lora_by_hand(base, corpus):
+def lora_by_hand(request, corpus):
     """Without adapters as modules: the changes are added to the weights."""
+    base = request.getfixturevalue("base")
     args, config = settings("--seq-len 24"), read_config(base)
     model, pairs = Transformer(config).double(), {}
     load_weights(model, base)
@@ -284,7 +296,7 @@ def lora_by_hand(base, corpus):
     return by_hand(args, corpus, trained, [adamw(trained, args)], mean_loss)
 
 
-def muon_by_hand(base, corpus):
+def muon_by_hand(request, corpus):
     """With torch's Muon."""
     args = settings(MUON)
     model = plain_model(args)
@@ -299,8 +311,8 @@ def muon_by_hand(base, corpus):
 
 @pytest.mark.parametrize("name, loop", [
     ("cp_documents", documents_by_hand), ("fsdp_lora", lora_by_hand), ("fsdp_muon", muon_by_hand)])
-def test_one_process_is_a_plain_loop(example, base, corpus, name, loop):
-    run, (curve, val_loss) = example(name, 1, "--grad-accum 2"), loop(base, corpus)
+def test_one_process_is_a_plain_loop(example, request, corpus, name, loop):
+    run, (curve, val_loss) = example(name, 1, "--grad-accum 2"), loop(request, corpus)
     torch.testing.assert_close(torch.tensor(run.curve()[:3]), torch.tensor(curve),
                                rtol=0, atol=1e-10)
     assert run.curve("val_loss")[0] == pytest.approx([val_loss], abs=1e-10)
@@ -329,7 +341,7 @@ def test_another_base_is_refused(example, start, base, tmp_path):
 def test_peft_reads_the_adapters(start, base, tmp_path):
     """They are exported at the end of a run, also if it is asked to stop there; not where it stops
     before. A checkpoint has nothing else."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft, transformers = needs("peft"), needs("transformers")
     folder = tmp_path / "adapters"
     options = f"--export {folder} --lr 0.05"
     start("fsdp_lora", 2, options, tmp_path, inject="at(2, signal_self, 'SIGTERM')")
@@ -349,7 +361,7 @@ def test_peft_reads_the_adapters(start, base, tmp_path):
 
 def test_the_targets_of_lines(tmp_path):
     """A padded token is none."""
-    pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
+    needs("transformers")
     from examples.fsdp_gpt2 import read_lines
 
     (tmp_path / "lines").write_text("abcdef\n\nab\n")

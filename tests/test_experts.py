@@ -21,7 +21,7 @@ from common.options import SettingError
 from tests.support.compare import assert_bit_equal, assert_near, furthest, read
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import Result
-from tests.support.sample import sampled
+from tests.support.sample import needs, sampled
 from tools.huggingface import export
 from tools.huggingface.config import read_config
 
@@ -151,7 +151,13 @@ def test_bytes_are_exact_if_routing_is_balanced(once, tmp_path, command, n):
     options = f"{OPTIONS} {BALANCED}"
     result = once(command, n, options, inject="write_counts()")
     holds_and_sends(result, command, n, options)
-    export.export(result.out / "step-00000003", tmp_path / "exported")  # all biases are 0
+
+
+def test_a_model_whose_biases_are_0_is_exported(once, tmp_path):
+    needs("safetensors")
+    options = f"{OPTIONS} {BALANCED}"
+    result = once("ep.py --dtype float64", 2, options, inject="write_counts()")
+    export.export(result.out / "step-00000003", tmp_path / "exported")
     assert read_config(tmp_path / "exported").expert_size == 24
 
 
@@ -293,5 +299,6 @@ def test_the_router_computes_in_float32():
 
 
 def test_biases_are_not_exported(trained, tmp_path):
+    needs("safetensors")
     with pytest.raises(SettingError, match="0.mlp.bias, which chooses experts and is not 0"):
         export.export(trained("ep.py", 0).out / "step-00000003", tmp_path / "exported")

@@ -2,10 +2,8 @@
 
 import re
 import subprocess
-import types
 
 import pytest
-import torch
 
 import hybrid_3d
 from common.options import SettingError
@@ -13,16 +11,6 @@ from tests.support.processes import ROOT, edited
 from tests.support.sample import thorough
 from tests.support.table import Row
 from tests.test_same_run import curve, saved, validation
-
-
-def test_the_lines_that_show_the_grid():
-    mesh = types.SimpleNamespace(mesh=torch.arange(16).view(2, 2, 1, 2, 2))
-    assert list(hybrid_3d.describe_grid(mesh, [range(0), range(3)])) == [
-        "pp 0 dp 0 | cp 0: 0 1   cp 1: 2 3 | no layers",
-        "pp 0 dp 1 | cp 0: 4 5   cp 1: 6 7 | no layers",
-        "pp 1 dp 0 | cp 0: 8 9   cp 1: 10 11 | layers 0-2",
-        "pp 1 dp 1 | cp 0: 12 13   cp 1: 14 15 | layers 0-2",
-    ]
 
 
 def test_the_grid_comes_from_the_environment(monkeypatch):

@@ -48,7 +48,7 @@ def start_endless(launcher, folder, corpus, script="ddp.py", out="out", **enviro
 
 
 PRETENDED = """case "$1 $2" in  # a Python: it has the requirements, and shows how it is called
-  "-P -"|"-P -c") echo 2;; -c*) echo 3.11.9;; *) echo $PYTHONPATH "$@";;
+  "-P -"|"-P -c") echo 2;; "-I -c") echo 3.11.9;; *) echo $PYTHONPATH "$@";;
 esac"""
 SHOW = """import os, sys
 names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "PYTHONPATH"

@@ -1,10 +1,16 @@
-"""The recipes of docs/copying.md give W&B and TensorBoard what metrics.jsonl has, also in a resume.
-Both packages have stand-ins here."""
+"""What a user's loggers have been given is kept: the recipes of docs/copying.md, W&B and TensorBoard
+themselves, and whatever is registered with atexit."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+
+import pytest
 
 from tests.support.processes import ROOT, SMALL, edited
+from tests.support.sample import needs, sampled
 
 STAND_INS = """
 import types
@@ -20,24 +26,26 @@ class SummaryWriter:
     def add_scalar(self, *values):
         note("scalar", *values)
 
-    def flush(self):
-        note("flush")
-
 sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
 sys.modules["wandb"] = types.SimpleNamespace(
     init=lambda **options: note("init", options), log=lambda *args, step: note("log", *args, step))
 """
 
 
-def test_the_recipes(run, corpus, tmp_path):
-    """The second start repeats step 3."""
+def with_recipes(folder, script):
+    """A copy of a script with both recipes."""
     page = (ROOT / "docs" / "copying.md").read_text().partition("\n## Your own logger\n")[2]
     page = page.partition("\n## ")[0]
     recipes = "".join(re.findall(r"(?s)```python\n(.*?)```", page))
     imports = "\n".join(re.findall("`((?:import|from) .*?)`", page))
-    loop = "    for step, batch in "
-    script = edited(tmp_path, "ddp.py", ("import torch\n", f"{imports}\nimport torch\n"),
-                    (loop, f"{recipes}\n{loop}"))
+    loop = "    # Loop\n"
+    return edited(folder, script, ("import torch\n", f"{imports}\nimport torch\n"),
+                  (loop, f"{recipes}\n{loop}"))
+
+
+def test_the_recipes(run, corpus, tmp_path):
+    """They get what metrics.jsonl has, also in a resume. The second start repeats step 3."""
+    script = with_recipes(tmp_path, "ddp.py")
     options = f"{SMALL} --steps 4 --log-every 1 --save-every 2 --data {corpus}"
     run(script, 2, options, expect_ok=False,
         inject=f"{STAND_INS}\nat(4, signal_self, 'SIGKILL', on=0)")
@@ -53,4 +61,53 @@ def test_the_recipes(run, corpus, tmp_path):
     assert [record for record, _ in calls["log"]][-2:] == result.history[-2:]
     assert calls["scalar"] == [[name, value, step] for record, step in calls["log"]
                                for name, value in record.items()]
-    assert len(calls["flush"]) == 5
+
+
+def test_wandb_and_tensorboard_keep_all_that_they_get(tmp_path, corpus):
+    """Each of 10 lines, in a run that ends as any other."""
+    needs("wandb", "tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    options = f"{SMALL} --steps 10 --log-every 1 --save-every 0 --data {corpus} --out {tmp_path}/a"
+    subprocess.run([sys.executable, with_recipes(tmp_path, "single.py"), *options.split()],
+                   cwd=tmp_path, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    data, steps = path.read_bytes(), []
+    at = 7  # of the file's own header; then for each record checksum, length (2 bytes) and kind
+    while at < len(data):
+        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+        record, at = Record.FromString(data[at + 7 : end]), end
+        if record.HasField("history"):
+            steps.append(record.history.step.num)
+    assert steps == [*range(1, 11)]
+    (path,) = tmp_path.glob("a-tensorboard/*")
+    events = [event for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
+    assert {event.step for event in events if event.summary.value[0].tag == "loss"} == {*steps}
+
+
+AT_EXIT = """
+import atexit, logging, logging.handlers
+from common.launch import launch
+
+def main():
+    handler = logging.handlers.MemoryHandler(9999, target=logging.FileHandler("log"))
+    logging.getLogger().addHandler(handler)
+    logging.warning("at the end")
+    atexit.register(lambda: open("saved", "w").write("all"))
+    {}
+
+launch(main)
+"""
+
+
+@pytest.mark.parametrize("end, status", sampled(
+    [("pass", 0), ("1 / 0", 1), ("raise SystemExit(1)", 1)], [("1 / 0", 1)]))
+def test_what_is_registered_for_the_end_runs(tmp_path, end, status):
+    """Also after an error: logging's handlers are flushed, as those of coverage and others."""
+    (tmp_path / "mine.py").write_text(AT_EXIT.format(end))
+    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, stderr=subprocess.DEVNULL,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert result.returncode == status
+    assert (tmp_path / "saved").read_text() == "all"
+    assert (tmp_path / "log").read_text() == "at the end\n"

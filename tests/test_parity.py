@@ -1,7 +1,9 @@
 """parity/: sound runs are equal, and faults are found and named. Whole scripts are compared in
 test_check.py, and published bugs in test_bugs.py."""
 
+import ast
 import dataclasses
+import importlib
 import itertools
 import math
 import os
@@ -10,14 +12,16 @@ import runpy
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from parity import main, record as recording
-from parity.compare import K, Run, compare, read
+from parity import main, recording
+from parity.compare import compare, read
 from tests.support.processes import ROOT
+from tests.support.sample import needs
 
 
 def train(path, make=lambda: torch.nn.Sequential(
@@ -26,15 +30,16 @@ def train(path, make=lambda: torch.nn.Sequential(
           loss_of=lambda model, x: model(x).square().mean(), optimizer=torch.optim.SGD, lr=0.1,
           steps=4, every=1, clear=True, start=lambda _: None, spoil=lambda _: None,
           change=lambda *_: None, of=lambda model: model, parts=lambda model: [model],
-          batch_of=None, edit=lambda _: None, nudge=0):
+          batch_of=None, edit=lambda _: None, gather=lambda own: [own], nudge=0, where=None,
+          late_loss=False):
     """Record a training, each batch in ``accumulate`` parts, with ``spoil(model)`` before each
-    record and ``change(step, model)`` before each update. Returns what is recorded, after
-    ``edit(lines)``."""
+    record and ``change(step, model)`` before each update. ``gather`` makes what several ranks
+    record of what one does. Returns what is recorded, after ``edit(lines)``."""
     torch.manual_seed(0)
     model = make().to(dtype)
     start(model)
     optimizers = [optimizer(part.parameters(), lr) for part in parts(model)]
-    recorded = recording.Parity(path, of(model), optimizers, nudge=nudge)
+    recorded = recording.Parity(path, of(model), optimizers, nudge=nudge, where=where)
     for step in range(steps):
         batch = [x.to(dtype) if x.is_floating_point() else x for x in data()]
         batches = [*zip(*(x.chunk(accumulate) for x in batch))]
@@ -42,12 +47,16 @@ def train(path, make=lambda: torch.nn.Sequential(
         sum(losses).backward()
         spoil(model)
         if step % every == 0:
-            recorded.record(step, losses, batch_of(*batch) if batch_of else batches)
+            with mock.patch.object(recording, "gather", gather):
+                recorded.record(step, None if late_loss else losses,
+                                batch_of(*batch) if batch_of else batches)
         change(step, model)
         for each in optimizers:
             each.step()
             if clear:
                 each.zero_grad()
+        if late_loss:
+            recorded.add_loss(step, losses)
     lines = read(path)
     edit(lines)
     return lines
@@ -166,26 +175,30 @@ def loss_of_texts(count=None):
 # Edits of what is recorded
 
 
-def apart(kind, step, name, mean=1, total=1):
-    """Two ranks hold different copies of a parameter; their mean and their total are so wrong."""
-    def edit(lines):
-        recorded = lines[step][kind][name]
-        recorded["ranks"], recorded["sums"][0] = "[0] and [1]", 1e-5
-        for first, by in (3 + K, mean), (3 + 2 * K, total):
-            recorded["sums"][first : first + K] = [by * x for x in recorded["sums"][3 : 3 + K]]
-    return edit
+def shares(kind, step, name, *numbers):
+    """Ranks that hold the same part of a parameter have these shares of it in a step."""
+    steps = itertools.count()
+
+    def gather(own):
+        (*part, (square, little, *sketch)), = own[kind][name]
+        now = next(steps) == step
+        of_ranks = [[square * by**2, little, *(by * x for x in sketch)] for by in numbers]
+        return [own | {kind: own[kind] | {name: [(*part, sums)]}} if now else own.copy()
+                for sums in of_ranks]
+
+    return {"gather": gather}
 
 
 def edit_rank(**values):
     return lambda lines: lines[0]["ranks"][0].update(values)
 
 
-def on_ranks(*shares, parts=(slice(4), slice(4, 8)), **more):
+def on_ranks(*shares, parts=(slice(4), slice(4, 8)), loss="sum", **more):
     """One rank's recording as one of several that have these shares of the loss and samples. Of
     ``more`` each rank has one value."""
     def edit(lines):
         for line in lines:
-            rank, line["loss"] = line["ranks"][0], "sum"
+            rank, line["loss"] = line["ranks"][0], loss
             line["ranks"] = [rank | {"losses": [share * sum(rank["losses"])],
                                      "samples": {"0": rank["samples"]["0"][part]}}
                              | {key: values[i] for key, values in more.items()}
@@ -196,6 +209,21 @@ def on_ranks(*shares, parts=(slice(4), slice(4, 8)), **more):
 def loss_off(lines):
     """The loss of the first micro-batch, by 1e-4."""
     lines[0]["ranks"][0]["losses"][0] *= 1.0001
+
+
+def masked(more=(0, 0)):
+    """Texts with a mask, padded by any id, to other lengths on both sides."""
+    def batch_of(ids):
+        batch = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.ones_like(ids),
+                 "labels": ids}
+        return [{key: torch.nn.functional.pad(x, more, value=value)
+                 for (key, x), value in zip(batch.items(), (7, 7, 0, -100))}]
+    return {"batch_of": batch_of}
+
+
+def unlike(structure):
+    """Two runs, of which one reads a sample twice."""
+    return {"batch_of": lambda x: structure(x[REPEATED])}, {"batch_of": structure}
 
 
 REPEATED = [0, 0, *range(2, 8)]  # of 8 samples one is lost, and one is read twice
@@ -236,7 +264,7 @@ FAULTS = [
     ("step 0: shapes: ranks hold 12 numbers of 0.weight, which has 24", {
         "edit": lambda lines: lines[0]["values"]["0.weight"].update(held=12)}),
     ("step 1: types: optimizer states are kept in float16, and in the reference in float64", {
-        "edit": lambda lines: lines[1]["ranks"][0]["types"].update(
+        "edit": lambda lines: lines[1]["ranks"][0].update(
             {"optimizer states are kept": {"float16": 4}})}, ADAM),
     ("step 1: not finite: in the run alone, .* 0.bias", NAN),
     ("step 1: not finite: in the reference alone", {"spoil": lambda _: None}, NAN),
@@ -250,20 +278,28 @@ FAULTS = [
         "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]}, MIXED),
     ("step 0: samples: other samples are read, or some are repeated", {
         "batch_of": lambda x: [x[REPEATED]]}, {"batch_of": lambda x: [x]}),
+    # In any structure. There is one name for what is in a list.
+    ("step 0: samples: other", *unlike(lambda x: [{"inputs": {"x": x}, "name": "text"}])),
+    ("step 0: samples: other", *unlike(lambda x: [(x.numpy(), x[:, 0].numpy())])),
+    ("step 0: samples: other", *unlike(
+        lambda x: [dataclasses.make_dataclass("Batch", ["x", "y"])(x, x[:, 0])])),
+    ("step 0: samples: `items.x`: other", *unlike(
+        lambda x: [{"items": [{"x": x, "n": 3}, "text"], "y": torch.ones(1)}])),
     ("step 0: updates since the last record: 1, and in the reference 0: does each micro-batch",
      updated_early(), {"optimizer": lambda own, lr: torch.optim.SGD(own, lr)}),
     # Weights, and what is reduced
     ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", {
-        "edit": apart("values", 0, "0.weight")}),
+        **shares("values", 0, "0.weight", 1, 1.00001)}),
     ("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2}),
     ("step 1: updates since the last record: 0, and in the reference 1: is a step skipped", {
         "lr": 0.2, "edit": lambda lines: lines[1]["ranks"][0].update(updates=0)}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
-        "edit": apart("values", 1, "0.weight")}),
+        **shares("values", 1, "0.weight", 1, 1.00001)}),
     ("step 0: reduction: ranks .0. and .1. .* of 0.bias: they must be averaged", {
-        "edit": apart("gradients", 0, "0.bias", total=2)}),
-    ("step 0: reduction: .* of 0.bias: they must be added up", {
-        "edit": apart("gradients", 0, "0.bias", mean=0.5)}),
+        **shares("gradients", 0, "0.bias", 0.999, 1.001)}),
+    # Two parts, each on two ranks, as of norms under data and tensor parallelism
+    (r"step 0: reduction: ranks \[0, 2\] and \[1, 3\] .* of 0.bias: they must be added up",
+     shares("gradients", 0, "0.bias", 0.3, 0.7, 0.3, 0.7)),
     ("step 0: loss: a mean of means, times 2, as many as the ranks", {
         # Each rank gives its own mean. The first label of a row does not count.
         "edit": on_ranks(0, 0, targets=2 * [[5, 5]], shifted=[[1, 1], [4, 2]],
@@ -362,7 +398,7 @@ FAULTS = [
     ("step 0: gradients: all: nearly times .*; or the run clips by hand, .* or each micro-batch$",
      UNTOUCHED | {"spoil": lambda model: rolled(1e-2)(model) or clip(0.02)(model)}, CLIPS_LATER),
     ("step 0: reduction: .*neither their sum .*. Later they change, by several factors", {
-        "edit": apart("gradients", 0, "0.bias", mean=3, total=5),
+        **shares("gradients", 0, "0.bias", 2, 3),
         "change": lambda _, model: scale(0.5, "2.weight")(model)}),
     ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
         "change": lambda _, model: scale(0.5, "2.weight")(model),
@@ -405,7 +441,7 @@ SOUND = [
         "batch_of": lambda x: [{"x": x}]}),
     ("NOTHING TO COMPARE: all gradients are 0 or missing", {}, {
         "spoil": torch.nn.Module.zero_grad}),
-    ("NOTHING TO COMPARE from step 2 on: .* not finite", {}, {
+    ("NOTHING TO COMPARE: step 2: from here on .* not finite", {}, {
         "spoil": in_steps([2, 3], scale(math.inf)),
         "change": lambda step, model: step < 2 or model.zero_grad()}),
     ("EQUAL.* 2 updates, .*: steps 0 .not finite in both", {}, {
@@ -420,6 +456,16 @@ SOUND = [
     # Two layers are tied; shards have the first name of a tensor alone.
     ("EQUAL.*, 2 parameters", {"of": lambda model: dict(model.named_parameters())}, {
         "make": lambda: torch.nn.Sequential(*2 * [torch.nn.Linear(4, 4)])}),
+    *(("EQUAL", masked(more), TEXTS | masked()) for more in ((0, 3), (2, 1))),
+    ("EQUAL", {"late_loss": True}),
+    # A vector in parts is summed in other pieces.
+    ("EQUAL.* 1 parameters", {"where": lambda _, x: (x.shape, [
+        (x[a:b], [a]) for a, b in itertools.pairwise((0, 1, 2**20 + 9, len(x)))])}, {
+            "make": lambda: torch.nn.PReLU(2**20 + 70), "steps": 1,
+            "data": lambda: [torch.randn(1, 2**20 + 70)]}),
+    # All parts of the loss add up, those of tensor-parallel ranks, too.
+    ("EQUAL: 4 ranks against 1", {
+        "edit": on_ranks(*4 * [0.25], parts=TWICE, loss="parts")}),
     # Ranks that read the same samples and have the same loss count once, as under tensor
     # parallelism. Losses of context-parallel ranks are not the same.
     ("EQUAL: 4 ranks against 1.*Note: 2 ranks read the same", {
@@ -452,7 +498,7 @@ SOUND = [
     ("EQUAL.*gradients and updates from step .* on .rounding", PARTS, NOISE | FLOAT32 | {
         "lr": 1.0, "steps": 14}),
     # It becomes as large as a fault at once.
-    ("NOTHING TO COMPARE from step .*, which training has amplified", PARTS, NOISE | {
+    ("NOTHING TO COMPARE: step .*, which training has amplified", PARTS, NOISE | {
         "lr": 4.0, "steps": 14}),
     ("EQUAL.*, float32 ", PARTS, {
         "loss_of": lambda model, x: model(x).float().square().mean()}),
@@ -463,72 +509,119 @@ SOUND = [
         0, checkpoint_wrapper(model[0])) or model.__setitem__(
         2, torch.compile(model[2], backend="eager"))}),
 ]
+
+
+def wide():
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+
+IN_BFLOAT16 = {"make": wide, "data": lambda: [torch.randn(16, 16)], "lr": 0.5,
+               "dtype": torch.bfloat16}
+
+
+def draw(model, generator=torch.Generator()):
+    """Gradients that are other ones in each run."""
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+
+
+def means(*targets):
+    """The loss is the mean of two, with the targets that each has in step 0, 1, ..."""
+    def edit(lines):
+        for line, counts in zip(lines, targets):
+            (loss,) = line["ranks"][0]["losses"]
+            line["ranks"][0] |= {"losses": [0.8 * loss, 0.4 * loss], "targets": counts,
+                                 "shifted": counts}
+    return {"edit": edit}
+
+
+def cast(model, x):
+    """As FSDP2 does, where autocast casts what goes into a product."""
+    weights = {name: p.bfloat16() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, x.bfloat16()).square().mean()
+
+
+AUTOCAST = {"dtype": torch.float32, "loss_of": torch.autocast("cpu", torch.bfloat16)(
+    lambda model, x: model(x).square().mean())}
+
+
+# In 16 bits nudged runs show what rounding does, and what is more is a fault.
+NOISY = [
+    ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32; "
+     "take FSDP2 on one rank as the reference", {"loss_of": cast}, AUTOCAST),
+    ("EQUAL within rounding", {"accumulate": 2}, AUTOCAST),
+    ("DIFFERENT: step 0: loss: a mean of means", means(*4 * [(1, 3)])),
+    # It explains one step, by chance.
+    ("DIFFERENT: step 0: loss: it is", means((1, 3), *3 * [(3, 1)])),
+    ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
+        "accumulate": 2}),
+    # Losses of nudged runs all round to the same number.
+    ("EQUAL within rounding", {"accumulate": 2}, {
+        "loss_of": lambda model, x: model(x).square().mean() + 1}),
+    ("NOTHING TO COMPARE: 1 rank against 1, .* Rounding hides most gradients", {}, {"spoil": draw}),
+    ("DIFFERENT: step 0: gradients: those of 2.weight: times 1.5", {
+        "spoil": scale(1.5, "2.weight")}),
+    ("DIFFERENT: step 0: gradients: all: times 1.02", {"spoil": scale(1.02)}),
+    ("DIFFERENT: step 2: gradients: all: ", {"spoil": in_steps([2], scale(0.5))}),
+    ("DIFFERENT: step 0: ", {"loss_of": lambda model, x: model(x)[1:].square().mean()}),
+    ("DIFFERENT: step 1: gradients: not cleared: all hold 1", {"clear": False}),
+    ("DIFFERENT: step 1: update: weights of 0.weight and 2.weight have moved differently, by up "
+     "to 0.5 of their way .times 1.9", {
+         "optimizer": lambda own, lr: torch.optim.SGD(own, 2 * lr)}),
+    ("DIFFERENT: step 1: gradients: .* Or the update before it differs by less than shows", {
+        "lr": 0.55}),
+]
 ROWS = [(f"DIFFERENT: {says}", *row) for says, *row in FAULTS] + SOUND
+ROWS += [(says, other, IN_BFLOAT16 | dict(*both), {"nudged": (1, 2)})
+         for says, other, *both in NOISY]
+
+
+@pytest.fixture(scope="session")
+def reworded(tmp_path_factory):
+    """``compare`` of a copy of parity in which all words are others: in capitals."""
+    folder = tmp_path_factory.mktemp("reworded")
+    for path in (ROOT / "parity").glob("*.py"):
+        tree = Reword().visit(ast.parse(path.read_text()))
+        (folder / "loud").mkdir(exist_ok=True)
+        (folder / "loud" / path.name).write_text(ast.unparse(tree))
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("loud.compare").compare
+    sys.path.remove(str(folder))
+
+
+class Reword(ast.NodeTransformer):
+    def visit_Assign(self, node):  # the kinds of a verdict, and keys of a recording
+        return node if node.col_offset == 0 else self.generic_visit(node)
+
+    def visit_JoinedStr(self, node):
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                part.value = part.value.upper()
+            else:
+                part.value = self.visit(part.value)  # its format stays
+        return node
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str) and " " in node.value and node.value not in KEYS:
+            node.value = node.value.upper()
+        return node
+
+
+KEYS = {*recording.TYPES, "loss of"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row[0]}" for i, row in enumerate(ROWS)])
-def test_what_parity_says(tmp_path, row):
+def test_what_parity_says(tmp_path, reworded, row):
+    """And that nothing reads what it says: with other words each verdict is the same."""
     expected, other, both, options, *_ = *row, {}, {}
     one, two = train(tmp_path / "one", **both), train(tmp_path / "two", **both | other)
-    says = compare(one, two, **options).replace("\n", " ")
+    options = options | {"nudged": [train(tmp_path / f"{nudge}", **both, nudge=nudge)
+                                    for nudge in options.get("nudged", ())]}
+    verdict, loud = compare(one, two, **options), reworded(one, two, **options)
+    says = str(verdict).replace("\n", " ")
     assert re.match(expected, says), says
-
-
-# What is recorded
-
-
-@pytest.mark.parametrize("names, batch_of", [
-    ("inputs.x", lambda x: [{"inputs": {"x": x}, "name": "text"}]),
-    ("0 1", lambda x: [(x.numpy(), x[:, 0].numpy())]),
-    ("x y", lambda x: [dataclasses.make_dataclass("Batch", ["x", "y"])(x, x[:, 0])]),
-    # One name for a list of the same kind; in a list of several kinds each has its own.
-    ("items.1 items.3.x more", lambda x: [{"items": ["text", x, None, {"x": x[:, :1], "n": 3}],
-                                           "more": [x[:4], x[4:]]}])])
-def test_samples_are_found_in_any_structure(names, batch_of):
-    x = torch.randn(8, 4)
-    one, two = (recording.read(batch_of(rows))[0] for rows in (x, x[REPEATED]))
-    assert [*one] == names.split() and one != two
-
-
-@pytest.mark.parametrize("more", [(0, 3), (2, 1)])
-def test_samples_that_are_padded_by_a_mask(more):
-    """With any id, to other lengths, on both sides."""
-    ids = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
-    batch = {"labels": ids, "input_ids": ids, "position_ids": ids,
-             "attention_mask": torch.ones_like(ids)}
-    padded = {key: torch.nn.functional.pad(x, more, value=value)
-              for (key, x), value in zip(batch.items(), (-100, 7, 7, 0))}
-    assert recording.read([batch])[:3] == recording.read([padded])[:3]
-    assert recording.read([padded])[2:4] == ([36], [4 * 8 + 4 * (more[0] > 0)])
-
-
-@pytest.mark.parametrize("size, cuts, block", [
-    (1000, [0, 7, 300, 1000], 7), (2**20 + 70, [0, 1, 2**20 + 9, 2**20 + 70], 2**12 + 1)])
-def test_parts_of_a_flat_tensor_add_up(monkeypatch, size, cuts, block):
-    """They are summed as rows of a matrix, wherever a part begins, and in blocks of any size."""
-    shape, tensor = [size], torch.randn(size, generator=torch.Generator().manual_seed(0)).double()
-    whole = recording.sums(tensor, [0], shape)
-    monkeypatch.setattr(recording, "BLOCK", block)
-    parts = [recording.sums(tensor[a:b], [a], shape) for a, b in zip(cuts, cuts[1:])]
-    assert [sum(column) for column in zip(*parts)] == pytest.approx(whole, rel=1e-12, abs=1e-12)
-    assert recording.square(tensor) == pytest.approx(whole[0])
-
-
-def test_replicas_of_a_partial_sum_count_once():
-    """Two parts, each on two ranks, as of norms under data and tensor parallelism."""
-    parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
-    row = [{"gradients": {"w": [((2,), (0,), (2,), recording.sums(parts[rank % 2], [0], [2]))]}}
-           for rank in range(4)]
-    merged = recording.merge(row, "gradients")
-    total = Run({"values": {}, "gradients": merged, "ranks": []}, ["w"]).gradients.total[0]
-    assert total.tolist() == pytest.approx(recording.sums(sum(parts), [0], [2])[2:])
-    assert merged["w"]["ranks"] == "[0, 2] and [1, 3]"
-
-
-def test_outputs_of_a_module_may_be_nested():
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    found = recording.tensors_of({"a": (packed, None), "b": torch.ones(1, 1)})
-    assert [x.shape for x in found] == [(3,), (2,), (1, 1)]
+    assert (verdict.kind, verdict.step, verdict.fault) == (loud.kind, loud.step, loud.fault)
+    assert loud.words not in str(verdict) and verdict.equal == loud.equal
 
 
 def test_it_must_see_a_forward_pass(tmp_path):
@@ -538,10 +631,10 @@ def test_it_must_see_a_forward_pass(tmp_path):
         recording.Parity(path, model).record(0, 1.0)
     wrapped = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))  # by accelerate
     recording.Parity(path, model, wrapped, dtype=torch.float32).record(0, 1.0)
-    assert ", float32" in compare(read(path), read(path))
+    assert ", float32" in str(compare(read(path), read(path)))
     bare = recording.Parity(path, model, dtype=torch.float32)
     bare.record(0), bare.record(1)
-    says = compare(read(path), read(path))
+    says = str(compare(read(path), read(path)))
     assert "the loss (it is not" in says and "what the optimizer is given (" in says, says
 
 
@@ -573,84 +666,14 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
 
 
-def wide():
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
-
-
-def in_16_bits(path, nudge=0, **options):
-    return train(path, **{"make": wide, "data": lambda: [torch.randn(16, 16)], "lr": 0.5,
-                          "dtype": torch.bfloat16, "nudge": nudge} | options)
-
-
-def draw(model, generator=torch.Generator()):
-    """Gradients that are other ones in each run."""
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
-
-
-def means(*targets):
-    """The loss is the mean of two, with the targets that each has in step 0, 1, ..."""
-    def edit(lines):
-        for line, counts in zip(lines, targets):
-            (loss,) = line["ranks"][0]["losses"]
-            line["ranks"][0] |= {"losses": [0.8 * loss, 0.4 * loss], "targets": counts,
-                                 "shifted": counts}
-    return {"edit": edit}
-
-
-def cast(model, x):
-    """As FSDP2 does, where autocast casts what goes into a product."""
-    weights = {name: p.bfloat16() for name, p in model.named_parameters()}
-    return torch.func.functional_call(model, weights, x.bfloat16()).square().mean()
-
-
-AUTOCAST = {"dtype": torch.float32, "loss_of": torch.autocast("cpu", torch.bfloat16)(
-    lambda model, x: model(x).square().mean())}
-IN_16_BITS = [
-    ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32; "
-     "take FSDP2 on one rank as the reference", {"loss_of": cast}, AUTOCAST),
-    ("EQUAL within rounding", {"accumulate": 2}, AUTOCAST),
-    ("DIFFERENT: step 0: loss: a mean of means", means(*4 * [(1, 3)])),
-    # It explains one step, by chance.
-    ("DIFFERENT: step 0: loss: it is", means((1, 3), *3 * [(3, 1)])),
-    ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
-        "accumulate": 2}),
-    # Losses of nudged runs all round to the same number.
-    ("EQUAL within rounding", {"accumulate": 2}, {
-        "loss_of": lambda model, x: model(x).square().mean() + 1}),
-    ("NOTHING TO COMPARE: 1 rank against 1, .* Rounding hides most gradients", {}, {"spoil": draw}),
-    ("DIFFERENT: step 0: gradients: those of 2.weight: times 1.5", {
-        "spoil": scale(1.5, "2.weight")}),
-    ("DIFFERENT: step 0: gradients: all: times 1.02", {"spoil": scale(1.02)}),
-    ("DIFFERENT: step 2: gradients: all: ", {"spoil": in_steps([2], scale(0.5))}),
-    ("DIFFERENT: step 0: ", {"loss_of": lambda model, x: model(x)[1:].square().mean()}),
-    ("DIFFERENT: step 1: gradients: not cleared: all hold 1", {"clear": False}),
-    ("DIFFERENT: step 1: update: weights of 0.weight and 2.weight have moved differently, by up "
-     "to 0.5 of their way .times 1.9", {
-         "optimizer": lambda own, lr: torch.optim.SGD(own, 2 * lr)}),
-    ("DIFFERENT: step 1: gradients: .* Or the update before it differs by less than shows", {
-        "lr": 0.55}),
-]
-
-
-@pytest.mark.parametrize("row", IN_16_BITS, ids=[row[0] for row in IN_16_BITS])
-def test_measured_noise(tmp_path, row):
-    """In 16 bits nudged runs show what rounding does, and what is more is a fault."""
-    expected, other, both, *_ = *row, {}
-    one, two, *nudged = [
-        in_16_bits(tmp_path / f"{i}", nudge, **both | more)
-        for i, (nudge, more) in enumerate([(0, {}), (0, other), (1, {}), (2, {})])]
-    says = compare(one, two, nudged=nudged).replace("\n", " ")
-    assert re.match(expected, says), says
-
-
 def test_noise_that_is_none(tmp_path, capsys):
     """What is no nudged run of the reference is refused: it would hide faults, or invent them."""
     one, two, same, short, nudged, *faulty = (str(tmp_path / f"{i}") for i in range(9))
-    in_16_bits(one), in_16_bits(two), in_16_bits(same), in_16_bits(nudged, 1)
-    in_16_bits(short, 2, steps=2)
+    for path in one, two, same:
+        train(path, **IN_BFLOAT16)
+    train(nudged, **IN_BFLOAT16, nudge=1), train(short, **IN_BFLOAT16, nudge=2, steps=2)
     for path, nudge, steps in zip(faulty, (1, 2, 1, 2), 2 * [range(4)] + 2 * [[3]]):
-        in_16_bits(path, nudge, spoil=in_steps(steps, scale(1.2)))
+        train(path, **IN_BFLOAT16, nudge=nudge, spoil=in_steps(steps, scale(1.2)))
     for noise, expected in [
             ([nudged], "two recordings or more"), ([nudged, nudged], "recording 2 are not nudged"),
             ([same, nudged], "recording 1 are not nudged: give Parity nudge=1"),
@@ -674,7 +697,7 @@ FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
     ("notes.md", "# Notes\n", "record it again"),
     ("older", FIRST.replace(str(recording.FORMAT), "0"), "record it again"),
     ("crashed", FIRST, "did the run crash before its first record"),
-    ("/dev/zero", "", "is no file of at most 1 GB")])
+    ("/dev/zero", "", "record it again")])
 def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
     train(tmp_path / "one")
     if text:
@@ -686,16 +709,6 @@ def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
         with pytest.raises(ValueError, match="notes.md exists, and is no recording: name another"):
             train(tmp_path / name)
         assert (tmp_path / name).read_text() == text
-
-
-@pytest.mark.parametrize("lose", [
-    os.unlink, lambda path: recording.create(path), lambda path: os.rename(path, f"{path}-old")])
-def test_a_recording_that_is_lost_meanwhile(tmp_path, lose):
-    """Removed, begun anew by another run, or moved: no step is written elsewhere."""
-    path = tmp_path / "one"
-    with pytest.raises(ValueError, match="one was removed or replaced while this run recorded"):
-        train(path, change=lambda step, _: step == 1 and lose(path))
-    assert not path.exists() or path.read_text() == FIRST
 
 
 TRAINER = """
@@ -768,7 +781,7 @@ if torch.distributed.is_initialized():  # otherwise a thread of gloo may abort t
 @pytest.mark.thorough
 def test_the_trainer_of_transformers(tmp_path):
     """The block of README.md: two micro-batches and two ranks, beside one process."""
-    pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+    needs("transformers", "accelerate")
     page = (ROOT / "parity" / "README.md").read_text()
     code = page.partition("## The Trainer of transformers")[2].partition("```python")[2]
     for name, accumulate, ranks in ("one", 1, 1), ("two", 2, 1), ("ranks", 2, 2):
@@ -780,4 +793,4 @@ def test_the_trainer_of_transformers(tmp_path):
             cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     one, *others = (read(tmp_path / f"{name}.parity") for name in ("one", "two", "ranks"))
     for lines in others:
-        assert compare(one, lines).startswith("EQUAL: ")
+        assert compare(one, lines).kind == "EQUAL"

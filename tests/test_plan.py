@@ -1,6 +1,5 @@
 """tools/plan.py: a table of dry runs."""
 
-import dataclasses
 import json
 import math
 import os

@@ -70,6 +70,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
 
 AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two steps
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
+LONG = "x" * 300
 REFUSED = f"""
 single 0 --beta2 1 | --beta2: 1 is not allowed: it must be less than 1 (end)
 single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 (end)
@@ -86,9 +87,22 @@ single 0 --num-key-value-heads 3 | 3 does not divide num_attention_heads 8
 single 0 --model nowhere | --model nowhere ... no such preset or file: choose from tiny, small
 single 0 --model bad.json | --model bad.json is no JSON file ... Expecting value
 single 0 --model unknown.json | --model unknown.json: this script's model has no bias; ... import_hf
+single 0 --model text.json | --model text.json: num_hidden_layers is 'two' ... --num-hidden-layers
+single 0 --model null.json | --model null.json: vocab_size is None
+single 0 --model zero.json | num_hidden_layers is 0
+single 0 --model list.json | --model list.json is no JSON file of dimensions
+single 0 --model rope.json | rope_scaling ... 'yarn' ... leave it out
+single 0 --model binary.json | --model binary.json is no JSON file
+single 0 --model {LONG} | no such preset or file
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
 single 0 --out file/run | Not a directory: 'file/run'
 single 0 --data '' | --data : no such file ... 'stdlib'
+single 0 --data {LONG} | --data x ... cannot be read or written ... name too long
+single 0 --data folder.bin | --data folder.bin cannot be read or written ... directory
+single 0 --val-data {LONG} | --val-data x ... name too long
+single 0 --out {LONG} | name too long
+single 0 --from {LONG} | name too long
+single 0 --from file | file is no checkpoint
 single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size ... --token-dtype
 single 0 --data big.bin --token-dtype uint32 | token 16777472
 single 0 --out done/step-00000002 | --out done/step-00000002 is a checkpoint ... run folder
@@ -185,7 +199,10 @@ FILES = {
     "file": "text " * 2000, "big.bin": "\0\1" * 5000,
     "0/letters": "a" + "x" * 9999, "1/letters": "b" + "x" * 9999,  # the same name for other data
     "1/more.py": "pass",
-    "bad.json": "no JSON", "unknown.json": '{"hidden_size": 32, "bias": true}',
+    "folder.bin/file": "text " * 99, "text.json": '{"num_hidden_layers": "two"}',
+    "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
+    "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
+    "binary.json": "\0\1", "bad.json": "no JSON", "unknown.json": '{"hidden_size": 32, "bias": true}',
 }
 
 
@@ -245,6 +262,8 @@ ENVIRONMENTS = [  # variables of the one process that starts; options; what its 
     *[({"RANK": None, "WORLD_SIZE": None, name: "2"}, "", f"{name} is 2 but RANK is not set: each "
        "process would train alone; start the script by torchrun")
       for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")],
+    *[({name: "abc"}, "", f"{name} is 'abc', and must be a whole number")
+      for name in ("RANK", "WORLD_SIZE")],
     ({"MASTER_ADDR": "no-such-machine.invalid"}, "", "rank 0 cannot connect to others by gloo ... "
      "MASTER_ADDR no-such-machine.invalid must be the machine of rank 0, MASTER_PORT"),
     ({"WORLD_SIZE": "2"}, "", "rank 0 cannot connect ... must start within --timeout seconds"),
@@ -256,7 +275,7 @@ ENVIRONMENTS = [  # variables of the one process that starts; options; what its 
 
 
 @pytest.mark.parametrize("env, options, words", sampled(
-    ENVIRONMENTS, [ENVIRONMENTS[i] for i in (2, 3, 5)]))
+    ENVIRONMENTS, [ENVIRONMENTS[i] for i in (2, 4, 6)]))
 def test_ranks_that_cannot_connect(server, folder, env, options, words):
     with socket.create_server(("127.0.0.1", 0)) as server_of_another:
         taken = str(server_of_another.getsockname()[1])
@@ -279,6 +298,11 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
     ("ddp.py --data big.bin", 2, "", "holds token 256"),
     ("ddp.py --timeout 7", 2, "before(torch.distributed, 'init_process_group', lambda *_, "
      "timeout=0, **__: common.options.refuse([(str(timeout) == '0:00:07', 'mine')]))", "(mine)"),
+    # On one rank alone, which is not rank 0: it waits for that one, and then says it
+    ("ddp.py", 2, "sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None",
+     "--model nowhere: no such preset"),
+    ("ddp.py", 2, "setattr(TokenDataset, '__len__', lambda _: 0)", "holds ... tokens: one sample"),
+    ("single.py", 0, "common.data.open_dataset = lambda _: []", "the dataset has no samples"),
     # In a data worker, whose traceback stays out of it
     ("ddp.py --workers 1", 2, "changed(TokenDataset, '__getitem__', lambda sample, *_: "
      "common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)",
@@ -303,7 +327,7 @@ def test_a_command(server, folder, command, world, code, words):
                         expect_ok=False, inject=code)
     assert all(status not in (0, -9) for status in result.statuses), result.output
     lines = [line for line in result.lines if "error" in line.lower()]
-    assert "Traceback" not in result.output and 1 <= len(lines) <= world, result.output
+    assert "Traceback" not in result.output and 1 <= len(lines) <= max(1, world), result.output
     assert len(lines) == 1 or (command, world, code, words) not in SAID_ONCE, lines
     for line in lines:
         assert f"{script}: error: " in line and in_order(words, line), line  # a bar may precede it

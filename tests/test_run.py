@@ -67,6 +67,9 @@ FAULTS = [
     # A disk that is full
     ("ddp.py", 2, "", FULL_DISK.format(1), FULL, [3]),
     ("ddp.py", 2, "--async-save --save-every 7", FULL_DISK.format(1), FULL, []),
+    ("single.py", 0, "",
+     "at(5, lambda: (os.unlink('out/metrics.jsonl'), os.mkdir('out/metrics.jsonl')))",
+     "--out ... cannot be read or written: [Errno 21]", [3]),  # as if it could not be written
     # A data worker that outlives its run for seconds does not lock the folder; and one that dies
     ("single.py", 0, "--workers 1", "at(5, signal_self, 'SIGKILL')", "", [3]),
     ("single.py", 0, "--workers 2",
@@ -228,7 +231,7 @@ def test_a_run_goes_on(corpus, tmp_path, capsys):
     start("--steps 2")
     assert [*map(signal.getsignal, numbers)] == handlers
     with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3}\n{"step": 4')
+        file.write('{"step": 3}\n\na note\n{"step": 4')
     (tmp_path / "out" / "step-00000009.tmp").mkdir()
     said, lines = start("--steps 4 --lr 0.1")
     (line,) = re.findall("resuming .*", said)

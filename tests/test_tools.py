@@ -11,7 +11,7 @@ import torch
 from common.data import TokenDataset
 from common.options import SettingError
 from tests.support.commands import RUN, finish, start
-from tests.support.sample import thorough
+from tests.support.sample import needs, thorough
 from tools import bench, command, dry_run, flatten, plan, prepare
 from tools.huggingface import export, import_hf
 
@@ -19,7 +19,7 @@ from tools.huggingface import export, import_hf
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A byte-level tokenizer.json, which any text goes through without loss."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = needs("tokenizers")
     tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "</s>"]
     vocabulary = {token: number for number, token in enumerate(sorted(tokens))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

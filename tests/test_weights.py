@@ -16,15 +16,13 @@ from common.materialise import materialise
 from common.model import Transformer
 from common.options import SettingError
 from tests.support.compare import furthest, read
-from tests.support.sample import sampled
+from tests.support.sample import needs, sampled
 from tools.huggingface import export, import_hf
 from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
 
 GENERATION = "generation_config.json"
-NEEDS = "pip install -r examples/requirements.txt"
-safetensors = pytest.importorskip("safetensors.torch", reason=NEEDS)
-transformers = pytest.importorskip("transformers", reason=NEEDS)
+safetensors, transformers = needs("safetensors.torch"), needs("transformers")
 
 SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}

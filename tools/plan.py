@@ -29,7 +29,6 @@ these are within 5 %, the smaller sum of both comes first, since not all transfe
 computation; if the sums are too, the simpler script. The last line names the simplest that fits.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import itertools
@@ -47,7 +46,7 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from tools.command import fail, make_parser, printable, run_and_exit
 from tools.counting.extended import Rank
 from tools.counting.one_rank import most, threads
-from tools.counting.pipeline import AGAIN, Pipeline, Strategy, accumulated
+from tools.counting.pipeline import AGAIN, Pipeline, Strategy
 from tools.huggingface.config import add_preset
 
 WHOLE = [  # every rank reads samples of its own; the simplest first

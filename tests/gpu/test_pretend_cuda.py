@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.processes import ROOT
-from tests.support.sample import thorough
+from tests.support.sample import needs, thorough
 
 FOLDER = ROOT / "tests" / "gpu" / "pretend_cuda"
 SMALL = "--seq-len 64 --batch-size 16 --dtype bfloat16"
@@ -78,7 +78,7 @@ def guard(shared):
 @pytest.mark.parametrize("group", ROWS)  # each starts once
 def test_a_step_stays_on_the_gpu(guard, group):
     if group == "examples":
-        pytest.importorskip("transformers", reason="pip install -r examples/requirements.txt")
+        needs("transformers")
     rows = [(command.replace(".py", f".py {SMALL}"), n, rank)
             for command, n, rank, _ in ROWS[group]]
     done = subprocess.run(

@@ -18,7 +18,7 @@ import types
 
 from common.launch import launch
 from tests.support.processes import ROOT
-from tools.support.recorded import record
+from tools.checking.recorded import train_recorded
 
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
            "--num-key-value-heads 4 --seq-len 16 --batch-size 24 --warmup-steps 1 --grad-clip 0.5 "
@@ -81,7 +81,8 @@ def main():
         if script == TRAINER:  # it records itself, and draws its data
             module.main([*more, *options, "--out", str(path)])
         else:
-            record(module, [*OPTIONS.split(), *more, *options, "--data", args.data], path)
+            train_recorded(module, [*OPTIONS.split(), *more, *options, "--data", args.data],
+                           path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,399 @@
+"""Measures what is off in a step of two recordings: a ``Step``. How far sound runs may be apart is
+a ``Room``: it follows from the types that they compute in, or noise.py has measured it."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import json
+import math
+
+import torch
+
+from .recording import K
+
+# Limits, relative. What is said to be measured are many sound runs and many faults.
+PROJECTED = 1e-12  # rounding of the projections, in float64
+COPIES = 1e-6  # further apart, two numbers of float32 are no copies
+CLIPPED = 1e-5  # how inexact the length of all gradients is, which each rank computes
+FLOAT32_INSIDE = 2**-16  # measured: rotary angles in float32 1e-6; a wrong eps of a norm 5e-5
+ROUNDINGS = 8  # of a tensor, between two steps of sound runs
+SAME_OUTPUT = 8  # roundings of the mean square of a module's output; measured: 0.3
+SHORT = 0.1  # a gradient that is shorter than this share of the usual one is as inexact as it
+PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gradients
+
+
+class Tensors:
+    """What one run has recorded of its weights or gradients in one step; a row is a parameter. What
+    has no gradient has a gradient of 0."""
+
+    def __init__(self, recorded, names):
+        empty = {"sums": [0.0] * (3 + 3 * K), "held": 1}
+        chosen = [recorded.get(name, empty) for name in names]
+        rows = torch.tensor([own["sums"] for own in chosen], dtype=torch.float64)
+        numbers, sketches = rows.view(-1, 3 + 3 * K).split([3, 3 * K], dim=1)
+        self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
+        # (N,) how far apart the copies are that several ranks hold; the square of the Euclidean
+        # length; the share of numbers that are only rounding beside the others
+        self.spread, square, self.noise = numbers.T
+        # (N, K) projections of the tensor, and of the mean and the sum of unlike copies: two
+        # sketches are as far apart as the tensors
+        self.sketch, self.mean, self.total = sketches.split(K, dim=1)
+        self.length = square.sqrt()
+        self.finite = self.length.isfinite()  # (N,) bool
+        self.numbers = torch.tensor([own["held"] for own in chosen]).clamp(min=1)  # (N,)
+
+    def times(self, factor):
+        """The same tensors, multiplied by a number."""
+        scaled = copy.copy(self)
+        for name in "spread", "length", "sketch", "mean", "total":
+            setattr(scaled, name, factor * getattr(self, name))
+        return scaled
+
+
+class Recorded:
+    """What one run has recorded in one step. ``counted``: see ``ranks_that_count``."""
+
+    def __init__(self, line, names, counted=()):
+        self.line, self.ranks = line, line["ranks"]  # as it stands in the file; a dict of each rank
+        self.step, self.others = line["step"], line["others"]
+        self.counted = [self.ranks[rank] for rank in counted]
+        self.weights = Tensors(line["values"], names)
+        self.gradients = Tensors(line["gradients"], names)
+        self.finite = bool((self.weights.finite & self.gradients.finite).all())
+        # How many targets each batch has that ranks have read; ranks may read the same
+        self.targets = [*{str(rank["samples"]): sum(rank["targets"])
+                          for rank in self.ranks if rank["targets"]}.values()]
+        # How many ranks read the same samples
+        readers = collections.Counter(str(rank["samples"]) for rank in self.ranks)
+        self.alike = max(readers.values(), default=0)
+        # What a batch has, as it is padded
+        self.numbers = sum(rank["numbers"] for rank in self.ranks) / max(self.alike, 1)
+        # What gradients were scaled by between the record before and the optimizer
+        self.factors = [x for rank in self.ranks for x in rank["factors"]]
+        self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
+        if self.counted:
+            losses = [loss for rank in self.counted for loss in rank["losses"]]
+            n = len(self.counted) if line["loss"] == "mean" else 1
+            self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
+
+    @functools.cached_property
+    def outputs(self):
+        """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the
+        order in which modules return."""
+        sums = {}
+        for rank in self.ranks:
+            for name, own in rank["outputs"].items():
+                square, numbers = sums.get(name, (0.0, 0))
+                sums[name] = square + own[0], numbers + own[1]
+        return {name: (square / max(numbers, 1), numbers)
+                for name, (square, numbers) in sums.items()}
+
+
+def recorded(lines, names):
+    """[Recorded of each line]"""
+    counted = ranks_that_count(lines)
+    return [Recorded(line, names, counted) for line in lines]
+
+
+def ranks_that_count(lines):
+    """The ranks whose losses make that of the batch. Of ranks that read the same samples and have
+    the same loss in all steps, as under tensor parallelism, one counts."""
+    ranks = [rank for rank, own in enumerate(lines[0]["ranks"]) if own["losses"]]
+    if lines[0]["loss"] == "parts":
+        return ranks
+    losses = {rank: [sum(line["ranks"][rank]["losses"]) for line in lines] for rank in ranks}
+
+    def copies(one, two):
+        samples = [lines[0]["ranks"][rank]["samples"] for rank in (one, two)]
+        same = samples[0] and samples[0] == samples[1]
+        return same and all(math.isclose(a, b, rel_tol=COPIES)
+                            for a, b in zip(losses[one], losses[two]))
+
+    counted = []
+    for rank in ranks:
+        if not any(copies(rank, other) for other in counted):
+            counted.append(rank)
+    return counted
+
+
+def names_to_compare(one, two):
+    """The names of parameters in both runs; of a tied tensor the first, unless the tie is lost."""
+    values = [lines[0]["values"] for lines in (one, two)]
+    repeated = [repeated_names(lines) for lines in (one, two)]
+    names = []
+    for name in values[0] | values[1]:
+        tied = [name in again for own, again in zip(values, repeated) if name in own]
+        if not all(tied):
+            names.append(name)
+    return names
+
+
+def repeated_names(lines):
+    """The names of tensors that have the same values and gradients in all steps as an earlier one,
+    and a gradient that is not 0."""
+    seen, names = set(), set()
+    for name, gradient in lines[0]["gradients"].items():
+        key = json.dumps([line[kind][name]["sums"] for line in lines
+                          for kind in ("values", "gradients") if name in line[kind]])
+        if gradient["sums"][1] and key in seen:
+            names.add(name)
+        seen.add(key)
+    return names
+
+
+def distance(x, y, r=1.0):
+    """(N,) how far r x and y are apart, estimated; the differences of their lengths are exact."""
+    apart = (r * x.sketch - y.sketch).norm(dim=1)
+    return apart.maximum((abs(r) * x.length - y.length).abs())
+
+
+def eps_of(name):
+    return torch.finfo(getattr(torch, name)).eps
+
+
+def coarsest(ranks, *kinds):
+    """The name of the coarsest recorded type of some kinds, or None."""
+    names = {name for rank in ranks for kind in kinds for name in rank[kind]}
+    return max(sorted(names), key=eps_of, default=None)
+
+
+# How far sound runs may be apart
+
+
+@dataclasses.dataclass
+class Room:
+    """How far a sound run may be off in one step."""
+
+    gradients: torch.Tensor  # (N,) N parameters
+    lengths: torch.Tensor  # (N,) of gradients
+    ways: torch.Tensor  # (N,) that weights have moved
+    loss: float
+    of_parts: float  # what else the loss may be off, relative to the sum of its parts
+    outputs: dict  # {module: of the mean square of its output, relative}
+    other_outputs: float  # of modules that are not among them
+    measured: bool = False  # by noise.py
+
+
+class Tolerance:
+    """How far two sound runs are apart in their first step, relative: it follows from the types
+    that they compute in, and from their sizes. ``one``, ``two``: [Recorded of each step]."""
+
+    def __init__(self, one, two, float32_inside=False):
+        first = one[0], two[0]
+        ranks = one[0].ranks + two[0].ranks
+        self.type = coarsest(ranks, "modules compute", "the loss is", "weights are kept")
+        self.eps = eps_of(self.type)
+        self.rounding = eps_of(coarsest(ranks, "weights are kept"))  # of one number of a weight
+        self.in_16_bits = self.eps > 2**-12
+        # Measured: of the parts of a loss, beside noise
+        self.of_parts = max(COPIES, 2 * eps_of(coarsest(ranks, "the loss is") or "float32"))
+        float32_inside = float32_inside and self.eps < 2**-23
+        if float32_inside:
+            self.type, self.eps = f"{self.type} with float32 inside", 2**-23
+
+        parameters = len(one[0].line["values"])
+        targets = max(sum(own.targets) for own in first) or 2**16
+        numbers = max(own.numbers for own in first) or 2**16
+        # Roundings of products are a random walk through the layers. Sums over the batch are one,
+        # too; its length has an end, as measured: longer sums are made of blocks.
+        # 6: measured, of the bias of a convolution, whose gradient is one sum over all images.
+        sums = self.eps * (parameters**0.5 + 6 * min(numbers, 2**16) ** 0.5)
+        if self.in_16_bits:  # a ReLU or a router flips here and there: measured, up to 0.2
+            sums = max(sums, 0.3)
+        self.gradients = FLOAT32_INSIDE if float32_inside else max(sums, PROJECTED)
+        # The losses of few targets round as those of one. 16: measured, for sums in any order.
+        self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
+        # Terms may cancel before their sum is recorded, if a loss can be negative. 1: the size of
+        # normalised advantages; measured: 0.7.
+        negative = any(loss < 0 for own in one + two for rank in own.ranks
+                       for loss in rank["losses"])
+        self.cancelled = self.eps if negative else 0.0
+
+    def room(self, it):
+        """The Room of a Step, of which steps before it have taken their part."""
+        x, history, slack = it.x, it.history, it.slack
+        gradients = self.gradients * (x.length + it.floor) + slack * (history.longest + x.length)
+        ways = ROUNDINGS * self.rounding * it.first[0].length + (
+            slack + 2 * history.noise) * torch.maximum(*it.moved)
+        # What rounding of the weights, and the way that they have moved apart, do to the loss
+        loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
+            (x.length + history.longest) @ it.moved[0])
+        return Room(gradients, gradients, torch.where(it.known, ways, math.inf),
+                    loss.item() + self.cancelled, self.loss, {},
+                    max(SAME_OUTPUT * self.eps, PROJECTED) + slack)
+
+
+# What is off
+
+
+class History:
+    """What a step needs to know of the steps before it."""
+
+    def __init__(self, parameters, steps=()):
+        self.steps = steps  # [(the reference, the run), ...] of all that is recorded
+        self.slack = 0.0  # how far rounding of earlier steps has parted the runs, relative
+        self.started = 0.0  # the largest difference of gradients in the first step, relative
+        self.largest = 0.0  # the largest one up to now
+        self.times = 0.0  # the largest one up to now, as a share of what may be
+        self.compared = 0  # steps
+        self.infinite = []  # steps in which neither run is finite
+        self.parted = []  # steps of which rounding hides too much
+        self.first = None  # the weights of both runs in the first step that was compared
+        self.first_others = None  # what the runs keep beside their weights, in that step
+        self.clipped = None  # which of the runs clips by hand, and the length that it clips to
+        self.before = None  # the gradients of the reference in the step before
+        zeros = torch.zeros(parameters, dtype=torch.float64)
+        self.longest = zeros  # (N,) the longest gradient of the reference up to now
+        self.scale = zeros  # (N,) the length of the first gradient that is not 0
+        self.noise = zeros  # (N,) the root of the share of it that is only rounding
+
+    def add(self, it):
+        """Remember a step in which nothing is wrong."""
+        if not it.finite:
+            self.infinite.append(it.reference.step)
+            return
+        if it.parted:
+            self.parted.append(it.reference.step)
+            return
+        x, y, share = it.x, it.y, it.share.max().item()
+        largest = max(self.largest, share)
+        # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured.
+        # Adam moves a number by a whole step even if its gradient is only rounding: hence the root.
+        growth = min(10.0, largest / (self.largest or largest or 1.0))
+        # What rounding does follows from how far gradients are apart, if they may be further.
+        rounding = min(it.tolerance.gradients, 10 * max(largest, it.tolerance.eps))
+        self.slack = max(2 * (0.8 * rounding) ** 0.5, 10 * growth * largest)
+        self.started = self.started or max(share, it.tolerance.eps)
+        self.largest, self.times = largest, max(self.times, it.times)
+        self.compared += 1
+        self.first, self.first_others = it.first, self.first_others or it.others
+        self.clipped = it.clipped or self.clipped
+        self.before = x
+        self.longest = self.longest.maximum(x.length)
+        unseen = self.scale == 0
+        self.scale = torch.where(unseen, x.length.maximum(y.length), self.scale)
+        self.noise = torch.where(unseen, x.noise.maximum(y.noise).sqrt(), self.noise)
+
+
+class Step:
+    """One step of both runs, and what is off in it.
+
+    Args:
+        reference, run: Recorded of the step.
+        after: those of the next step, or nothing.
+        room: what noise.py has measured, or None.
+        clipped: which of the runs clips by hand, before it is recorded, and to which length: what
+            it had before is compared.
+    """
+
+    def __init__(self, names, reference, run, after, history, tolerance, room=None, clipped=None):
+        self.names, self.reference, self.run = names, reference, run  # N parameters
+        self.runs = reference, run
+        self.after, self.history, self.tolerance = after, history, tolerance
+        self.x, self.y, self.clipped = reference.gradients, run.gradients, clipped
+        # Of both runs: what gradients are scaled by before the optimizer
+        self.given = [own.factors for own in after]
+        if clipped:
+            unclip = (self.x.length.norm() / self.y.length.norm()).item()
+            self.y = self.y.times(unclip)
+            self.given = self.given and [self.given[0], [x / unclip for x in self.given[1]]]
+        self.finite = reference.finite and run.finite
+        self.slack = history.slack  # as it is in this step
+        self.measure_ways()
+        # (N,) short gradients are as inexact as one of this length
+        self.floor = SHORT * self.x.length.norm() / len(names) ** 0.5 + history.longest
+        self.room = room or tolerance.room(self)
+        self.noisy = self.room.measured
+        self.exact = self.noisy or not tolerance.in_16_bits  # all can be compared
+        self.measure_gradients()
+        self.measure_loss()
+
+    def measure_ways(self):
+        """Of weights, and of what both runs keep beside them, such as an average (EMA)."""
+        history = self.history
+        now = self.reference.weights, self.run.weights
+        self.first = history.first or now
+        # (N,) how far weights have moved since the first step, in both runs; and are apart
+        self.moved, self.gap = ways(now, self.first)
+        # (N,) bool: the way of a weight is rounding where its first gradient is
+        usual = history.scale.norm() / len(self.names) ** 0.5
+        self.known = (history.scale > self.tolerance.gradients * usual) | (history.scale == 0)
+        # (N,) how far rounding of its gradients may part a weight, as a share of its way
+        self.inexact = torch.where(self.known, 2 * history.noise, math.inf)
+        want, have = self.reference.others, self.run.others
+        self.names_of_others = [name for name in want if name in have]  # M tensors
+        self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
+        moved, self.others_gap = ways(self.others, history.first_others or self.others)  # (M,)
+        self.others_moved = torch.maximum(*moved)  # (M,)
+
+    def measure_gradients(self):
+        x, y, room = self.x, self.y, self.room
+        apart = distance(x, y)
+        self.allowed = room.gradients  # (N,) how far gradients may be apart
+        self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
+        # (N,) bool: gradients differ. Errors of many numbers mostly cancel in a length.
+        self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
+        self.times = (apart / self.allowed.clamp(min=1e-300)).max().item()
+        # (N,) bool: rounding hides the gradient
+        self.hidden = (x.length > 0) & (x.length <= self.allowed)
+        # Whether rounding of the steps before hides too much
+        self.parted = self.slack > PARTED
+        if self.noisy:
+            self.parted = bool(self.history.compared
+                               and 2 * self.hidden.sum() > (x.length > 0).sum())
+        # (N,) bool: too short to prove anything
+        self.unclear = ~self.off & (x.length <= 2 * self.allowed)
+        self.everywhere = bool((self.off | self.unclear).all())
+        # (N,) bool: gradients are 0 in both runs
+        self.dead = x.there & (x.length + y.length == 0)
+        self.strayed = self.gap > room.ways  # (N,) bool: weights have moved otherwise
+
+    def measure_loss(self):
+        want, have = self.reference.loss, self.run.loss
+        self.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
+        self.loss_right, self.loss_ratio = False, math.nan
+        if self.loss_known:  # each part rounds by itself; the parts may cancel
+            parts = max(self.reference.parts, self.run.parts)
+            self.room_of_loss = self.room.loss + self.room.of_parts * parts
+            self.loss_right = abs(have - want) <= self.room_of_loss < math.inf
+            self.loss_ratio = have / (want or math.nan)
+
+
+def ways(now, first):
+    """How far the tensors of both runs have moved since the first step, and the length of the
+    difference of their ways: ((N,), (N,)), (N,)."""
+    moved = [tensors.sketch - then.sketch for tensors, then in zip(now, first)]
+    return tuple(way.norm(dim=1) for way in moved), (moved[0] - moved[1]).norm(dim=1)
+
+
+def measure(*step):
+    """A Step; if one of the runs clips by hand, of gradients as they were before."""
+    it = Step(*step)
+    clipped = clips_by_hand(it) if it.off.any() else None
+    if clipped:
+        before = Step(*step, clipped=clipped)
+        it = it if before.off.any() else before
+    return it
+
+
+def clips_by_hand(it):
+    """(which run clips by hand, before it is recorded; the length that it clips to), or None. One
+    does if both runs give gradients of the same length to their optimizers: the other clips after
+    it is recorded."""
+    x, y = it.x.length.norm().item(), it.y.length.norm().item()
+    room = CLIPPED + 4 * it.tolerance.rounding
+    if not (x and y and math.isfinite(x + y)):
+        return None
+    if not it.given:  # the last step
+        which, length = it.history.clipped or ("run", 0.0)
+        now = y if which == "run" else x
+        return it.history.clipped if abs(now - length) <= room * length else None
+    if not all(it.given) or any(
+            max(factors) - min(factors) > room * max(factors) for factors in it.given):
+        return None
+    want, have = map(max, it.given)  # one factor each
+    if abs(have * y - want * x) > room * have * y:
+        return None
+    by_hand = [abs(scale - 1) < room for scale in (want, have)]
+    return {(False, True): ("run", y), (True, False): ("reference", x)}.get(tuple(by_hand))
