@@ -67,16 +67,13 @@ from common.model import (
 from common.options import at_least, option_parser, parse_options, refuse
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from cp import allgather_attention, set_attention, shard_positions
-from cp import cannot_share as cp_cannot
-from ep import cannot_share as ep_cannot
-from ep import prefetch, shard_experts, to_experts_and_back
+from cp import allgather_attention, cannot_share_sequence, set_attention, shard_positions
+from ep import cannot_share_experts, prefetch, shard_experts, to_experts_and_back
 from fsdp import reduce_by_sum, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, keep_stage, make_schedule, split_layers
 )
-from tp import cannot_split as tp_cannot
-from tp import llama_plan, parallelize, wait_for_output
+from tp import cannot_split, llama_plan, parallelize, wait_for_output
 
 
 def main(argv=None):
@@ -360,8 +357,8 @@ def check(args, n):
         (args.batch_size % pieces,
          f"--batch-size {args.batch_size} cannot be cut into {pieces} equal parts (dp x "
          f"--grad-accum x --microbatches): use a multiple of {pieces}"),
-        *tp_cannot(args, tp),
-        *cp_cannot(args, cp, "allgather"),
+        *cannot_split(args, tp),
+        *cannot_share_sequence(args, cp, "allgather"),
         (args.sequence_parallel and args.seq_len // cp % tp,
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
          f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"),
@@ -376,7 +373,7 @@ def check(args, n):
          f"tokens to the experts; leave it out"),
     ])
     if experts:
-        refuse(ep_cannot(args, dp // args.replicate * cp * tp))
+        refuse(cannot_share_experts(args, dp // args.replicate * cp * tp))
 
 
 if __name__ == "__main__":

@@ -67,12 +67,16 @@ class Pipeline:
     def tp(self, words):
         return self.args.devices if self.script == "tp.py" else option("--tp", words)
 
-    def least_held(self):
-        """Bytes of parameters, gradients and AdamW's two states."""
+    def numbers(self):
+        """How many parameters the whole model has."""
         layer, whole = (sum(p.numel() for p in module.parameters())
                         for module in (self.model.model.layers["0"], self.model))
+        return whole + (self.args.config.num_hidden_layers - 1) * layer
+
+    def least_held(self):
+        """Bytes of parameters, gradients and AdamW's two states."""
         _, size = SIZES[self.args.dtype]
-        held = 4 * size * (whole + (self.args.config.num_hidden_layers - 1) * layer)
+        held = 4 * size * self.numbers()
         if self.script in ("single.py", "ddp.py", "cp.py"):
             return held
         return held * option("--replicate", self.words) / self.args.devices
@@ -93,6 +97,8 @@ class Pipeline:
             return self.least_in_pipeline(words, place, kept, max(head * exact, again))
         copied = size if size < exact else 0  # of a weight, to be multiplied
         held = self.least_held() * (1 if steps > 1 else 3 / 4)  # without gradients
+        if self.script == "zero.py" or "--no-reshard-after-forward" in words:
+            held += size * self.numbers()  # all are gathered
         return held + kept + max(head * (exact + copied), again)
 
     def least_in_pipeline(self, words, place, kept, more):
