@@ -284,6 +284,7 @@ FAULTS = [
         lambda x: [dataclasses.make_dataclass("Batch", ["x", "y"])(x, x[:, 0])])),
     ("step 0: samples: `items.x`: other", *unlike(
         lambda x: [{"items": [{"x": x, "n": 3}, "text"], "y": torch.ones(1)}])),
+    ("step 0: samples: other", *unlike(lambda x: [{"more": [x[:2], x[2:]]}])),
     ("step 0: updates since the last record: 1, and in the reference 0: does each micro-batch",
      updated_early(), {"optimizer": lambda own, lr: torch.optim.SGD(own, lr)}),
     # Weights, and what is reduced
