@@ -400,5 +400,7 @@ def clips_by_hand(it):
     want, have = map(max, it.given)  # one factor each
     if abs(have * y - want * x) > room * have * y:
         return None
-    by_hand = [abs(scale - 1) < room for scale in (want, have)]
-    return {(False, True): ("run", y), (True, False): ("reference", x)}.get(tuple(by_hand))
+    one, two = abs(want - 1) < room, abs(have - 1) < room  # clipped already, or never
+    if one == two:
+        return None
+    return ("reference", x) if one else ("run", y)
