@@ -175,8 +175,7 @@ class Room:
     ways: torch.Tensor  # (N,) that weights have moved
     loss: float
     of_parts: float  # what else the loss may be off, relative to the sum of its parts
-    outputs: dict  # {module: of the mean square of its output, relative}
-    other_outputs: float  # of modules that are not among them
+    outputs: dict  # {module: of the mean square of its output, relative}; of any other, too
     measured: bool = False  # by noise.py
 
 
@@ -224,9 +223,10 @@ class Tolerance:
         # What rounding of the weights, and the way that they have moved apart, do to the loss
         loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
             (x.length + history.longest) @ it.moved[0])
-        return Room(gradients, gradients, torch.where(it.known, ways, math.inf),
-                    loss.item() + self.cancelled, self.loss, {},
-                    max(SAME_OUTPUT * self.eps, PROJECTED) + slack)
+        ways = torch.where(it.known, ways, math.inf)
+        output = max(SAME_OUTPUT * self.eps, PROJECTED) + slack
+        return Room(gradients, gradients, ways, loss.item() + self.cancelled, self.loss,
+                    collections.defaultdict(lambda: output))
 
 
 # What is off
