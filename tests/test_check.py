@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from parity.compare import Verdict
-from tests.support.commands import left_over, start, wait_until
+from tests.support.commands import finish, left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, thorough
@@ -257,6 +257,17 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path, number, status):
         assert time.monotonic() < end, left
         time.sleep(0.1)
     assert number == signal.SIGKILL or not [*tmp_path.glob("check-*")]
+
+
+@thorough
+def test_nohup_lets_it_go_on(tmp_path):
+    """When the terminal is closed, all of its processes get SIGHUP."""
+    process = start(["nohup", sys.executable, "-m", "tools.check", "fsdp.py", "--ranks", "2"],
+                    tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    wait_until(lambda: [*tmp_path.glob("*/2/run.parity")])
+    os.killpg(process.pid, signal.SIGHUP)
+    said = finish(process)
+    assert process.returncode == 0 and re.search(f"2 processes  {EQUAL}", said), said
 
 
 @thorough
