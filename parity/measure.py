@@ -69,6 +69,9 @@ class Recorded:
         self.alike = max(readers.values(), default=0)
         # What a batch has, as it is padded
         self.numbers = sum(rank["numbers"] for rank in self.ranks) / max(self.alike, 1)
+        # The names of the tensors of a batch, in their order
+        self.tensors = {key: None for rank in self.ranks for key in rank["samples"]}
+        self.updates = max(rank["updates"] for rank in self.ranks)  # since the record before
         # What gradients were scaled by between the record before and the optimizer
         self.factors = [x for rank in self.ranks for x in rank["factors"]]
         self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
@@ -76,6 +79,10 @@ class Recorded:
             losses = [loss for rank in self.counted for loss in rank["losses"]]
             n = len(self.counted) if line["loss"] == "mean" else 1
             self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
+
+    def rows(self, key, kind="samples"):
+        """The fingerprints of a tensor of the batch, of each rank."""
+        return [rank[kind].get(key, []) for rank in self.ranks]
 
     @functools.cached_property
     def outputs(self):
@@ -99,22 +106,20 @@ def recorded(lines, names):
 def ranks_that_count(lines):
     """The ranks whose losses make that of the batch. Of ranks that read the same samples and have
     the same loss in all steps, as under tensor parallelism, one counts."""
-    ranks = [rank for rank, own in enumerate(lines[0]["ranks"]) if own["losses"]]
-    if lines[0]["loss"] == "parts":
-        return ranks
-    losses = {rank: [sum(line["ranks"][rank]["losses"]) for line in lines] for rank in ranks}
-
-    def copies(one, two):
-        samples = [lines[0]["ranks"][rank]["samples"] for rank in (one, two)]
-        same = samples[0] and samples[0] == samples[1]
-        return same and all(math.isclose(a, b, rel_tol=COPIES)
-                            for a, b in zip(losses[one], losses[two]))
-
-    counted = []
-    for rank in ranks:
-        if not any(copies(rank, other) for other in counted):
+    first, counted = lines[0], []
+    for rank, own in enumerate(first["ranks"]):
+        others = [] if first["loss"] == "parts" else counted
+        if own["losses"] and not any(same_loss(lines, rank, other) for other in others):
             counted.append(rank)
     return counted
+
+
+def same_loss(lines, one, two):
+    """Whether two ranks read the same samples, and have the same loss in all steps."""
+    steps = [(line["ranks"][one], line["ranks"][two]) for line in lines]
+    own, other = steps[0]
+    return bool(own["samples"]) and own["samples"] == other["samples"] and all(
+        math.isclose(sum(a["losses"]), sum(b["losses"]), rel_tol=COPIES) for a, b in steps)
 
 
 def names_to_compare(one, two):
@@ -133,9 +138,9 @@ def repeated_names(lines):
     """The names of tensors that have the same values and gradients in all steps as an earlier one,
     and a gradient that is not 0."""
     seen, names = set(), set()
+    kinds = [line[kind] for line in lines for kind in ("values", "gradients")]
     for name, gradient in lines[0]["gradients"].items():
-        key = json.dumps([line[kind][name]["sums"] for line in lines
-                          for kind in ("values", "gradients") if name in line[kind]])
+        key = json.dumps([recorded[name]["sums"] for recorded in kinds if name in recorded])
         if gradient["sums"][1] and key in seen:
             names.add(name)
         seen.add(key)
@@ -170,8 +175,7 @@ class Room:
     ways: torch.Tensor  # (N,) that weights have moved
     loss: float
     of_parts: float  # what else the loss may be off, relative to the sum of its parts
-    outputs: dict  # {module: of the mean square of its output, relative}
-    other_outputs: float  # of modules that are not among them
+    outputs: dict  # {module: of the mean square of its output, relative}; of any other, too
     measured: bool = False  # by noise.py
 
 
@@ -219,9 +223,10 @@ class Tolerance:
         # What rounding of the weights, and the way that they have moved apart, do to the loss
         loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
             (x.length + history.longest) @ it.moved[0])
-        return Room(gradients, gradients, torch.where(it.known, ways, math.inf),
-                    loss.item() + self.cancelled, self.loss, {},
-                    max(SAME_OUTPUT * self.eps, PROJECTED) + slack)
+        ways = torch.where(it.known, ways, math.inf)
+        output = max(SAME_OUTPUT * self.eps, PROJECTED) + slack
+        return Room(gradients, gradients, ways, loss.item() + self.cancelled, self.loss,
+                    collections.defaultdict(lambda: output))
 
 
 # What is off
@@ -395,5 +400,7 @@ def clips_by_hand(it):
     want, have = map(max, it.given)  # one factor each
     if abs(have * y - want * x) > room * have * y:
         return None
-    by_hand = [abs(scale - 1) < room for scale in (want, have)]
-    return {(False, True): ("run", y), (True, False): ("reference", x)}.get(tuple(by_hand))
+    one, two = abs(want - 1) < room, abs(have - 1) < room  # clipped already, or never
+    if one == two:
+        return None
+    return ("reference", x) if one else ("run", y)

@@ -12,6 +12,7 @@ from parity.compare import compare, read
 from tests.support.parity_runs import RANKS, TRAINER, read as read_bugs
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
+from tests.test_check import NEEDS
 
 BUGS = [*read_bugs()]
 
@@ -46,6 +47,24 @@ def test_the_page_shows_the_patches():
         shown += [textwrap.dedent("".join(f"{line[1:]}\n" for line in hunk if line[0] == "-"))
                   for hunk in bug.hunks]
         assert not [part for part in shown if part not in puzzle], bug.name
+
+
+def test_the_head_of_the_page_counts_the_patches():
+    """And what check needs for some of them; each of these is tested in test_check.py."""
+    head = " ".join((ROOT / "docs" / "bugs.md").read_text().partition("\n## Bug ")[0].split())
+    small = [run for run in draw.read("bugs") if abs(draw.change_of_loss(run)) < 0.05]
+    scripts = [bug for bug in BUGS if not bug.run.startswith(TRAINER)]
+    of = {option: [str(int(number)) for number, words in NEEDS.items() if option in words]
+          for option in ("--against", "--attention allgather")}
+    *first, last = of["--against"]
+    for words in (
+            f"{len(BUGS) - 1} of these bugs were published",
+            f"{len(small)} of the {len(BUGS)} bugs change it by less than 5 %",
+            f"{len(scripts)} of the patches change a script. `bash run.sh check SCRIPT` finds "
+            f"{len(scripts) - len(NEEDS)} of them as it is",
+            f"{', '.join(first)} and {last}, which one process has too, need `--against`",
+            f"{', '.join(of['--attention allgather'])} needs `--attention allgather`"):
+        assert words in head, words
 
 
 def test_patches_apply():

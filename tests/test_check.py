@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from parity.compare import Verdict
-from tests.support.commands import left_over, start, wait_until
+from tests.support.commands import finish, left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, thorough
@@ -82,6 +82,11 @@ def average(kept, update="True"):
 """)]
 
 
+def renamed_without_run(text):
+    """Its model is called policy: parameters have the names of its modules, as in single.py."""
+    return re.sub(r"(?<![.\w-])model(?=[.,()\n]| =)", "policy", without_run(text))
+
+
 # A loss across all samples of a micro-batch, of all ranks
 ACROSS = [
     ("\nimport torch\n",
@@ -111,13 +116,22 @@ SAMPLE = [
     # Clipping by hand hides a factor of all gradients.
     ("ddp.py --against single.py", BY_HAND + UNSCALED,
      "DIFFERENT  step 0: the gradient norm that it logs is .* \\(times 0.5\\)"),
+    ("pp.py --against single.py --num-hidden-layers 4", [renamed_without_run], EQUAL),
 ]
 REPLICAS = [*HEADS, *DATA_PARALLEL["fsdp.py"],
             ("    check(args", "    args.replicate = n\n    check(args")]
 WITHOUT_ZEROS = [("zeros(model, True)", "zeros(model, False)"),
                  ("if mesh.ndim > 1 else", "if False else")]
 LISTED = UNITS, "        [model.model.norm, *model.lm_head.parts.values()],\n"
+# As `inputs.pop("labels")` does: what it has read is recorded all the same.
+TAKES_OUT = [("        for i, (inputs, targets) in enumerate(batch):",
+              "        for i in range(args.grad_accum):\n"
+              "            inputs, targets = batch.pop(0)"),
+             ("count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n")]
 ROWS = SAMPLE + [
+    *((f"{script}.py --against single.py", [renamed_without_run], EQUAL)
+      for script in ("ddp", "zero")),
+    ("fsdp.py", TAKES_OUT, "DIFFERENT  step 0: loss: a mean of means"),
     # It records shards, under both names.
     ("zero.py --against tied.py --stage 1", [
         TIED, (UNITS, "        [model.model.norm],\n"),
@@ -181,26 +195,20 @@ ROWS = SAMPLE + [
 
 @pytest.mark.parametrize("command, edits, words", sampled(ROWS, SAMPLE))
 def test_what_it_says(check, tmp_path, command, edits, words):
+    """Of a script with edits: pairs of texts, or functions of the whole text."""
     script, _, more = command.partition(" ")
     more = more.replace("tied.py", edited(tmp_path / "one", "single.py", TIED))
     if "grad-accum" not in command + words:
         more += " --grad-accum 2"  # as by default, but it does not try 1 after a DIFFERENT
-    status, said = check(
-        edited(tmp_path / "copy", script, *edits) if edits else script, more)
+    if edits:
+        pairs = [edit for edit in edits if not callable(edit)]
+        script = edited(tmp_path / "copy", script, *pairs)
+        for change in filter(callable, edits):
+            pathlib.Path(script).write_text(change(pathlib.Path(script).read_text()))
+    status, said = check(script, more)
     assert status == (words[:5] != "EQUAL"), said
     assert re.search(f"[24] processes  {words}", said), said
     assert ("\nNot compared: " in said) == (not status), said
-
-
-@thorough
-def test_a_loop_that_changes_its_batch(check, tmp_path):
-    """As `inputs.pop("labels")` does: what it has read is recorded all the same."""
-    edits = [("        for i, (inputs, targets) in enumerate(batch):",
-              "        for i in range(args.grad_accum):\n"
-              "            inputs, targets = batch.pop(0)"),
-             ("count_targets(batch, dist.group.WORLD)", "count_targets(batch) * n")]
-    status, said = check(edited(tmp_path / "copy", "fsdp.py", *edits), "--grad-accum 2")
-    assert status == 1 and "loss: a mean of means" in said, said
 
 
 @pytest.mark.parametrize("verdicts, status", [
@@ -251,14 +259,15 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path, number, status):
     assert number == signal.SIGKILL or not [*tmp_path.glob("check-*")]
 
 
-@pytest.mark.parametrize("script", sampled(["pp", "zero", "ddp"], ["pp"]))
-def test_a_copy_without_run(check, tmp_path, script):
-    """Its model is called policy: parameters have the names of its modules, as in single.py."""
-    copy = pathlib.Path(edited(tmp_path / "copy", f"{script}.py"))
-    copy.write_text(re.sub(r"(?<![.\w-])model(?=[.,()\n]| =)", "policy",
-                           without_run(copy.read_text())))
-    status, said = check(str(copy), "--against single.py --num-hidden-layers 4")
-    assert status == 0 and re.search(f"2 processes  {EQUAL}", said), said
+@thorough
+def test_nohup_lets_it_go_on(tmp_path):
+    """When the terminal is closed, all of its processes get SIGHUP."""
+    process = start(["nohup", sys.executable, "-m", "tools.check", "fsdp.py", "--ranks", "2"],
+                    tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    wait_until(lambda: [*tmp_path.glob("*/2/run.parity")])
+    os.killpg(process.pid, signal.SIGHUP)
+    said = finish(process)
+    assert process.returncode == 0 and re.search(f"2 processes  {EQUAL}", said), said
 
 
 @thorough

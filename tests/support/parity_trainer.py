@@ -94,6 +94,23 @@ def slices(name, tensor, rank, n):
     return None
 
 
+def make_model(args, rank, n, replicas):
+    torch.manual_seed(0)
+    model = Model(rank, n, 2 * args.fsdp, skip=int(args.hsdp)).double()
+    if args.query_norm:
+        for block in model.blocks:
+            block.q_norm = nn.RMSNorm(D // HEADS).double()
+    if args.tied:
+        model.head.weight = model.embed.weight
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if args.hsdp else mesh["replicate"]
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
 def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
@@ -110,19 +127,7 @@ def main(argv):
     replicas, replica = 1, 0
     if args.fsdp or args.hsdp:  # ranks cut the batch, and no layer
         n, rank, replicas, replica = 1, 0, n, rank
-    torch.manual_seed(0)
-    model = Model(rank, n, 2 * args.fsdp, skip=int(args.hsdp)).double()
-    if args.query_norm:
-        for block in model.blocks:
-            block.q_norm = nn.RMSNorm(D // HEADS).double()
-    if args.tied:
-        model.head.weight = model.embed.weight
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard"))
-        mesh = mesh if args.hsdp else mesh["replicate"]
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    model = make_model(args, rank, n, replicas)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     parity = Parity(args.out, model, optimizer,
                     where=lambda name, tensor: slices(name, tensor, rank, n))
