@@ -370,7 +370,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--model none --devices 2 --seq-len 128", "--model none: no such preset or file"),
+    ("--model none --devices 2 --seq-len 128", "--model none: .*No such file"),
     (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, fsdp.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
     (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
