@@ -9,8 +9,6 @@ import shutil
 import pytest
 import torch
 
-from tests.support import lifted
-from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT
 from tests.support.sample import sampled
 
@@ -73,16 +71,12 @@ def test_a_copy_without_run_trains_to_the_same_weights(server, corpus, tmp_path,
         assert all(map(torch.equal, rank, other))
 
 
-@on_ranks(2)
-def test_the_functions_below_main_lift_into_another_trainer(mesh):
-    lifted.compare(mesh)
-
-
 def test_the_functions_below_main_need_nothing_of_common():
-    """But the error that they raise; ep.py also how rows are permuted. hybrid_3d.py composes what
-    others have. The model and the data know no ranks."""
+    """But the error that they raise; ep.py also how rows are permuted, tp.py what is tied.
+    hybrid_3d.py composes what others have. The model and the data know no ranks."""
     for name in set(SCRIPTS) - {"hybrid_3d"}:
-        allowed = {"SettingError", "refuse", "Permute", "inverse", "read_counts"}
+        allowed = {"SettingError", "refuse", "Permute", "inverse", "read_counts",
+                   "names_of_parameters", "tie"}
         body = ast.parse(SOURCES[name]).body
         ours = {alias.name for node in body if isinstance(node, ast.ImportFrom)
                 and node.module.startswith("common.") for alias in node.names}

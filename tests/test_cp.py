@@ -141,29 +141,3 @@ def test_no_whole_sequence_in_the_ring(mesh):
                 assert torch.Size(shape).numel() <= most, f"{shape} has scores"
         else:  # the same eyes see whole sequences where there are some
             assert (n, 2, B, KV, T // n, K) in mode.seen
-
-
-@on_ranks(2)
-def test_gradients_are_reduced_during_the_backward_pass(mesh, rank):
-    """Gradients of earlier micro-batches are not sent; those of the last one are, while its
-    backward pass goes on; what that did not reach is sent at the end."""
-    group, n = mesh.get_group(), mesh.size()
-    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
-                                 for _ in range(4))
-    begin, finish = cp.all_reduce_in_backward(layers.parameters(), group)
-    inputs = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
-    for parameter in layers.parameters():
-        torch.nn.init.eye_(parameter)
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-        layers[2](layers[1](layers[0](inputs))).sum().backward()
-        assert not reduce.called
-        begin()
-        layers[3](layers[1](layers[0](inputs))).sum().backward()
-        assert reduce.call_count == 1  # of layer 3, before layer 2, which other ranks might use
-        finish()
-        assert reduce.call_count == 5  # and which layers were used
-        layers[3](inputs).sum().backward()  # in the next step, and not in its last pass
-        assert reduce.call_count == 5
-    of_all = n * (n + 1) / 2  # the sum of inputs; layers 0 and 1 took part in two passes
-    for parameter, passes in zip(layers.parameters(), (2, 2, 1)):
-        assert (parameter.grad == passes * of_all).all()

@@ -107,7 +107,7 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
 def test_what_is_compiled(monkeypatch, model):
     """Each layer, and the loss. How often it is called: test_same_run.py."""
     monkeypatch.setattr(torch, "compile", lambda call, **_: ("compiled", call))
-    wrap_layers(model.model.layers.values(), True, None, model.lm_head)
+    wrap_layers(model.model.layers.values(), True, None, head=model.lm_head)
     found = [*(layer.forward for layer in model.model.layers.values()), model.lm_head.loss]
     assert [word for word, _ in found] == 3 * ["compiled"]
 

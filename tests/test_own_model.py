@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils._pytree import tree_leaves
@@ -81,16 +80,6 @@ def test_a_batch_without_targets_counts_one(rank):
     none, six = torch.full((2, 3), -100), torch.ones(2, 3)
     assert count_targets([(None, none)]) == count_targets([(None, none)], dist.group.WORLD) == 1
     assert count_targets([(None, none if rank else six)], dist.group.WORLD) == 6
-
-
-def test_a_buffer_with_two_names_stays_one():
-    model = nn.ModuleList(nn.Module() for _ in "ab")
-    buffer = torch.ones(2)
-    for module in model:
-        module.register_buffer("mask", buffer)
-        module.register_buffer("same", buffer)
-    fsdp.move_buffers(model, "meta")
-    assert model[0].mask.is_meta and model[0].mask is model[0].same is model[1].mask
 
 
 class Ended(Exception):
@@ -312,21 +301,3 @@ def test_a_loss_across_samples(mesh, rank):
     loss_of(first, everyone, mesh.get_local_rank() * len(z)).backward()
     dist.all_reduce(weight.grad)
     torch.testing.assert_close(weight.grad, whole.grad)
-
-
-@on_ranks(2)
-def test_ranks_use_different_parts_of_a_unit(mesh, rank):
-    model = Net()
-    model.forward = lambda blocks: sum(model.blocks[i](torch.ones(4)) for i in blocks)
-    fsdp.shard(model, [[*model.blocks]], mesh, reduce_unused=True)
-    for blocks, expected in ([rank], (0.5, 0.5)), ([0, 1][: 2 - rank], (1, 0.5)):
-        model.zero_grad()
-        model(blocks).sum().backward()
-        for block, gradient in zip(model.blocks, expected):
-            assert (block[1].bias.grad.full_tensor() == gradient).all()
-
-
-def test_what_is_offloaded():
-    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
-        fsdp.shard(nn.Linear(2, 2), [], mock.Mock(ndim=1), cpu_offload=True)
-    assert isinstance(fully_shard.call_args.kwargs["offload_policy"], CPUOffloadPolicy)

@@ -41,14 +41,11 @@ OWN_HEADS = [
 # compared with one process in test_check.py
 HEADS = with_model("with_heads(Transformer(args.config))")
 UNITS = "        [model.model.norm, model.lm_head],\n"
-APART = UNITS, ("        [model.model.norm], "
-                "*([head] for head in model.lm_head.parts.values()),\n")
-UNUSED = "reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,"
 DATA_PARALLEL = {
     "ddp.py": [("gradient_as_bucket_view=True",
                 "gradient_as_bucket_view=True, find_unused_parameters=True")],
-    "zero.py": [APART],
-    "fsdp.py": [(UNUSED, f"{UNUSED} reduce_unused=True")],
+    "zero.py": [("        # ZeRO: the norm", "        usage.drop_unused()\n        # ZeRO: the norm")],
+    "fsdp.py": [("        # FSDP: the norm", "        usage.drop_unused()\n        # FSDP: the norm")],
 }
 
 # A condition: in a pipeline it is the first token of what travels. Under tensor parallelism every
@@ -83,7 +80,7 @@ TP_OF_NORMS = [('        "model.layers.*.self_attn.o_proj"', """\
 # A plain head: the loop computes the loss of its logits, under tensor parallelism in shards
 PLAIN_HEAD = with_model("with_plain_head(Transformer(args.config))") + [
     ("model(inputs, targets)", 'torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), '
-     'targets.flatten(), reduction="sum")'), (", model.lm_head)\n", ")\n")]
+     'targets.flatten(), reduction="sum")'), (", head=model.lm_head)\n", ")\n")]
 TP_OF_HEAD = [
     ("output_layouts=Replicate()),\n    }", "output_layouts=Shard(-1),\n"
      "                                   use_local_output=False),\n    }"),
@@ -97,11 +94,12 @@ CP_OF_RECURRENCE = [("    # CP: the positions in", """    for layer in layers if
 
 # A model of one's own in a pipeline: six places name its parts
 OWN = with_model("Own(args.config)")
-OWN_IN_ONE = [("model.model.layers.values()", "model.blocks.values()"), (", model.lm_head)", ")")]
+OWN_IN_ONE = [("model.model.layers.values()", "model.blocks.values()"),
+              (", head=model.lm_head)", ")")]
 OWN_STAGES = [
     ("len(whole.model.layers), n * v", "len(whole.blocks), n * v"),
     ("layers = part.model.layers.values()", "layers = part.blocks.values()"),
-    (", part.lm_head)", ")"),
+    (", head=part.lm_head)", ")"),
     ("(model.lm_head, model.model.layers[\"0\"])", "(model.head, model.blocks[\"0\"])"),
     ("""    for name in list(model.model.layers):
         if int(name) not in layers[stage]:
@@ -153,7 +151,7 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "recurrence": (RECURRENCE, {"cp.py": CP_OF_RECURRENCE}, ""),
     "own stages": (OWN, {"single.py": OWN_IN_ONE, "pp.py": OWN_STAGES}, ""),
     "two optimizers": ([], {
-        "single.py": optimizers(TWO), "zero.py": optimizers(TWO, "shards.values()"),
+        "single.py": optimizers(TWO), "zero.py": optimizers(TWO),
     }, ""),
 }
 SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
@@ -205,7 +203,7 @@ KEYWORDS = [("Transformer(args.config)", "TakesText(args.config)"),
             ("(inputs, targets) in enum", "micro_batch in enum"),
             ("x, y = (row.expand(samples, -1).to(device) for row in dataset[0])",
              "sample = default_collate([dataset[0]] * samples)"),
-            ("replica(x, y)", "replica(**sample)"),
+            ("replica.eval()(x, y)", "replica.eval()(**sample)"),
             ("replica(inputs, targets)", "replica(**micro_batch)")]
 OF_SCRIPTS = {"single.py": 0, **dict.fromkeys(
     "ddp.py zero.py fsdp.py tp.py cp.py pp.py hybrid_3d.py ep.py".split(), 2)}

@@ -15,17 +15,6 @@ from common.options import SettingError
 from tests.support.on_ranks import on_ranks
 
 
-def test_the_picture():
-    layers = pp.split_layers(7, 8, head=0.9)
-    assert list(pp.describe_stages("zbv", layers, 4, 2, 7)) == [
-        "pipeline zbv: 7 micro-batches through 8 stages, bubble (n-1)/(3vM+n-1) = 6.7%",
-        "rank 0: embedding, layer 0 | head", "rank 1: layer 1 | layer 6",
-        "rank 2: layer 2 | layer 5", "rank 3: layer 3 | layer 4",
-    ]
-    assert pp.describe_stage([range(2), range(2, 4)], 1) == "layers 2-3, head"
-    assert pp.stages_of(1, 4, 2, "dualpipev") == [1, 6]
-
-
 def test_split_layers():
     with torch.device("meta"):
         assert pp.cost_of_head(Transformer(PRESETS["llama3-8b"])) == pytest.approx(2.4, abs=0.05)
@@ -85,11 +74,12 @@ def test_refuses_exactly_what_the_engine_does():
     )
     for name, p, M, V in itertools.product(pp.SCHEDULES, (1, 2, 3, 4), range(1, 10), (1, 2, 3)):
         args.schedule, args.microbatches, args.batch_size = name, M, M
+        args.stages_per_rank = V
         stage = types.SimpleNamespace(num_stages=p * V, group_size=p, group_rank=0, submod=None)
         one = name in pp.ONE_STAGE
         cannot = fails(pp.SCHEDULES[name], stage if one else [stage] * V, M, loss_fn=len)
         cannot = cannot or one and V > 1
-        assert fails(pp.check, args, p, V) == cannot, (name, p, M, V)
+        assert fails(pp.check, args, p) == cannot, (name, p, M, V)
 
 
 def test_the_bubble():

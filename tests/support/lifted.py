@@ -1,223 +1,362 @@
-"""A trainer of somebody else, with models of its own and an ordinary mean loss. The functions below
-``main`` of the scripts are lifted into it, one strategy after the other: on every rank the gradient
-norms of a few steps are those of one process. docs/copying.md shows these loops."""
+"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions below
+``main`` of the scripts are lifted into it, one strategy after the other; docs/copying.md shows these
+lines. tests/test_porting.py compares each with one process."""
 
 import collections
+import contextlib
 import functools
+import types
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 
 import cp
 import ep
 import fsdp
+import hybrid_3d
 import pp
 import tp
-import zero
+from common.data import BatchSampler
+from common.experts import MixtureConfig, MixtureOfExperts
+from common.options import option_parser, parse_options
+from common.run import Run
 
 CPU = torch.device("cpu")
-MAX_NORM = 0.1  # below the norms of all steps
+B, T, D, MAX_NORM = 8, 8, 4, 0.01  # below the norms of all steps
 
 
-def make_model():
-    blocks = [nn.Sequential(collections.OrderedDict(
-        up=nn.Linear(16, 32), gelu=nn.GELU(), down=nn.Linear(32, 16), norm=nn.LayerNorm(16)
-    )) for _ in range(2)]
-    return nn.Sequential(nn.Embedding(64, 16), *blocks, nn.Linear(16, 64))
-
-
-class Experts(nn.Module):
+class Part(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 16, 16))  # dimension 0: the experts
-
-    def forward(self, rows, counts, sizes=None):
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        parts = rows.split(sizes or counts.tolist())
-        return torch.cat([part @ matrix for part, matrix in zip(parts, weight)])
-
-
-class Mixture(nn.Module):
-    """Each token goes to one of four experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(16, 4), Experts()
-        self.dispatch = lambda rows, counts, experts: experts(rows, counts)
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
 
     def forward(self, x):
-        tokens = x.flatten(0, 1)
-        score, chosen = self.router(tokens).softmax(1).max(1)
-        expert, order = chosen.sort(stable=True)
-        rows = self.dispatch(tokens[order], expert.bincount(minlength=4), self.experts)
-        out = torch.empty_like(rows).index_copy(0, order, rows)
-        return x + (score[:, None] * out).view_as(x)
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def make_mixture():
-    return nn.Sequential(nn.Embedding(64, 16), Mixture(), nn.Linear(16, 64))
+class Choice(nn.Module):
+    """``use`` says which of the parts a and b samples use: "a", "b", "c" (both), or "-". In capitals
+    both are computed, and the loss takes one."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x, use):
+        taken = {"c": "ab", "-": ""}.get(use, use.lower())
+        for name, part in self.named_children():
+            if name in taken:
+                x = x + part(x)
+            elif use.isupper():
+                part(x)
+        return x
+
+
+class Parts(Choice):
+    def __init__(self):
+        super().__init__(first=Part(), choice=Choice(a=Part(), b=Part()), out=Part())
+
+    def forward(self, x, use):
+        for name, part in self.named_children():
+            x = part(x, use) if name == "choice" else x + part(x)
+        return x
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.attention = F.scaled_dot_product_attention
+        self.qkv, self.attention = nn.Linear(D, 3 * D), F.scaled_dot_product_attention
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # (B, heads, T, 4)
-        return x + self.out(self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+    def forward(self, x):  # (B, T, D), one head
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return self.attention(q, k, v, is_causal=True)[:, 0]
 
 
-class Sequences(nn.Module):
+class Sequences(Parts):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, 16), nn.Embedding(8, 16)
-        self.first, self.second, self.head = Attention(), Attention(), nn.Linear(16, 64)
-
-    def forward(self, x, positions=slice(None)):
-        return self.head(self.second(self.first(self.tokens(x) + self.places.weight[positions])))
+        self.first, self.choice.a = Attention(), Attention()
 
 
-def mean_loss(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+class Mixture(Parts):
+    """``use``: of the four experts the first two, the last two, or all. ``rests``: of the parts too.
+    """
+
+    def __init__(self, rests=False):
+        super().__init__()
+        self.rests = rests
+        self.out = MixtureOfExperts(MixtureConfig(
+            hidden_size=D, num_attention_heads=1, num_key_value_heads=1, num_experts=4,
+            expert_size=8))
+        for p in self.out.parameters():
+            nn.init.normal_(p, std=0.3)
+
+    def forward(self, x, use):
+        high = {"a": [9, 9, 0, 0], "b": [0, 0, 9, 9]}
+        self.out.bias.copy_(torch.tensor(high.get(use, [0] * 4)))
+        return super().forward(x, use if self.rests else "c")
 
 
-def own_part(mesh, *tensors):
-    return [tensor.chunk(mesh.size())[mesh.get_rank()] for tensor in tensors]
+def mean_loss(x, _=None):
+    return x.square().mean()
 
 
-# The trainer, and then the trainer with one strategy each: they yield the norm of each step
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def plain(model, batches, mesh):
-    optimizer = AdamW(model.parameters())
-    for inputs, targets in batches:
-        loss = mean_loss(model(inputs), targets)
-        loss.backward()
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+def clip(parameters):
+    return whole(clip_grad_norm_(parameters, MAX_NORM))
+
+
+# What a strategy makes of a model: its parameters by name; what computes the gradients of a
+# micro-batch, and returns this rank's part of its loss; the norm; what ``shard`` has returned, and
+# the ranks that have the same units
+Trainer = collections.namedtuple("Trainer", "parameters backward clip usage group",
+                                 defaults=[clip, None, None])
+
+
+def train(make, strategy, steps, drop_unused=False):
+    """``steps``: each has micro-batches, words: the first letter is what the first half of the
+    samples uses, the second what the second half does. Returns the loss and the norm of each step,
+    and the parameters in the end."""
+    torch.manual_seed(0)
+    model = make().double()
+    trainer = strategy(model)
+    optimizer = torch.optim.AdamW(  # eps: of some numbers the gradient is 0, but for rounding
+        trainer.parameters.values(), 0.01, eps=1e-5, weight_decay=0.5)
+    parser = option_parser("")
+    Run.add_options(parser)
+    args = parse_options(parser, ["--steps", "9", "--batch-size", "8", "--log-every", "1"])
+    run = Run(args, nn.Module(), optimizer, BatchSampler(99, 8, stop=9), range(99), CPU,
+              tensors=trainer.parameters, usage=trainer.usage)
+    generator = torch.Generator().manual_seed(1)
+    for step, words in run.steps(enumerate(map(str.split, steps))):
+        loss = 0.0
+        for i, word in enumerate(words):
+            x = torch.randn(B, T, D, generator=generator, dtype=torch.double)
+            loss += trainer.backward(x, word, i == len(words) - 1)
+        if drop_unused:
+            trainer.usage.drop_unused(trainer.group)
+        norm = trainer.clip(trainer.parameters.values())
         optimizer.step()
         optimizer.zero_grad()
-        yield norm
+        run.after_step(step, loss, norm)
+    return ([(record["loss"], record["grad_norm"]) for record in run.history],
+            {name: whole(p.detach()) for name, p in trainer.parameters.items()})
 
 
-def use_zero(model, batches, mesh):
-    buckets, shards = zero.make_buckets(model, [[part] for part in model], mesh)
-    optimizer = AdamW(shards.values())
-    for inputs, targets in batches:
-        inputs, targets = own_part(mesh, inputs, targets)
-        zero.reduce_in_backward(buckets, True)
-        loss = mean_loss(model(inputs), targets)
+def plain(model):
+    """On every rank, of the samples of all."""
+    def backward(x, word, last):
+        loss = sum(mean_loss(model(half, use)) for half, use in zip(x.chunk(2), word)) / 2
         loss.backward()
-        zero.reduce_gradients(buckets)
-        norm = clip_grad_norm_(shards.values(), MAX_NORM).full_tensor()
-        optimizer.step()
-        zero.start_gathering(buckets)
-        optimizer.zero_grad()
-        yield norm
-    zero.wait_for_parameters(buckets)
+        return loss.detach() / dist.get_world_size()
+
+    return Trainer(dict(model.named_parameters()), backward)
 
 
-def use_tp(model, batches, mesh):
+# The trainer with one strategy each
+
+
+def own(x, word):
+    """The samples of this rank, and what they use."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return x.chunk(n)[rank], word[2 * rank // n]
+
+
+def ddp(model, **options):
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+
+    def backward(x, word, last):
+        with contextlib.nullcontext() if last else replica.no_sync():
+            loss = mean_loss(replica(*own(x, word)))  # DDP averages the gradients of the ranks
+            loss.backward()
+        if last:
+            replica._check_reducer_finalized()
+        return loss.detach() / dist.get_world_size()
+
+    return Trainer(dict(model.named_parameters()), backward)
+
+
+def flat(replicas=1):
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (replicas, n // replicas), mesh_dim_names=("r", "s"))
+    return mesh if replicas > 1 else mesh["s"]
+
+
+def units_of(model, together):
+    """``together``: the parts are one unit, a module that all ranks call."""
+    choice = [model.choice] if together else model.choice.children()
+    return [[model.first], *([part] for part in choice), [model.out]]
+
+
+def zero(model, stage=2, together=False):
+    usage = fsdp.shard(model, units_of(model, together), flat(), reshard_after_forward=False)
+
+    def backward(x, word, last):
+        model.set_requires_gradient_sync(last or stage == 2)
+        model.set_reshard_after_backward(last)
+        loss = mean_loss(model(*own(x, word)))  # FSDP averages the gradients of the ranks
+        loss.backward()
+        return loss.detach() / dist.get_world_size()
+
+    return Trainer(dict(model.named_parameters()), backward, usage=usage)
+
+
+def fully_sharded(model, replicas=1, together=False, reshard=True):
+    usage = fsdp.shard(model, units_of(model, together), flat(replicas),
+                       reshard_after_forward=reshard)
+    fsdp.reduce_by_sum(model)
+
+    def backward(x, word, last):
+        model.set_requires_all_reduce(last)
+        if not reshard:
+            model.set_reshard_after_backward(last)
+        loss = mean_loss(model(*own(x, word))) / dist.get_world_size()
+        loss.backward()
+        return loss.detach()
+
+    return Trainer(dict(model.named_parameters()), backward, usage=usage)
+
+
+def split(model, mesh):
     tp.parallelize(model, mesh, {
-        "[03]": tp.Replicated(), "[12].norm": tp.Replicated(),
-        "[12].up": ColwiseParallel(), "[12].down": RowwiseParallel(),
+        "*.norm": tp.Replicated(), "*.up": ColwiseParallel(), "*.down": RowwiseParallel(),
+        "choice.*.norm": tp.Replicated(), "choice.*.up": ColwiseParallel(),
+        "choice.*.down": RowwiseParallel(),
     })
-    optimizer = AdamW(model.parameters())
-    for inputs, targets in batches:  # the same on all ranks
-        loss = mean_loss(model(inputs), targets)
-        loss.backward()
+
+
+def tensor(model):
+    mesh = flat()
+    split(model, mesh)
+
+    def clip_after(parameters):
         tp.redistribute_gradients(model, mesh.get_group())
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield norm
+        return clip(parameters)
+
+    return plain(model)._replace(clip=clip_after)
 
 
-def use_cp(model, batches, mesh):
-    group, n = mesh.get_group(), mesh.size()
-    cp.set_attention(
-        model, cp.ring_attention, group, replaces=F.scaled_dot_product_attention
-    )
-    positions = cp.shard_positions(8, n)[mesh.get_rank()]
-    begin_reducing, finish_reducing = cp.all_reduce_in_backward(model.parameters(), group)
-    optimizer = AdamW(model.parameters())
-    for inputs, targets in batches:  # the same on all ranks
-        logits = model(inputs[:, positions], positions)
-        loss = mean_loss(logits, targets[:, positions]) / n  # a part of the mean over all ranks
-        begin_reducing()
-        loss.backward()
-        finish_reducing()
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield norm
+def context(model, attention=cp.ring_attention, **options):
+    """All samples use the same parts: of ranks that do not, see ``ddp``."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    cp.set_attention(model, attention, group, replaces=F.scaled_dot_product_attention)
+    positions = cp.shard_positions(T, n)[dist.get_rank()]
+    replica = DistributedDataParallel(model, process_group=group, **options)
+
+    def backward(x, word, last):
+        with contextlib.nullcontext() if last else replica.no_sync():
+            loss = mean_loss(replica(x[:, positions], word[0]))
+            loss.backward()
+        if last:
+            replica._check_reducer_finalized()
+        return loss.detach() / n
+
+    return Trainer(dict(model.named_parameters()), backward)
 
 
-def use_pp(model, batches, mesh, name="zbv"):
-    """Four stages on two ranks: the first and the last one on rank 0."""
-    group, n, M = mesh.get_group(), mesh.size(), 4
-    numbers = pp.stages_of(mesh.get_rank(), n, 2, name)
-    parts = [model[stage] for stage in numbers]
-    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")  # a micro-batch
-    hidden, logits = (torch.empty(2, 8, size, dtype=torch.double, device="meta")
-                      for size in (16, 64))
+class Stage(Choice):
+    """``uses``: of the micro-batches that are to come."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.uses = collections.deque()
+        for name in names:
+            if name in "ab":
+                self.choice = Choice(**{name: getattr(model.choice, name)})
+            else:
+                self.add_module(name, getattr(model, name))
+
+    def forward(self, x):
+        return Parts.forward(self, x, self.uses.popleft())
+
+
+def pipeline(model, name, prepare=lambda part: None, group=None, replicas=1):
+    """Each letter of a word is two or four micro-batches of the pipeline."""
+    group, M = group or dist.group.WORLD, 4
+    v = 1 if name in pp.ONE_STAGE else 2
+    numbers = pp.stages_of(group.rank(), group.size(), v, name)
+    names = ["first", "a", "b", "out"]
+    size = len(names) // (group.size() * v)
+    parts = [Stage(model, names[i * size : (i + 1) * size]) for i in numbers]
+    usages = [prepare(part) for part in parts]
+    hidden = torch.empty(B // replicas // M, T, D, dtype=torch.double, device="meta")
     schedule = pp.make_schedule(
-        name, parts, numbers, len(model), M, tokens, hidden, logits,
-        lambda logits, targets: mean_loss(logits, targets) / M, group, CPU,
+        name, parts, numbers, group.size() * v, M, hidden.clone(), hidden, hidden.clone(),
+        lambda x, targets: mean_loss(x) / M / replicas, group, CPU,
     )
-    parameters = [p for part in parts for p in part.parameters()]
-    optimizer = AdamW(parameters)
-    for inputs, targets in batches:  # the same on all ranks
+
+    def backward(x, word, last):
+        for part in parts:
+            part.uses.extend(use for use in word for _ in range(M // len(word)))
         losses = []
-        schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
-        norm = pp.clip_over_stages(parameters, MAX_NORM, group)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert len(losses) == (M if mesh.get_rank() == 0 else 0)
-        yield norm
-    schedule.eval(inputs, target=targets, losses=losses, return_outputs=False)
+        schedule.step(x, target=x, losses=losses, return_outputs=False)
+        return torch.stack([*losses, torch.zeros((), dtype=torch.double)]).sum().detach()
+
+    return Trainer(dict(named for part in parts for named in part.named_parameters()), backward,
+                   functools.partial(pp.clip_over_stages, max_norm=MAX_NORM, group=group),
+                   usages[0])
 
 
-use_dualpipe = functools.partial(use_pp, name="dualpipev")
+def expert(model, ep_ranks, replicas=1, together=False):
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (replicas, n // replicas // ep_ranks, ep_ranks),
+                            mesh_dim_names=("r", "expert_dp", "ep"))
+    ep.shard_experts(model.out.experts, mesh["ep"],
+                     mesh["r", "expert_dp"] if replicas > 1 else mesh["expert_dp"])
+    model.out.dispatch = functools.partial(ep.to_experts_and_back, group=mesh.get_group("ep"))
+    trainer = fully_sharded(model, replicas, together)
+    norm = functools.partial(ep.clip_over_meshes, max_norm=MAX_NORM)
+    if replicas > 1:  # they hold the same
+        alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("pp", "stage"))["stage"]
+        norm = functools.partial(pp.clip_over_stages, max_norm=MAX_NORM, group=alone.get_group())
+    return trainer._replace(clip=norm)
 
 
-def use_ep(model, batches, mesh):
-    n = mesh.size()
-    expert_mesh = init_device_mesh("cpu", (1, n), mesh_dim_names=("expert_dp", "ep"))
-    ep.shard_experts(model[1].experts, expert_mesh["ep"], expert_mesh["expert_dp"])
-    model[1].dispatch = functools.partial(
-        ep.to_experts_and_back, group=expert_mesh.get_group("ep")
-    )
-    fsdp.shard(model, [[part] for part in model], mesh)
-    fsdp.add_gradients_up(model)
-    optimizer = AdamW(model.parameters())
-    for inputs, targets in batches:
-        inputs, targets = own_part(mesh, inputs, targets)
-        loss = mean_loss(model(inputs), targets) / n  # a part of the mean over all ranks
-        loss.backward()
-        norm = ep.clip_over_meshes(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield norm
+def hybrid_in_one_stage(model):
+    """Two replicas of two ranks with tensor parallelism, and two micro-batches of the only stage."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("r", "s", "tp"))
+    split(model, mesh["tp"])
+    usage = fsdp.shard(model, units_of(model, False), mesh["r", "s"])
+    fsdp.reduce_by_sum(model)
+    forward = model.forward
+    model.forward = lambda x, targets: forward(x, targets.pop())
+
+    def backward(x, word, last):
+        r = mesh.get_local_rank("r")
+        uses = types.SimpleNamespace(chunk=lambda M: [[word[r]] for _ in range(M)])
+        losses = hybrid_3d.in_one_stage(
+            model, 2, lambda x, _: mean_loss(x) / 4, x.chunk(2)[r], uses, last)
+        return sum(losses).detach() / 2
+
+    return Trainer(dict(model.named_parameters()), backward, usage=usage)
 
 
-def compare(mesh):
-    torch.manual_seed(1)
-    batches = [(rows[:, :-1], rows[:, 1:]) for rows in torch.randint(64, (3, 8, 9))]
-    for make, strategies in (
-        (make_model, (plain, use_zero, use_tp, use_pp, use_dualpipe)),
-        (make_mixture, (plain, use_ep)), (Sequences, (plain, use_cp)),
-    ):
-        norms = []
-        for strategy in strategies:
-            torch.manual_seed(0)
-            norms.append(torch.stack([*strategy(make().double(), batches, mesh)]))
-            torch.testing.assert_close(norms[-1], norms[0], rtol=0, atol=1e-12)
-        assert norms[0].min() > MAX_NORM
+def hybrid_in_stages(model):
+    """Two replicas of two stages."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "r", "s"))
+
+    def prepare(part):
+        usage = fsdp.shard(part, [[child] for child in part.children()], mesh["r", "s"],
+                           reshard_after_forward=False)  # all micro-batches of a step
+        usage.stage, usage.stages = mesh.get_local_rank("pp"), 2
+        fsdp.reduce_by_sum(part)
+        return usage
+
+    trainer = pipeline(model, "1f1b", prepare, mesh.get_group("pp"), replicas=2)
+
+    def backward(x, word, last):
+        r = mesh.get_local_rank("r")
+        return trainer.backward(x.chunk(2)[r], word[r], last)
+
+    return trainer._replace(backward=backward, group=mesh.get_group("r"))
