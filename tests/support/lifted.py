@@ -342,13 +342,14 @@ def hybrid_in_one_stage(model):
     return Trainer(dict(model.named_parameters()), backward, usage=usage)
 
 
-def hybrid_in_stages(model):
+def hybrid_in_stages(model, together=True):
     """Two replicas of two stages."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "r", "s"))
 
     def prepare(part):
-        usage = fsdp.shard(part, [[child] for child in part.children()], mesh["r", "s"],
-                           reshard_after_forward=False)  # all micro-batches of a step
+        parts = part.children() if together else [m for m in part.modules() if type(m) is Part]
+        usage = fsdp.shard(part, [[module] for module in parts], mesh["r", "s"],
+                           reshard_after_forward=False)  # for all micro-batches of a step
         usage.stage, usage.stages = mesh.get_local_rank("pp"), 2
         fsdp.reduce_by_sum(part)
         return usage
@@ -356,7 +357,7 @@ def hybrid_in_stages(model):
     trainer = pipeline(model, "1f1b", prepare, mesh.get_group("pp"), replicas=2)
 
     def backward(x, word, last):
-        r = mesh.get_local_rank("r")
-        return trainer.backward(x.chunk(2)[r], word[r], last)
+        r, uses = mesh.get_local_rank("r"), len(word) // 2
+        return trainer.backward(x.chunk(2)[r], word[r * uses : (r + 1) * uses], last)
 
     return trainer._replace(backward=backward, group=mesh.get_group("r"))
