@@ -1,13 +1,18 @@
 """Edits that anybody makes to bring a model of their own: exact, or refused in words."""
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import cp
-from common.model import plain_attention
+from common.data import load_steps
+from common.model import Attention, plain_attention
 from common.options import SettingError
 from tests.support.compare import assert_near, furthest, read
+from tests.support.on_ranks import on_ranks
 from tests.support.processes import Result, edited
 from tests.support.sample import sampled
 
@@ -219,12 +224,27 @@ def test_samples_may_be_dicts_in_dicts(once, tmp_path, script):
     assert furthest(found.curve(), single.curve()) < 1e-10
 
 
-def test_parts_that_some_samples_do_not_use_stop_ddp(run, corpus, tmp_path):
-    """Before the first step, with the words of torch. fsdp.py: tests/test_check.py."""
-    copy = edited(tmp_path / "copy", "ddp.py", *HEADS)
-    result = run(copy, 2, f"{OPTIONS} --data {corpus} --grad-accum 6", expect_ok=False)
-    assert set(result.statuses) <= {1, -15}
-    assert "find_unused_parameters=True" in result.output and "loss=" not in result.output
+@on_ranks(2)
+def test_a_step_that_leaves_out_a_part_is_refused():
+    """In the last step no rank uses attention: the script ends in it, not in a next one."""
+    left_out = "in step 3 a rank left out parameters: call usage.drop_unused"
+    attention = mock.patch.object(Attention, "forward", Attention.forward)
+
+    def skip_in_the_last(*args):
+        for step, batch in load_steps(*args):
+            if step == 2:
+                Attention.forward = lambda layer, x, *_: x
+            yield step, batch
+
+    for command, words in {
+        **dict.fromkeys(("ddp.py", "cp.py"), "find_unused_parameters=True"),
+        **dict.fromkeys(("zero.py", "fsdp.py", "ep.py --num-experts 4", "hybrid_3d.py"), left_out),
+    }.items():
+        script, *options = f"{command} {OPTIONS} --data {__file__}".split()
+        module = importlib.import_module(script.removesuffix(".py"))
+        with (attention, mock.patch.object(module, "load_steps", skip_in_the_last),
+              pytest.raises((SettingError, RuntimeError), match=words)):
+            module.main(options)
 
 
 @pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
