@@ -1,5 +1,5 @@
-"""One's own model: what the scripts cannot know is handled, or refused in words. Replicas and ties
-of FSDP: test_fsdp.py. Copies of scripts with models of one's own: test_porting.py."""
+"""One's own model: what the functions of the scripts cannot know is handled, or refused in words.
+Beside one process: test_porting.py."""
 
 import argparse
 import copy
@@ -24,6 +24,7 @@ from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.options import SettingError
 from common.step import count_targets, seed_step, set_learning_rate
+from tests.support.lifted import Parts, Stage, split
 from tests.support.on_ranks import on_ranks
 from tests.test_porting import OPTIONS
 
@@ -184,42 +185,28 @@ def test_fsdp_casts_images_once(mesh):
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in "ab")
-
-    def forward(self, block):
-        return self.blocks[block](torch.ones(4))
-
-
-PLAN = {"embed": tp.Replicated(), "blocks.*.0": ColwiseParallel(), "blocks.*.1": RowwiseParallel()}
-
-
 @on_ranks(2)
 def test_a_plan_reaches_all_of_the_model(mesh, rank):
-    def refused(match, plan, model):
+    def refused(match, **plan):
+        plan |= {"first.*": tp.Replicated(), "out.*": tp.Replicated()}
         with pytest.raises(SettingError, match=match):
-            tp.parallelize(model, mesh, plan)
+            tp.parallelize(Parts(), mesh, plan)
 
-    for blocks in (1, 0):
-        stage = Net()
-        stage.blocks, stage.embed = stage.blocks[:blocks], nn.Identity()  # as pp.keep_stage does
-        tp.parallelize(stage, mesh, PLAN, Net())
-    refused(r"the plan names b\*0.1, but the model has", PLAN | {"b*0.1": None}, Net())  # no dot
-    model = Net()
-    model.blocks[1].gate = nn.Parameter(torch.ones(4))
-    refused("the plan does not reach blocks.1.gate: add its module", PLAN, model)
-    model = Net()
-    model.blocks[1][0].weight = model.embed.weight
-    refused("embed.weight and blocks.1.0.weight are tied: .* both alike", PLAN, model)
-    model = Net()
-    model.blocks[1][0].weight = model.blocks[0][0].weight
-    torch.nn.init.constant_(model.blocks[0][0].weight, rank)
-    tp.parallelize(model, mesh, PLAN)
-    assert model.blocks[1][0].weight is model.blocks[0][0].weight
-    assert (model.blocks[0][0].weight.to_local() == rank).all()  # its own part: nothing is sent
+    for stage in Stage(Parts(), ["first"]), Stage(Parts(), ["out"]):  # of a model that has more
+        stage.choice = nn.Identity()  # as pp.keep_stage does
+        split(stage, mesh, Parts())
+    refused("the plan does not reach choice.a.norm.weight: add its module")
+    refused(r"the plan names o\*up, but the model has", **{"o*up": None})  # * matches no dot
+    model = Parts()
+    model.out.up.weight = model.first.norm.weight
+    with pytest.raises(SettingError, match="first.norm.weight and out.up.weight are tied: .* both"):
+        split(model, mesh)
+    model = Parts()
+    model.out.up.weight = model.first.up.weight
+    torch.nn.init.constant_(model.first.up.weight, rank)
+    split(model, mesh)
+    assert model.out.up.weight is model.first.up.weight
+    assert (model.first.up.weight.to_local() == rank).all()  # its own part: nothing is sent
     model = nn.Sequential(nn.LayerNorm(4).requires_grad_(False))
     tp.parallelize(model, mesh, {"0": SequenceParallel()})  # which thaws it
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -244,9 +231,9 @@ def test_replicated_modules_take_all_inputs(mesh):
     tp.parallelize(model, mesh, {"0": tp.Replicated()})
     torch.testing.assert_close(model[0](), whole.weight)
     for placement in (Replicate(), Shard(1), Shard(2)):
-        split = distribute_tensor(x, mesh, [placement])
+        inputs = distribute_tensor(x, mesh, [placement])
         for scale in (x, 10):
-            torch.testing.assert_close(model[0](split, scale), whole(x, scale))
+            torch.testing.assert_close(model[0](inputs, scale), whole(x, scale))
 
 
 @on_ranks(2)
@@ -263,23 +250,21 @@ def test_inputs_that_a_style_would_drop_are_refused(mesh):
 
 @on_ranks(2)
 def test_positions_that_cannot_be_split_are_refused(mesh):
-    split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    model = Net()
-    tp.parallelize(model, mesh, PLAN | {"embed": split})
-    assert type(model.embed(torch.zeros(2, 16, dtype=torch.int64))) is AsyncCollectiveTensor
-    tp.wait_for_output(model.embed)  # which a compiled layer could not take
-    found = model.embed(torch.zeros(2, 16, dtype=torch.int64))
-    assert type(found) is torch.Tensor and found.shape == (2, 8, 4)
-    odd = torch.zeros(2, 15, dtype=torch.int64)
+    def embedding(layout, positions, whole=None):
+        model = nn.Sequential(nn.Embedding(8, 4))
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+        tp.parallelize(model, mesh, {"0": style}, whole)
+        return model[0], torch.zeros(2, positions, dtype=torch.int64)
+
+    model, tokens = embedding(Shard(1), 16)
+    assert type(model(tokens)) is AsyncCollectiveTensor
+    tp.wait_for_output(model)  # which a compiled layer could not take
+    assert type(model(tokens)) is torch.Tensor and model(tokens).shape == (2, 8, 4)
+    model, tokens = embedding(Shard(1), 15)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
-        model.embed(odd)
-    stage, part = Net(), torch.ones(2, 15, 4)
-    stage.embed = nn.Identity()  # of a later stage, which gets positions that are split
-    tp.parallelize(stage, mesh, PLAN | {"embed": split}, Net())
-    assert stage.embed(part) is part
-    model = Net()
-    tp.parallelize(model, mesh, PLAN | {"embed": RowwiseParallel(input_layouts=Replicate())})
-    assert model.embed(odd).shape == (2, 15, 4)  # whole, on each rank
+        model(tokens)
+    model, tokens = embedding(Replicate(), 15)
+    assert model(tokens).shape == (2, 15, 4)  # whole, on each rank
 
 
 @on_ranks(2)
@@ -297,3 +282,39 @@ def test_a_loss_across_samples(mesh, rank):
     loss_of(first, everyone, mesh.get_local_rank() * len(z)).backward()
     dist.all_reduce(weight.grad)
     torch.testing.assert_close(weight.grad, whole.grad)
+
+
+# Tied weights: test_porting.py trains them, or a script refuses them
+
+
+@on_ranks(2)
+def test_a_weight_that_two_units_share_is_refused(mesh):
+    model = Parts()
+    model.out.up.weight = model.first.up.weight
+    for units in [[model.first], [model.choice], [model.out]], [[model.first], [model.choice]]:
+        with pytest.raises(SettingError, match="share first.up.weight: put"):
+            fsdp.shard(model, units, mesh)
+    fsdp.shard(model, [[model.first, model.out], [model.choice]], mesh)
+    assert model.out.up.weight is model.first.up.weight
+
+
+def tied(config):
+    model = Transformer(config)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+@on_ranks(2)
+def test_scripts_refuse_what_they_would_untie():
+    """Embedding and head are in two units, or in two stages."""
+    for command, words in {
+        **dict.fromkeys(("zero.py", "fsdp.py", "hybrid_3d.py", "hybrid_3d.py --tp 2", "ep.py --num-experts 4"),
+                        "two units.* share model.embed_tokens.weight"),
+        "pp.py": "several stages have the parameter model.embed_tokens.weight = lm_head.weight",
+        "hybrid_3d.py --pp 2": "several stages have the parameter model.embed_tokens.weight",
+    }.items():
+        script, *options = f"{command} {OPTIONS} --data {__file__}".split()
+        module = importlib.import_module(script.removesuffix(".py"))
+        with (mock.patch.object(module, "Transformer", tied),
+              pytest.raises(SettingError, match=words)):
+            module.main(options)

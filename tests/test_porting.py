@@ -1,5 +1,7 @@
-"""Edits that anybody makes to bring a model of their own: exact, or refused in words."""
+"""Promises 1 and 8: a model of one's own, in a copy of a script or with the functions of a script in
+another trainer, is trained as by one process, or refused in words."""
 
+import functools
 import importlib
 from unittest import mock
 
@@ -8,12 +10,17 @@ import torch
 from torch import nn
 
 import cp
+import pp
 from common.data import load_steps
 from common.model import Attention, plain_attention
 from common.options import SettingError
 from tests.support.compare import assert_near, furthest, read
+from tests.support.lifted import (
+    MAX_NORM, Mixture, Parts, Sequences, context, ddp, expert, fully_sharded, hybrid_in_one_stage,
+    hybrid_in_stages, pipeline, plain, tensor, train, zero
+)
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import Result, edited
+from tests.support.processes import ROOT, Result, edited
 from tests.support.sample import sampled
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -203,6 +210,7 @@ NESTED = [("\nimport torch\n", "\nimport torch\nfrom tests.support.ported import
           ("dataset = open_dataset(args)", "dataset = Nested(open_dataset(args))")]
 UNPACKED = [("        seed_step(", "        batch = [(x['text']['tokens'], x['targets']) "
              "for x in batch]\n        seed_step(")]
+FIRST = [("in dataset[0])", "in (dataset[0]['text']['tokens'], dataset[0]['targets']))")]
 KEYWORDS = [("Transformer(args.config)", "TakesText(args.config)"),
             ("(batch, dist", "([(None, x['targets']) for x in batch], dist"),
             ("(inputs, targets) in enum", "micro_batch in enum"),
@@ -218,8 +226,8 @@ OF_SCRIPTS = {"single.py": 0, **dict.fromkeys(
 def test_samples_may_be_dicts_in_dicts(once, tmp_path, script):
     """In ddp.py the model takes them as keywords, elsewhere the loop takes out what it needs."""
     more = " --num-experts 4" if script == "ep.py" else ""
-    edits = NESTED + (KEYWORDS if script == "ddp.py" else UNPACKED)
-    found = once(edited(tmp_path / "copy", script, *edits), OF_SCRIPTS[script], OPTIONS + more)
+    edits = {"ddp.py": KEYWORDS, "cp.py": UNPACKED + FIRST}.get(script, UNPACKED)
+    found = once(edited(tmp_path / "copy", script, *NESTED, *edits), OF_SCRIPTS[script], OPTIONS + more)
     single = once("ep.py" if more else "single.py", 0, OPTIONS + more)
     assert furthest(found.curve(), single.curve()) < 1e-10
 
@@ -245,6 +253,137 @@ def test_a_step_that_leaves_out_a_part_is_refused():
         with (attention, mock.patch.object(module, "load_steps", skip_in_the_last),
               pytest.raises((SettingError, RuntimeError), match=words)):
             module.main(options)
+
+
+# Functions of the scripts in a trainer that is not ours, tests/support/lifted.py: losses, norms and
+# parameters of one process, also if a part of the model rests. Or the step is refused, as the table
+# in docs/strategies.md says.
+
+# What the samples of the micro-batches of each step use: see ``train`` and ``Choice`` of lifted.py
+NOBODY = ("cc cc", "cc cc")  # leaves out a part
+SOME_MICRO_BATCHES = ("aa bb", "bb aa", "aa bb")
+SOME_RANKS = ("ab bb", "bb ba", "aa ab")
+TAKEN = ("AB bb", "bb BA", "cc AB")  # all parts are computed, and each rank's loss takes one
+MORE = ("ac bb", "c- ca", "-b")  # other numbers of parts, or none
+NO_RANK = ("aa bb", "bb bb", "AA", "bb", "--")
+COLUMNS = [SOME_MICRO_BATCHES], [SOME_RANKS, TAKEN, MORE], [NO_RANK]
+
+EQUAL, CANNOT_BE = "equal", "cannot be"
+TORCH = "refused in the same step, in torch's words"
+DROPPED = "equal with `drop_unused`, otherwise refused in the same step"
+UNITS = "refused at the end of the step, if it ends: see below"
+OTHER_UNITS = "ranks used other units of FSDP"
+# What is refused: in the words, what is refused in the last of these steps
+REFUSED = {
+    TORCH: ("find_unused_parameters=True", [("ab",), ("cc", "aa"), ("cc cc", "cc ab")]),
+    DROPPED: ("in step {} a rank left out parameters: call usage.drop_unused",
+              [("aa",), ("cc", "bb bb"), ("cc", "AA")]),
+    UNITS: (f"in step {{}} {OTHER_UNITS}", [("ab",), ("cc", "ba")]),
+}
+
+
+def variants(function, make=Parts, **options):
+    """[(function with one of the values of the option, model)]"""
+    ((name, values),) = options.items()
+    return [(functools.partial(function, **{name: value}), make) for value in values]
+
+
+FIND = functools.partial(ddp, find_unused_parameters=True)
+TOGETHER = functools.partial(fully_sharded, together=True)
+GATHERED_ONCE = functools.partial(zero, together=True)
+PARTS_AND_EXPERTS = functools.partial(Mixture, rests=True)
+# The table in docs/strategies.md: its cells; what computes them on 2 ranks by default; what else;
+# what on 4 ranks.
+TABLE = {
+    "`ddp.py`, `cp.py`": (
+        [TORCH, TORCH, TORCH], [(ddp, Parts), (context, Sequences)],
+        variants(context, Sequences, attention=[cp.allgather_attention]), [(ddp, Parts)]),
+    "`ddp.py`, `cp.py` with `find_unused_parameters=True`": (
+        [EQUAL, EQUAL, EQUAL], [(FIND, Parts)],
+        variants(context, Sequences, find_unused_parameters=[True]), [(FIND, Parts)]),
+    "`zero.py`, `fsdp.py`, `ep.py`, `hybrid_3d.py`, each part a unit": (
+        [EQUAL, UNITS, DROPPED],
+        variants(fully_sharded, replicas=[1]) + variants(zero, stage=[2]),
+        variants(functools.partial(fully_sharded, reshard=False), replicas=[2, 1])
+        + variants(fully_sharded, replicas=[2]) + variants(zero, stage=[1]),
+        variants(fully_sharded, replicas=[1, 2, 4])
+        + [(hybrid_in_one_stage, Parts)]),
+    "the parts in a module that is a unit": (
+        [EQUAL, DROPPED, DROPPED],
+        variants(TOGETHER, replicas=[1, 2]) + variants(GATHERED_ONCE, stage=[1]),
+        variants(functools.partial(TOGETHER, reshard=False), replicas=[1, 2])
+        + variants(GATHERED_ONCE, stage=[2])
+        + variants(functools.partial(expert, together=True), PARTS_AND_EXPERTS, ep_ranks=[1, 2]),
+        variants(TOGETHER, replicas=[1, 2, 4]) + [(hybrid_in_stages, Parts)]),
+    "experts of `ep.py` that get no token": (
+        [EQUAL, EQUAL, EQUAL],
+        variants(expert, Mixture, ep_ranks=[2]), variants(expert, Mixture, ep_ranks=[1]),
+        variants(functools.partial(expert, replicas=2), Mixture, ep_ranks=[2, 1])),
+    "`tp.py`, `pp.py`": (
+        [EQUAL, CANNOT_BE, EQUAL], [(tensor, Parts)] + variants(pipeline, name=["zbv"]),
+        variants(pipeline, name=pp.SCHEDULES), []),
+}
+
+
+@functools.cache
+def expected(steps, make):
+    return train(make, plain, steps)
+
+
+def equal_steps(cells, make):
+    """What a row trains as one process does, and whether with ``drop_unused``."""
+    yield NOBODY, False
+    for cell, all_steps in zip(cells, COLUMNS):
+        # The samples of ``context`` are alike: ranks with other positions are as those of ddp.
+        if cell in (EQUAL, DROPPED) and (make is not Sequences or all_steps is not COLUMNS[1]):
+            for steps in all_steps:
+                yield steps, cell == DROPPED
+
+
+def compare(column):
+    for name, row in TABLE.items():
+        for strategy, make in row[column]:
+            for steps, dropped in equal_steps(row[0], make):
+                print(name, strategy, steps)
+                history, parameters = train(make, strategy, steps, dropped)
+                right, whole = expected(steps, make)
+                assert min(norm for _, norm in right) > MAX_NORM
+                torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
+                for key, value in parameters.items():
+                    torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-12)
+            for cell in dict.fromkeys(row[0]):
+                words, all_steps = REFUSED.get(cell, ("", []))
+                for steps in all_steps:
+                    print(name, strategy, cell, steps)
+                    with pytest.raises((SettingError, RuntimeError), match=words.format(len(steps))):
+                        train(make, strategy, steps)
+
+
+@on_ranks(2)
+def test_a_sample_of_the_table():
+    compare(1)
+
+
+@on_ranks(2, thorough=True)
+def test_the_rest_of_the_table():
+    compare(2)
+
+
+@on_ranks(4, thorough=True)
+def test_on_four_ranks():
+    compare(3)
+    # Stages have other units; ranks of one stage have not.
+    with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
+        train(Parts, functools.partial(hybrid_in_stages, together=False), ("cc", "abba"))
+
+
+def test_the_table():
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    for name, (cells, *_) in TABLE.items():
+        assert f"| {' | '.join([name, *cells])} |" in page
+
+
+# What cp.py refuses
 
 
 @pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])

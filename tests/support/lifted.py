@@ -173,18 +173,26 @@ def own(x, word):
     return x.chunk(n)[rank], word[2 * rank // n]
 
 
-def ddp(model, **options):
+def ddp(model, part=own, **options):
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
 
     def backward(x, word, last):
         with contextlib.nullcontext() if last else replica.no_sync():
-            loss = mean_loss(replica(*own(x, word)))  # DDP averages the gradients of the ranks
+            loss = mean_loss(replica(*part(x, word)))  # DDP averages the gradients of the ranks
             loss.backward()
         if last:
             replica._check_reducer_finalized()
         return loss.detach() / dist.get_world_size()
 
     return Trainer(dict(model.named_parameters()), backward)
+
+
+def context(model, attention=cp.ring_attention, **options):
+    """All samples use the same parts: of ranks that do not, see ``ddp``."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    cp.set_attention(model, attention, group, replaces=F.scaled_dot_product_attention)
+    positions = cp.shard_positions(T, n)[dist.get_rank()]
+    return ddp(model, lambda x, word: (x[:, positions], word[0]), **options)
 
 
 def flat(replicas=1):
@@ -199,28 +207,15 @@ def units_of(model, together):
     return [[model.first], *([part] for part in choice), [model.out]]
 
 
-def zero(model, stage=2, together=False):
-    usage = fsdp.shard(model, units_of(model, together), flat(), reshard_after_forward=False)
-
-    def backward(x, word, last):
-        model.set_requires_gradient_sync(last or stage == 2)
-        model.set_reshard_after_backward(last)
-        loss = mean_loss(model(*own(x, word)))  # FSDP averages the gradients of the ranks
-        loss.backward()
-        return loss.detach() / dist.get_world_size()
-
-    return Trainer(dict(model.named_parameters()), backward, usage=usage)
-
-
-def fully_sharded(model, replicas=1, together=False, reshard=True):
+def fully_sharded(model, replicas=1, together=False, reshard=True, stage=2):
     usage = fsdp.shard(model, units_of(model, together), flat(replicas),
                        reshard_after_forward=reshard)
     fsdp.reduce_by_sum(model)
 
     def backward(x, word, last):
         model.set_requires_all_reduce(last)
-        if not reshard:
-            model.set_reshard_after_backward(last)
+        model.set_requires_gradient_sync(last or stage == 2)
+        model.set_reshard_after_backward(last or reshard)
         loss = mean_loss(model(*own(x, word))) / dist.get_world_size()
         loss.backward()
         return loss.detach()
@@ -228,12 +223,15 @@ def fully_sharded(model, replicas=1, together=False, reshard=True):
     return Trainer(dict(model.named_parameters()), backward, usage=usage)
 
 
-def split(model, mesh):
+zero = functools.partial(fully_sharded, reshard=False)
+
+
+def split(model, mesh, whole=None):
     tp.parallelize(model, mesh, {
         "*.norm": tp.Replicated(), "*.up": ColwiseParallel(), "*.down": RowwiseParallel(),
         "choice.*.norm": tp.Replicated(), "choice.*.up": ColwiseParallel(),
         "choice.*.down": RowwiseParallel(),
-    })
+    }, whole)
 
 
 def tensor(model):
@@ -245,24 +243,6 @@ def tensor(model):
         return clip(parameters)
 
     return plain(model)._replace(clip=clip_after)
-
-
-def context(model, attention=cp.ring_attention, **options):
-    """All samples use the same parts: of ranks that do not, see ``ddp``."""
-    group, n = dist.group.WORLD, dist.get_world_size()
-    cp.set_attention(model, attention, group, replaces=F.scaled_dot_product_attention)
-    positions = cp.shard_positions(T, n)[dist.get_rank()]
-    replica = DistributedDataParallel(model, process_group=group, **options)
-
-    def backward(x, word, last):
-        with contextlib.nullcontext() if last else replica.no_sync():
-            loss = mean_loss(replica(x[:, positions], word[0]))
-            loss.backward()
-        if last:
-            replica._check_reducer_finalized()
-        return loss.detach() / n
-
-    return Trainer(dict(model.named_parameters()), backward)
 
 
 class Stage(Choice):
