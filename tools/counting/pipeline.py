@@ -104,8 +104,8 @@ class Pipeline:
 
     def least_in_pipeline(self, words, place, kept, more):
         """The same of a pipeline: also with buffers for what other stages send, and in hybrid_3d.py
-        all parameters of the stage gathered. ``kept``: by the layers of the stage for a micro-batch;
-        ``more``: when its backward pass begins."""
+        all parameters of the stage gathered. ``kept``: by the layers of the stage for a
+        micro-batch; ``more``: when its backward pass begins."""
         size, exact = SIZES[self.args.dtype]
         first, last = place == 0, place == self.n - 1
         config, tp, (steps, micro_batches) = self.args.config, self.tp(words), accumulated(words)
