@@ -215,6 +215,7 @@ def test_what_it_says(check, tmp_path, command, edits, words):
     ("EQUAL NOTHING EQUAL", 1), ("REFUSED REFUSED REFUSED", 1)])
 def test_its_status(monkeypatch, verdicts, status):
     found = iter(verdicts.split())
+    monkeypatch.setattr(tool, "on_end", lambda _: None)  # of the process of the tests
     monkeypatch.setattr(tool, "train", lambda *args: args[3])
     monkeypatch.setattr(tool, "read", lambda _: [])
     monkeypatch.setattr(tool, "reports", lambda _: [])
