@@ -2,7 +2,6 @@
 stranger has written. Whole scripts: test_run.py; each script's resume: test_same_run.py."""
 
 import contextlib
-import json
 import os
 import pickle
 import random

@@ -56,7 +56,9 @@ def test_a_base_class_comes_first(tmp_path):
 
 
 def test_refuses_a_clash(tmp_path):
-    text = "def same_on_all_ranks():\n    pass\n\n\n" + (ROOT / "ddp.py").read_text().split('"""\n')[1]
-    (tmp_path / "my.py").write_text(text.replace("    args.config", "    same_on_all_ranks()\n    args.config"))
-    with pytest.raises(SettingError, match="same_on_all_ranks means two things: in launch.py, my.py"):
+    *_, text = (ROOT / "ddp.py").read_text().split('"""\n')[:2]
+    own = "same_on_all_ranks"
+    text = text.replace("    args.config", f"    {own}()\n    args.config")
+    (tmp_path / "my.py").write_text(f"def {own}():\n    pass\n\n\n{text}")
+    with pytest.raises(SettingError, match=f"{own} means two things: in launch.py, my.py"):
         flatten(tmp_path / "my.py")

@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-import torch
 
 from common.data import TokenDataset
 from common.options import SettingError

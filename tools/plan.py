@@ -18,8 +18,8 @@ least what its row says. Nothing is counted if a formula says that it is too muc
 which it says that another holds more: tools/counting/pipeline.py.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
-byte: tools/counting/extended.py. What many micro-batches send and compute is extended in proportion,
-to 0.1 %. A command that is stopped continues when it is started again: what is counted is kept.
+byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
+proportion, to 0.1 %. A command that is stopped continues when it is started again: what is counted is kept.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -134,7 +134,8 @@ def variants(strategy, batch_size):
         few = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
         option = "--microbatches"
     numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
-    return [[option, str(n)] if n > 1 else [] for n in numbers]
+    options = [[option, str(n)] for n in numbers]
+    return [[], *options[1:]] if numbers[0] == 1 else options
 
 
 def search(strategy, options, args):
@@ -264,7 +265,8 @@ def gb(size):
 
 def lay_out(rows):
     """The lines of a table of dicts."""
-    table = [list(rows[0]), *(row.values() for row in rows)] if rows else []
+    heads = [list(row) for row in rows[:1]]
+    table = [*heads, *(row.values() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
         *padded, command = [f"{cell:>{width}}" for cell, width in zip(row, widths)]

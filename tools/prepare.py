@@ -31,7 +31,9 @@ def read_texts(path, bar, skipped, size=2**16):
         fail(f"{path} is compressed: unpack it first")
     # A byte that is no UTF-8 becomes a lone surrogate, which cannot be encoded again.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        pieces = file if jsonl else iter(lambda: file.read(size) + file.readline(size), "")
+        pieces = file
+        if not jsonl:
+            pieces = iter(lambda: file.read(size) + file.readline(size), "")
         for number, piece in enumerate(pieces, 1):
             bar.update(len(piece.encode(errors="surrogateescape")))
             if not piece.strip():

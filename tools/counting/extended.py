@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import operator
 import pathlib
 import re
 
@@ -21,7 +22,7 @@ import torch
 from pp import bubble
 from tools.command import ROOT
 from tools.counting import one_rank
-from tools.counting.counter import ACTIVATION_DIMS, peak_of
+from tools.counting.counter import peak_of
 from tools.counting.pipeline import accumulated
 
 CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
@@ -101,7 +102,8 @@ class Rank:
     def over_micro_batches(self, counted):
         """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
         n, kept = self.few, self.n - self.counted_at
-        starts = [peak["at first"] for name, peak in counted["moments"] if name == "0. forward"]
+        kind = "at first" if kept < 3 else "in all"  # the first pass gathers parameters
+        starts = [peak[kind] for name, peak in counted["moments"] if name == "0. forward"]
         (sent,) = (part["bytes"] for part in counted["collectives"] if part["collective"] == "send")
         # A micro-batch leaves to the end of the step a buffer for what other stages send, as much
         # as they are sent; its tokens and targets; and on the last stage its loss.
@@ -110,14 +112,13 @@ class Rank:
         until_backward = starts[kept - 1] - starts[kept - 2] - received if kept > 1 else 0
         stays = (self.micro_batches - n) * left
         in_flight = (self.in_flight - kept) * until_backward
-        total, seen, moments = collections.Counter(), collections.Counter(), []
-        for name, _ in counted["moments"]:
-            total[name] += 1
+        total = collections.Counter(name for name, _ in counted["moments"])
+        seen, moments = collections.Counter(), []
         for name, peak in counted["moments"]:
             seen[name] += 1
             # Not as many as can be are there in the first forward and in the last backward pass.
             full = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
-            added = stays + (in_flight if full and total[name] == n else 0)
+            added = stays + in_flight if full and total[name] == n else stays
             moments.append((name, more_activations(peak, added)))
         more = self.micro_batches / n
         collectives = [self.across_stages(part, more) for part in counted["collectives"]]
@@ -131,7 +132,7 @@ class Rank:
         """``part`` of the collectives, of ``more`` times as many micro-batches, in all stages."""
         part, n = dict(part), self.pipeline.n
         machines = [i * self.pipeline.per_place // self.args.nproc_per_node for i in range(n)]
-        if part["group"] in ACTIVATION_DIMS or part["collective"] == "all-to-all":
+        if part["group"] in ("tp", "cp") or part["collective"] in ("send", "all-to-all"):
             for name in "calls", "bytes", "between_machines":
                 part[name] *= more
         if part["group"] != "pp":
@@ -159,37 +160,43 @@ def extend(few, some, grouped, sizes, number):
     at = functools.partial(on_line, sizes, number)
     if before.keys() != after.keys():
         return None
-    moments = []
+    moments, collectives = [], []
     for kind, a in before.items():
-        b, pairs = after[kind], zip(a, after[kind])
-        if len(a) > 1:
-            if (len(a), len(b)) != sizes or not is_line(b[2:-2][:3]):
-                return None
-            pairs = [*zip(a[:3], b[:3]), *zip(a[2:], b[2 + len(b) - len(a) :])]
+        pairs = same_moments(a, after[kind], sizes)
+        if not pairs:
+            return None
         moments += [(kind[0], at(*pair)) for pair in pairs]
     if any(size != int(size) for _, peak in moments for size in peak.values()):
         return None
     parts = {(part["collective"], part["group"]): part for part in few["collectives"]}
-    collectives = [at(parts.get((part["collective"], part["group"]), {}), part)
-                   for part in some["collectives"]]
+    for part in some["collectives"]:
+        fewer = parts.get((part["collective"], part["group"]), {})
+        collectives.append(at(fewer, part))
     return some | summed(collectives, moments) | {
         "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
 
 
-def is_line(peaks):
-    """Whether of three dicts the second is in the middle; of fewer: yes."""
-    if len(peaks) < 3:
-        return True
-    a, b, c = peaks
-    return all(a.get(name, 0) + c.get(name, 0) == 2 * b[name] for name in b)
+def same_moments(a, b, sizes):
+    """Pairs of the peaks of a kind in two counts, each at the same place from the start or from the
+    end; []: they have no such places, or those between are on no line."""
+    if len(a) == len(b) == 1:  # in no layer, or in no step
+        return [(a[0], b[0])]
+    if (len(a), len(b)) != sizes:
+        return []
+    if len(between := b[2:-2]) > 2:
+        first, second, third, *_ = between
+        if any(first.get(name, 0) + third.get(name, 0) != 2 * second[name] for name in second):
+            return []
+    last = len(a) - 2
+    return [*zip(a[:3], b[:3]), *zip(a[-last:], b[-last:])]
 
 
 def summed(collectives, moments):
     """What follows from the collectives and from the moments."""
-    sent, crossing = (sum(part[name] for part in collectives)
-                      for name in ("bytes", "between_machines"))
-    return {"collectives": collectives, "moments": moments, "sent": round(sent),
-            "between_machines": round(crossing), "peak": peak_of(peak for _, peak in moments)}
+    return {"collectives": collectives, "moments": moments,
+            "sent": round(sum(part["bytes"] for part in collectives)),
+            "between_machines": round(sum(part["between_machines"] for part in collectives)),
+            "peak": peak_of(peak for _, peak in moments)}
 
 
 def on_line(sizes, number, a, b):
@@ -207,13 +214,16 @@ def on_line(sizes, number, a, b):
 def by_layer(moments, _):
     """The peaks of the moments that differ only in the number of the layer, in its order: a list
     for each (name, how often it was there before)."""
-    found, seen = collections.defaultdict(dict), collections.Counter()
+    found, seen = collections.defaultdict(list), collections.Counter()
     for name, peak in moments:
-        number = re.search(r"\.(\d+)\b", name)
-        kind = name.replace(number[0], ".*", 1) if number else name
-        found[kind, seen[name]][int(number[1]) if number else 0] = peak
+        kind, layer = name, 0
+        if number := re.search(r"\.(\d+)\b", name):
+            kind, layer = name.replace(number[0], ".*", 1), int(number[1])
+        found[kind, seen[name]].append((layer, peak))
         seen[name] += 1
-    return {kind: [peaks[i] for i in sorted(peaks)] for kind, peaks in found.items()}
+    for kind, numbered in found.items():  # in the backward pass the last layer came first
+        found[kind] = [peak for _, peak in sorted(numbered, key=operator.itemgetter(0))]
+    return found
 
 
 def by_step(moments, steps):

@@ -43,7 +43,8 @@ class Pipeline:
     def cut(self, layers, n):
         """``self.layers`` of a model of ``layers`` on ``n`` ranks."""
         stages = split_layers(layers, self.v * n, cost_of_head(self.model))
-        return [[len(stage) for stage in stages[place::n]] for place in range(n)]
+        sizes = [len(stage) for stage in stages]
+        return [sizes[place::n] for place in range(n)]
 
     def total(self, sizes, n, place):
         """How many layers a model on ``n`` ranks must have, such that the stages at ``place`` have
@@ -69,9 +70,9 @@ class Pipeline:
 
     def numbers(self):
         """How many parameters the whole model has."""
-        layer, whole = (sum(p.numel() for p in module.parameters())
-                        for module in (self.model.model.layers["0"], self.model))
-        return whole + (self.args.config.num_hidden_layers - 1) * layer
+        small = sum(p.numel() for p in self.model.parameters())
+        layer = sum(p.numel() for p in self.model.model.layers["0"].parameters())
+        return small + (self.args.config.num_hidden_layers - 1) * layer
 
     def least_held(self):
         """Bytes of parameters, gradients and AdamW's two states."""
@@ -103,8 +104,8 @@ class Pipeline:
 
     def least_in_pipeline(self, words, place, kept, more):
         """The same of a pipeline: also with buffers for what other stages send, and in hybrid_3d.py
-        all parameters of the stage gathered. ``kept``: by the layers of the stage for a micro-batch;
-        ``more``: when its backward pass begins."""
+        all parameters of the stage gathered. ``kept``: by the layers of the stage for a
+        micro-batch; ``more``: when its backward pass begins."""
         size, exact = SIZES[self.args.dtype]
         first, last = place == 0, place == self.n - 1
         config, tp, (steps, micro_batches) = self.args.config, self.tp(words), accumulated(words)
