@@ -308,8 +308,8 @@ def tied(config):
 def test_scripts_refuse_what_they_would_untie():
     """Embedding and head are in two units, or in two stages."""
     for command, words in {
-        **dict.fromkeys(("zero.py", "fsdp.py", "hybrid_3d.py", "hybrid_3d.py --tp 2", "ep.py --num-experts 4"),
-                        "two units.* share model.embed_tokens.weight"),
+        **dict.fromkeys(("zero.py", "fsdp.py", "hybrid_3d.py", "hybrid_3d.py --tp 2",
+                         "ep.py --num-experts 4"), "two units.* share model.embed_tokens.weight"),
         "pp.py": "several stages have the parameter model.embed_tokens.weight = lm_head.weight",
         "hybrid_3d.py --pp 2": "several stages have the parameter model.embed_tokens.weight",
     }.items():

@@ -1,5 +1,5 @@
-"""Promises 1 and 8: a model of one's own, in a copy of a script or with the functions of a script in
-another trainer, is trained as by one process, or refused in words."""
+"""Promises 1 and 8: a model of one's own, in a copy of a script or with its functions in another
+trainer, is trained as by one process, or refused in words."""
 
 import functools
 import importlib
@@ -56,8 +56,9 @@ UNITS = "        [model.model.norm, model.lm_head],\n"
 DATA_PARALLEL = {
     "ddp.py": [("gradient_as_bucket_view=True",
                 "gradient_as_bucket_view=True, find_unused_parameters=True")],
-    "zero.py": [("        # ZeRO: the norm", "        usage.drop_unused()\n        # ZeRO: the norm")],
-    "fsdp.py": [("        # FSDP: the norm", "        usage.drop_unused()\n        # FSDP: the norm")],
+    **{f"{name.lower()}.py": [(f"        # {name}: the norm",
+                               f"        usage.drop_unused()\n        # {name}: the norm")]
+       for name in ("ZeRO", "FSDP")},
 }
 
 # A condition: in a pipeline it is the first token of what travels. Under tensor parallelism every
@@ -227,7 +228,8 @@ def test_samples_may_be_dicts_in_dicts(once, tmp_path, script):
     """In ddp.py the model takes them as keywords, elsewhere the loop takes out what it needs."""
     more = " --num-experts 4" if script == "ep.py" else ""
     edits = {"ddp.py": KEYWORDS, "cp.py": UNPACKED + FIRST}.get(script, UNPACKED)
-    found = once(edited(tmp_path / "copy", script, *NESTED, *edits), OF_SCRIPTS[script], OPTIONS + more)
+    copy = edited(tmp_path / "copy", script, *NESTED, *edits)
+    found = once(copy, OF_SCRIPTS[script], OPTIONS + more)
     single = once("ep.py" if more else "single.py", 0, OPTIONS + more)
     assert furthest(found.curve(), single.curve()) < 1e-10
 
@@ -355,13 +357,17 @@ def compare(column):
                 words, all_steps = REFUSED.get(cell, ("", []))
                 for steps in all_steps:
                     print(name, strategy, cell, steps)
-                    with pytest.raises((SettingError, RuntimeError), match=words.format(len(steps))):
+                    match = words.format(len(steps))
+                    with pytest.raises((SettingError, RuntimeError), match=match):
                         train(make, strategy, steps)
 
 
 @on_ranks(2)
 def test_a_sample_of_the_table():
     compare(1)
+    # The calls are the same, and each rank's loss takes another part.
+    with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
+        train(Parts, zero, ("cc", "AB"))
 
 
 @on_ranks(2, thorough=True)

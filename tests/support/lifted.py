@@ -1,6 +1,6 @@
-"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions below
-``main`` of the scripts are lifted into it, one strategy after the other; docs/copying.md shows these
-lines. tests/test_porting.py compares each with one process."""
+"""A trainer of somebody else, with a model of its own and an ordinary mean loss. The functions
+below ``main`` of the scripts are lifted into it, one strategy after the other. docs/copying.md
+shows these lines, and tests/test_porting.py compares each with one process."""
 
 import collections
 import contextlib
@@ -42,8 +42,8 @@ class Part(nn.Module):
 
 
 class Choice(nn.Module):
-    """``use`` says which of the parts a and b samples use: "a", "b", "c" (both), or "-". In capitals
-    both are computed, and the loss takes one."""
+    """``use`` says which of the parts a and b samples use: "a", "b", "c" (both), or "-". In
+    capitals both are computed, and the loss takes one."""
 
     def __init__(self, **parts):
         super().__init__()
@@ -87,8 +87,7 @@ class Sequences(Parts):
 
 
 class Mixture(Parts):
-    """``use``: of the four experts the first two, the last two, or all. ``rests``: of the parts too.
-    """
+    """``use``: of the four experts the first two, the last two, or all. ``rests``: parts too."""
 
     def __init__(self, rests=False):
         super().__init__()
@@ -304,7 +303,7 @@ def expert(model, ep_ranks, replicas=1, together=False):
 
 
 def hybrid_in_one_stage(model):
-    """Two replicas of two ranks with tensor parallelism, and two micro-batches of the only stage."""
+    """Two replicas of two ranks with tensor parallelism; two micro-batches of the only stage."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("r", "s", "tp"))
     split(model, mesh["tp"])
     usage = fsdp.shard(model, units_of(model, False), mesh["r", "s"])
