@@ -326,7 +326,8 @@ def test_another_base_is_refused(example, start, base, tmp_path):
     resumed = example("fsdp_lora", 1, "--grad-accum 2").out.parent
     for rank in range(2):
         shutil.copytree(base, tmp_path / f"rank{rank}" / "base")
-    with open(tmp_path / "rank1" / "base" / "model.safetensors", "r+b") as weights:
+    path, *_ = (tmp_path / "rank1" / "base").glob("*.safetensors")
+    with open(path, "r+b") as weights:
         weights.seek(-4, os.SEEK_END)
         weights.write(b"9999")
     for world, folder, options, code in (
