@@ -174,7 +174,8 @@ ROWS = SAMPLE + [
     ("hybrid_3d.py --against 'ep.py --ep 1' --ep 2", [], EQUAL),
     ("ddp.py", ACROSS, "DIFFERENT  .*\n2 processes with --grad-accum 1: EQUAL, up to"),
     ("fsdp.py", WHOLE_BATCH, "DIFFERENT  .* times 2, as many as the ranks.* 2 ranks read the same"),
-    ("zero.py", [("    materialise(model, device, args.seed)", "    model.model.norm.eps = 1e-3 * n\n"
+    ("zero.py", [("    materialise(model, device, args.seed)",
+                  "    model.model.norm.eps = 1e-3 * n\n"
                   "    materialise(model, device, args.seed)")],
      "DIFFERENT  step 0: .* first module whose output differs is `model.norm`"),
     ("cp.py", [("contextlib.nullcontext() if last else replica.no_sync()", "replica.no_sync()"),

@@ -27,7 +27,8 @@ DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").re
 README = PAGES["README.md"]
 HISTORY = "CHANGELOG.md"  # it names options and files that are gone
 FOLDERS = ["", "common/", "parity/", "tools/", "tools/counting/",
-           "tools/timing/", "tools/huggingface/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
+           "tools/timing/", "tools/huggingface/", "examples/", "docs/", "tests/",
+           "tests/support/", "tests/gpu/"]
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help hsdp ipc
     local-rank master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node

@@ -23,6 +23,7 @@ from tests.support.commands import (
 from tests.support.compare import furthest
 from tests.support.processes import ROOT, SMALL, TOOLS, Result, edited, free_port
 from tests.support.sample import sampled, thorough
+from tools.flatten import flatten
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
 ENDLESS = f"{SMALL} --steps 100000 --log-every 1 --save-every 50000"
@@ -96,6 +97,21 @@ def test_a_script_uses_the_common_beside_it(tmp_path):
     for folder, root in ("beside", tmp_path / "beside"), ("alone", ROOT):
         output = finish(start(["bash", "linked.sh", f"{folder}/single.py"], tmp_path))
         assert output == f"['{root}/common']\n"
+
+
+def test_nothing_is_read_that_does_not_run(run, corpus, tmp_path):
+    """Beside a script, and in the folder above a flat file: an editor's lock of a buffer that is
+    not saved, which is a dead link, a folder and a file that cannot be read."""
+    for folder in tmp_path, tmp_path / "code":
+        folder.mkdir(exist_ok=True)
+        (folder / ".#single.py").symlink_to("me@host.123:456")
+        (folder / "folder.py").mkdir()
+        (folder / "closed.py").write_text("pass")
+        (folder / "closed.py").chmod(0)
+    flat = tmp_path / "code" / "flat.py"
+    flat.write_text(flatten(ROOT / "single.py", with_run=True))
+    for script in edited(tmp_path / "code", "single.py"), str(flat):
+        run(script, 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

@@ -1,5 +1,5 @@
-"""What a user's loggers have been given is kept: the recipes of docs/copying.md, W&B and TensorBoard
-themselves, and whatever is registered with atexit."""
+"""What a user's loggers have been given is kept: the recipes of docs/copying.md, W&B and
+TensorBoard themselves, and whatever is registered with atexit."""
 
 import json
 import os

@@ -202,7 +202,8 @@ FILES = {
     "folder.bin/file": "text " * 99, "text.json": '{"num_hidden_layers": "two"}',
     "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
     "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
-    "binary.json": "\0\1", "bad.json": "no JSON", "unknown.json": '{"hidden_size": 32, "bias": true}',
+    "binary.json": "\0\1", "bad.json": "no JSON",
+    "unknown.json": '{"hidden_size": 32, "bias": true}',
 }
 
 

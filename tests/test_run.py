@@ -217,14 +217,15 @@ def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
     assert steps(kept) == [3] and (kept == result.out or not list(result.out.glob("*")))
 
 
-def test_a_run_goes_on(corpus, tmp_path, capsys):
+def test_a_run_goes_on(run, corpus, tmp_path, capsys):
     """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
     half a line; a run without a checkpoint begins again. The process has its own handlers again."""
     def start(options, out="out"):
         options = f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}"
         single.main(options.split())
         lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
-        return capsys.readouterr().out, [json.loads(line)["step"] for line in lines if "step" in line]
+        numbers = [json.loads(line)["step"] for line in lines if "step" in line]
+        return capsys.readouterr().out, numbers
 
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
     handlers = [*map(signal.getsignal, numbers)]
@@ -252,6 +253,10 @@ def test_a_run_goes_on(corpus, tmp_path, capsys):
     said, lines = start(f"--steps 5 --from {source} --rope-theta 99", "new")  # its own comes first
     assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]
     assert steps(tmp_path / "out") == [2, 4] and steps(tmp_path / "new") == [3, 5]
+
+    again = run("hybrid_3d.py", 2, f"{SMALL} --data {corpus} --steps 5")
+    (line,) = re.findall("resuming .*", again.output)
+    assert "Config(" not in line  # a mixture's, of which both have the same
 
     for number in 3, 2:
         said, lines = start(f"--steps {number} --save-every 0", "unsaved")

@@ -19,7 +19,8 @@ which it says that another holds more: tools/counting/pipeline.py.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
 byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
-proportion, to 0.1 %. A command that is stopped continues when it is started again: what is counted is kept.
+proportion, to 0.1 %. A command that is stopped continues when it is started again: what is counted
+is kept.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
