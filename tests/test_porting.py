@@ -312,9 +312,9 @@ TABLE = {
         + [(hybrid_in_one_stage, Parts)]),
     "the parts in a module that is a unit": (
         [EQUAL, DROPPED, DROPPED],
-        variants(TOGETHER, replicas=[1, 2]) + variants(GATHERED_ONCE, stage=[1]),
+        variants(TOGETHER, replicas=[1, 2]),
         variants(functools.partial(TOGETHER, reshard=False), replicas=[1, 2])
-        + variants(GATHERED_ONCE, stage=[2])
+        + variants(GATHERED_ONCE, stage=[1, 2])
         + variants(functools.partial(expert, together=True), PARTS_AND_EXPERTS, ep_ranks=[1, 2]),
         variants(TOGETHER, replicas=[1, 2, 4]) + [(hybrid_in_stages, Parts)]),
     "experts of `ep.py` that get no token": (
