@@ -347,8 +347,8 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
         "the simplest that fits: NPROC=1 sbatch --nodes=2 --exclusive run.sh ddp.py --model tiny "
         "--seq-len 128 --dtype float32 --batch-size 16")
     plan.main([*f"{TINY} --devices 2 --batch-size 16 --device-memory 1 --only".split(),
-               "fsdp.py --no-reshard-after-forward"])
-    assert "run.sh fsdp.py --no-reshard-after-forward " in capsys.readouterr().out
+               "zero.py --stage 2"])
+    assert "run.sh zero.py --stage 2 " in capsys.readouterr().out
     with pytest.raises(SettingError, match="nothing fits into 0.0103 GB of 2 devices"):
         rows("--device-memory 0.0103")
     with pytest.raises(SettingError, match="nothing fits into 1 GB of 3 devices"):
@@ -371,7 +371,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--model none --devices 2 --seq-len 128", "--model none: .*No such file"),
-    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, fsdp.py"),
+    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, .*fsdp.py"),
     (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
     (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
 ])

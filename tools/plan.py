@@ -51,8 +51,7 @@ from tools.counting.pipeline import AGAIN, Pipeline, Strategy
 from tools.huggingface.config import add_preset
 
 WHOLE = [  # every rank reads samples of its own; the simplest first
-    "ddp.py", "fsdp.py", "fsdp.py --no-reshard-after-forward", "zero.py --stage 1",
-    "zero.py --stage 2",
+    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
 ]
 SPLIT = [  # all ranks read the same samples
     "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
