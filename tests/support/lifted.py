@@ -6,12 +6,13 @@ import collections
 import contextlib
 import functools
 import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,9 @@ from common.options import option_parser, parse_options
 from common.run import Run
 
 CPU = torch.device("cpu")
+# A table has hundreds of trainers in one process: with groups of their own, threads of gloo would
+# fill the machine.
+init_device_mesh, new_group = map(functools.cache, (device_mesh.init_device_mesh, dist.new_group))
 B, T, D, MAX_NORM = 8, 8, 4, 0.01  # below the norms of all steps
 
 
@@ -135,8 +139,9 @@ def train(make, strategy, steps, drop_unused=False):
     parser = option_parser("")
     Run.add_options(parser)
     args = parse_options(parser, ["--steps", "9", "--batch-size", "8", "--log-every", "1"])
-    run = Run(args, nn.Module(), optimizer, BatchSampler(99, 8, stop=9), range(99), CPU,
-              tensors=trainer.parameters, usage=trainer.usage)
+    with mock.patch.object(dist, "new_group", new_group):
+        run = Run(args, nn.Module(), optimizer, BatchSampler(99, 8, stop=9), range(99), CPU,
+                  tensors=trainer.parameters, usage=trainer.usage)
     generator = torch.Generator().manual_seed(1)
     for step, words in run.steps(enumerate(map(str.split, steps))):
         loss = 0.0
