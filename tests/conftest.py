@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter):
     """How to run what optional packages would add."""
     reasons = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
-    missing = {word.partition(OPTIONAL)[2] for word in reasons if OPTIONAL in word}
+    missing = {word.partition(OPTIONAL)[2].partition(".")[0]
+               for word in reasons if OPTIONAL in word}
     if missing:
         terminalreporter.write_line(
             f"Skipped, since optional packages are missing ({', '.join(sorted(missing))}). To run "
