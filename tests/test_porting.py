@@ -273,14 +273,14 @@ COLUMNS = [SOME_MICRO_BATCHES], [SOME_RANKS, TAKEN, MORE], [NO_RANK]
 EQUAL, CANNOT_BE = "equal", "cannot be"
 TORCH = "refused in the same step, in torch's words"
 DROPPED = "equal with `drop_unused`, otherwise refused in the same step"
-UNITS = "refused at the end of the step, if it ends: see below"
+OTHER_ORDER = "refused at the end of the step, if it ends: see below"
 OTHER_UNITS = "ranks used other units of FSDP"
 # What is refused: in the words, what is refused in the last of these steps
 REFUSED = {
     TORCH: ("find_unused_parameters=True", [("ab",), ("cc", "aa"), ("cc cc", "cc ab")]),
     DROPPED: ("in step {} a rank left out parameters: call usage.drop_unused",
               [("aa",), ("cc", "bb bb"), ("cc", "AA")]),
-    UNITS: (f"in step {{}} {OTHER_UNITS}", [("ab",), ("cc", "ba")]),
+    OTHER_ORDER: (f"in step {{}} {OTHER_UNITS}", [("ab",), ("cc", "ba")]),
 }
 
 
@@ -304,7 +304,7 @@ TABLE = {
         [EQUAL, EQUAL, EQUAL], [(FIND, Parts)],
         variants(context, Sequences, find_unused_parameters=[True]), [(FIND, Parts)]),
     "`zero.py`, `fsdp.py`, `ep.py`, `hybrid_3d.py`, each part a unit": (
-        [EQUAL, UNITS, DROPPED],
+        [EQUAL, OTHER_ORDER, DROPPED],
         variants(fully_sharded, replicas=[1]) + variants(zero, stage=[2]),
         variants(functools.partial(fully_sharded, reshard=False), replicas=[2, 1])
         + variants(fully_sharded, replicas=[2]) + variants(zero, stage=[1]),

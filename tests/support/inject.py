@@ -202,10 +202,12 @@ def write_counts():
     class CountedRun(Run):
         def __init__(self, args, model, optimizer, sampler, dataset, device, mesh=None, **more):
             super().__init__(args, model, optimizer, sampler, dataset, device, mesh, **more)
-            self.counting = OneStep(min(sampler.start + 2, args.steps - 1), lambda: StepCounter(
-                self.optimizers, self.models, mesh, device))
+            self.mesh = mesh
 
         def steps(self, numbered):
+            number = min(self.sampler.start + 2, self.args.steps - 1)
+            self.counting = OneStep(number, lambda: StepCounter(
+                self.optimizers, self.models, self.mesh, self.device))
             return self.counting.steps(super().steps(numbered))
 
         def after_step(self, step, *args, **more):
