@@ -208,8 +208,7 @@ def test_a_plan_that_is_stopped_ends(tmp_path):
     """At once: what is being counted is not waited for. Rows were printed as they were counted."""
     words = "--model medium --devices 2 --device-memory 99 --seq-len 128 --batch-size 2048"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.plan", *words.split(), "--only", "ddp.py",
-         "pp.py --schedule zerobubble"],
+        [sys.executable, "-m", "tools.plan", *words.split()],  # many rows are left to count
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=command.ROOT,
         env=os.environ | {"HOME": str(tmp_path)})
     lines = iter(process.stderr.readline, "")
