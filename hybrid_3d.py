@@ -55,7 +55,7 @@ import types
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
 from common.experts import MixtureConfig, balance_experts, busiest_share, use_experts
@@ -73,7 +73,9 @@ from fsdp import reduce_by_sum, shard
 from pp import (
     check_stages, clip_over_stages, cost_of_head, keep_stage, make_schedule, split_layers
 )
-from tp import cannot_split, llama_plan, parallelize, wait_for_output
+from tp import (
+    cannot_split, llama_plan, loss_of_split_logits, parallelize, wait_for_output
+)
 
 
 def main(argv=None):
@@ -171,8 +173,7 @@ def main(argv=None):
         for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
             # CP: the targets are shifted already, so both are split alike: (B/dp/accum, T/cp).
             inputs, targets = inputs[:, positions], targets[:, positions]
-            with loss_parallel():  # TP: the logits are (B/dp/accum/M, T/cp, V/tp)
-                losses = forward_backward(inputs, targets, last=i == args.grad_accum - 1)
+            losses = forward_backward(inputs, targets, last=i == args.grad_accum - 1)
             loss += sum(micro_loss.detach() for micro_loss in losses)
 
         # PP: the norm of the gradients of all stages.
@@ -182,10 +183,10 @@ def main(argv=None):
         if E:
             balance_experts(model, args.balance_rate, meshes.tokens.get_group())
         optimizer.zero_grad()
-        with loss_parallel():  # TP: for an evaluation; and all ranks of tp have the same loss
-            run.after_step(step, loss / tp, grad_norm, **(  # EP: how uneven the load of experts is
-                {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
-            ))
+        # TP: all ranks of tp have the same loss. EP: how uneven the load of experts is
+        run.after_step(step, loss / tp, grad_norm, **(
+            {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
+        ))
     return run.history
 
 
@@ -247,6 +248,7 @@ def compose(args, whole, model, meshes, positions):
     if tp > 1:
         plan = llama_plan(args.sequence_parallel)
         parallelize(model, mesh["tp"], plan_with_experts(plan) if E else plan, whole)
+        model.lm_head.loss = loss_of_split_logits  # its logits are (B/dp/accum/M, T/cp, V/tp)
         # TP: a compiled layer cannot take an output that is still on its way; FSDP warns of a view
         wait_for_output(model.model.embed_tokens, model.lm_head)
     # CP, TP, PP: hidden states (B, T/cp/tp, D), which a later stage gets, do not tell the positions

@@ -122,9 +122,9 @@ def expected_collectives(row):
         return {"all-gather": gathered, "reduce-scatter": a * GROUPS, "all-reduce": reduced}
     if row.script == "tp.py":
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
-        all-reduces; and one each for embedding and head. The loss: 3 numbers per token, for each of
+        all-reduces; and one each for embedding and head. The loss: maxima, then sums, for each of
         8 chunks."""
-        calls, numbers = a * (4 * LAYERS + 2), 3 * 8 if "chunks" in row.inject else 3
+        calls, numbers = a * (4 * LAYERS + 2), 2 * 8 if "chunks" in row.inject else 2
         if "--no-sequence-parallel" in row.command:
             return {"all-reduce": calls + a * (LAYERS * again + numbers) + 1}
         return {"all-gather": calls + 2 * a * LAYERS * again,
