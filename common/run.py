@@ -89,15 +89,15 @@ class Run:
         self.lock = self.saving = None  # rank 0: the open lock file; a save that is not complete
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
         self.fixed, self.options = settings_of(args, dataset, self.optimizers)
-        if held_out is not None:
-            self.options.update(fingerprint(held_out, "--val-data"))
+        of_held_out = {} if held_out is None else fingerprint(held_out, "--val-data")
+        self.options.update(of_held_out)  # a resumed run may have another
         self.rank, self.ranks, self.group, self.saving_group = 0, 1, None, None
         if dist.is_initialized():  # collectives on the CPU wait for no GPU; a thread has its own
             timeout = datetime.timedelta(seconds=args.timeout)
             self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
-            same_on_all_ranks(self.fixed, self.group)
+            same_on_all_ranks(self.fixed | of_held_out, self.group)
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"

@@ -2,6 +2,8 @@
 
 import collections
 import os
+import random
+import shutil
 import sysconfig
 import tracemalloc
 import types
@@ -11,8 +13,11 @@ import pytest
 import torch
 
 from common import data
-from common.data import BatchSampler, TokenDataset, fingerprint, load_steps, permute
+from common.data import BatchSampler, Mixture, TokenDataset, fingerprint, load_steps, permute
 from common.options import SettingError
+from tests.support.compare import furthest
+from tests.support.processes import SMALL, edited
+from tests.support.sample import sampled
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 
@@ -173,3 +178,166 @@ def test_any_structure_of_tensors(tmp_path):
     seen = fingerprint(dataset, "--data")
     dataset[0]["point"] = Point(torch.tensor(9).bfloat16(), 2.0)
     assert seen != fingerprint(dataset, "--data") and seen["samples in --data"] == SIZE
+
+
+class Drawing(torch.utils.data.Dataset):
+    """A sample: its dataset, its index, and what it draws after some draws of each generator."""
+
+    def __init__(self, name, size):
+        self.name, self.size = name, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        for _ in range(random.randrange(3)):
+            torch.rand(5), np.random.rand(3), random.random()
+        own = torch.Generator().manual_seed(torch.initial_seed())
+        return torch.tensor([self.name, index, torch.randint(2**31, (), generator=own),
+                             torch.randint(2**31, ()), np.random.randint(2**31),
+                             random.getrandbits(31)])
+
+
+def states():
+    return [*map(str, (torch.get_rng_state(), np.random.get_state(), random.getstate()))]
+
+
+def read_on(ranks, dataset, grad_accum=1, workers=0, start=0, stop=6):
+    """The samples of the global batches, put together from all ranks: a tensor for each step."""
+    steps = []
+    for rank in range(ranks):
+        mesh = mesh_of(rank, ranks)
+        sampler = BatchSampler(len(dataset), 12, grad_accum, start=start, stop=stop, mesh=mesh)
+        torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
+        before = states()
+        steps.append([torch.cat(batch) for _, batch in
+                      load_steps(dataset, sampler, torch.device("cpu"), workers)])
+        assert states() == before  # those of training
+    return [torch.cat(parts).tolist() for parts in zip(*steps)]
+
+
+@pytest.mark.parametrize("dataset", [
+    Drawing(0, 31), Mixture([Drawing(0, 31), Drawing(1, 5), Drawing(2, 100)], [3, 1, 2]),
+], ids=["one", "mixture"])
+def test_draws_follow_the_place(dataset):
+    """On any number of ranks, with any accumulation and workers, and after a resume."""
+    expected = read_on(1, dataset)
+    for settings in (1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (6, 1):
+        assert read_on(settings[0], dataset, settings[1]) == expected, settings
+    assert read_on(1, dataset, 2, workers=2) == read_on(2, dataset, 3, workers=1) == expected
+    assert read_on(3, dataset, start=4) == read_on(1, dataset, workers=1, start=4) == expected[4:]
+    drawn = [tuple(sample[2:]) for batch in expected for sample in batch]
+    assert len({*drawn}) == len(drawn) == 72  # a sample that comes again draws anew
+    first = fingerprint(dataset, "--data")
+    assert first == fingerprint(dataset, "--data")
+
+
+@pytest.mark.parametrize("weights, sizes", [
+    ([3, 1], [7, 5]), ([1, 1, 1], [1, 2, 3]), ([5], [11]), ([10, 3, 7, 1], [4, 13, 100, 2]),
+    ([999, 1], [12345, 3]), ([10**9 + 7, 2**31 - 1], [10**12, 10**11]),
+])
+def test_a_mixture_has_its_proportions(weights, sizes):
+    """Exactly, in each block of sum(weights); and each dataset is read evenly, and shuffled."""
+    mixture, block = Mixture([range(size) for size in sizes], weights), sum(weights)
+    if block > 10**6:  # nothing that is as long as the block, or as the data
+        tracemalloc.start()
+        assert mixture.order(np.arange(10**10, 10**10 + 48), 0).max() > 10**10
+        assert tracemalloc.get_traced_memory()[1] < 10**5
+        return tracemalloc.stop()
+    indices = mixture.order(np.arange(20_000 // block * block), 3)
+    dataset = np.searchsorted(mixture.cumulative_sizes, indices, "right")
+    blocks = dataset.reshape(-1, block)
+    for k, (weight, size) in enumerate(zip(weights, sizes)):
+        assert ((blocks == k).sum(1) == weight).all()
+        own = indices[dataset == k] - (mixture.cumulative_sizes[k] - size)
+        for count in range(1, len(blocks) + 1, 1 + len(blocks) // 100):
+            seen = np.bincount(own[: count * weight], minlength=size)
+            assert seen.max() - seen.min() <= 1
+    assert len(weights) == 1 or len({*map(tuple, blocks.tolist())}) > min(3, len(blocks) - 1)
+
+
+@pytest.mark.parametrize("weights, words", [
+    ([3], "1 weights of 2 datasets: give each one"), ([3, 1, 1], "3 weights of 2"),
+    ([3, 0], "a dataset of 5 samples has the weight 0"), ([0.75, 0.25], "weight 0.75: .* whole"),
+    ([3, -1], "weight -1"),
+])
+def test_weights_that_do_not_fit(weights, words):
+    with pytest.raises(SettingError, match=words):
+        Mixture([range(7), range(5)], weights)
+    with pytest.raises(SettingError, match="a dataset of 0 samples has the weight 1"):
+        Mixture([range(7), []], [3, 1])
+
+
+def test_samples_that_change_are_refused():
+    """Those of a generator that the dataset keeps: no seed and no place decides them."""
+    generator = np.random.default_rng(0)
+
+    class Own(Drawing):
+        def __getitem__(self, index):
+            return torch.tensor([index, generator.integers(9)])
+
+    with pytest.raises(SettingError, match="samples of --data change .*: let them draw from torch"):
+        fingerprint(Own(0, 40), "--data")
+
+
+AUGMENTED = [("    dataset = open_dataset(args)\n", """\
+    class Augmented(type(open_dataset(args))):
+        def __getitem__(self, index):
+            inputs, targets = super().__getitem__(index)
+            by = np.random.randint(9) + random.randrange(9) + int(torch.randint(9, ()))
+            return inputs.roll(by), targets
+    dataset = Augmented(args.data[0], args.seq_len)
+"""), ("\nimport torch\n", "\nimport random\nimport numpy as np\nimport torch\n")]
+TRAINING = f"{SMALL} --steps 6 --save-every 2 --log-every 1 --dtype float64"
+
+
+@pytest.mark.parametrize("command, world", sampled(
+    [("fsdp.py --workers 2", 2), ("single.py --grad-accum 2", 0), ("tp.py --workers 1", 2),
+     ("cp.py", 2), ("pp.py --workers 1", 2), ("zero.py", 3)],
+    [("fsdp.py --workers 2", 2), ("single.py --grad-accum 2", 0)]))
+def test_a_run_that_augments(server, tmp_path, corpus, command, world):
+    """It is as that of one process, and goes on after a stop."""
+    script, _, more = command.partition(" ")
+    single, copy = (edited(tmp_path / "copy", name, *AUGMENTED) for name in ("single.py", script))
+    batch = "--batch-size 12" if world == 3 else ""
+    options = f"{TRAINING} {batch} --data {corpus}"
+    expected = server.run(single, 0, options, folder=tmp_path)
+    found = server.run(copy, world, f"{options} {more}", folder=tmp_path, out="found")
+    assert furthest(found.curve(), expected.curve()) < 1e-10
+    shutil.rmtree(found.out / "step-00000006")
+    again = server.run(copy, world, f"{options} {more}", folder=tmp_path, out="found")
+    assert "resuming" in again.output and again.curve() == found.curve()
+    plain = server.run("single.py", 0, options, folder=tmp_path, out="plain")
+    assert furthest(plain.curve(), expected.curve()) > 1e-3
+
+
+def test_a_run_of_several_files(server, tmp_path, corpus):
+    """Mixed by weights, it is the same on two ranks, and with other weights no resume; without
+    weights all samples come equally often."""
+    (tmp_path / "b.bin").write_bytes(np.arange(2000, dtype=np.uint16).tobytes())
+    options = f"{TRAINING} --vocab-size 2048 --data {corpus} --data b.bin"
+    expected = server.run("single.py", 0, f"{options} --weights 3 1", folder=tmp_path)
+    assert "mixed: 3 of " in expected.output
+    found = server.run("ddp.py", 2, f"{options} --weights 3 1", folder=tmp_path, out="found")
+    assert furthest(found.curve(), expected.curve()) < 1e-10
+    for more, words in (
+        ("--weights 1 3", "step-00000006 and [1, 3] in this run"),
+        ("", "weights of --data is [3, 1] in "),
+        ("--weights 3", "1 weights of 2 datasets"),
+    ):
+        refused = server.run("single.py", 0, f"{options} {more} --steps 8", folder=tmp_path,
+                             expect_ok=False)
+        assert not refused.ok and words in refused.output
+    server.run("single.py", 0, options, folder=tmp_path, out="equally")
+
+
+@pytest.mark.parametrize("size, words", [(1650, "hash of --val-data"), (1617, "samples in --val")])
+def test_ranks_with_other_held_out_data(server, tmp_path, corpus, size, words):
+    """Each machine may have its own file of that name."""
+    text = bytes(range(65, 91)) * 99
+    for rank, its_size in enumerate((1650, size)):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / "held-out").write_bytes(text[rank : rank + its_size])
+    refused = server.run("ddp.py", 2, f"{TRAINING} --data {corpus} --val-data held-out",
+                         folder=tmp_path, inject="os.chdir(f'rank{rank}')", expect_ok=False)
+    assert not refused.ok and words in refused.output
