@@ -4,7 +4,7 @@ to the scripts."""
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import Dataset, default_collate  # noqa: F401
 
 from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotary_table
@@ -210,3 +210,40 @@ class Nested(Dataset):
 class TakesText(Transformer):
     def forward(self, text, targets):
         return super().forward(text["tokens"], targets)
+
+
+# A second term of the loss, over targets: the square of the logarithm of the softmax's divisor
+
+
+def with_z_loss_of(loss):
+    def loss_and_z(logits, targets):
+        z, counts = logits.logsumexp(-1).square().flatten(), targets.flatten() != -100
+        if isinstance(z, DTensor):  # TP: the logits are split
+            counts = DTensor.from_local(counts, z.device_mesh, [Replicate()], run_check=False)
+        return loss(logits, targets) + 0.01 * (z * counts).sum()
+
+    return loss_and_z
+
+
+def with_z_loss(model):
+    model.lm_head.loss = with_z_loss_of(model.lm_head.loss)
+    return model
+
+
+# And over sequences: each router adds up, over them, how unevenly their tokens go to the experts
+
+
+def with_router_loss(model, T):
+    for layer in model.model.layers.values():
+        def keep(router, _, logits, k=layer.mlp.k):
+            E = logits.shape[1]
+            scores = logits.softmax(1).unflatten(0, (-1, T))  # (B, T, E)
+            chosen = F.one_hot(scores.topk(k).indices, E).sum(2).to(scores.dtype)
+            router.loss = E / k * (chosen.mean(1) * scores.mean(1)).sum()
+
+        layer.mlp.router.register_forward_hook(keep)
+    return model
+
+
+def router_loss(model):
+    return 0.1 * sum(layer.mlp.router.loss for layer in model.model.layers.values())
