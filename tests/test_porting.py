@@ -384,6 +384,8 @@ def test_on_four_ranks():
     # Stages have other units; ranks of one stage have not.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, functools.partial(hybrid_in_stages, together=False), ("cc", "abba"))
+    with pytest.raises(SettingError, match="drop_unused needs the group of the ranks of this"):
+        train(Parts, lambda model: hybrid_in_stages(model)._replace(group=None), ("aa",), True)
 
 
 def test_the_table():

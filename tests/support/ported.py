@@ -247,3 +247,18 @@ def with_router_loss(model, T):
 
 def router_loss(model):
     return 0.1 * sum(layer.mlp.router.loss for layer in model.model.layers.values())
+
+
+# A model that returns a dict, and its loss outside
+
+
+class ReturnsDict(Transformer):
+    def forward(self, tokens, targets=None, positions=None):
+        out = super().forward(tokens, positions=positions)
+        return out if isinstance(self.lm_head, nn.Identity) else {"logits": out}
+
+
+def returns_tensor(model):
+    """For a pipeline, whose stages return tensors."""
+    model.register_forward_hook(
+        lambda model, _, out: out["logits"] if isinstance(out, dict) else out)
