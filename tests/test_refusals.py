@@ -20,7 +20,7 @@ MAY_BE_0 = {"--warmup-steps", "--seed", "--workers", "--save-every", "--num-expe
 TEXTS = {"--data", "--from", "--val-data", "--out", "--model"}  # rows below
 DEFAULTS = """--steps 200 --batch-size 16 --grad-accum 1 --seq-len 128 --model tiny --seed 0
     --lr 0.002 --min-lr 0.0 --warmup-steps 10 --weight-decay 0.1 --beta1 0.9 --beta2 0.95
-    --grad-clip 1.0 --data stdlib --token-dtype auto --workers 0 --dtype auto --device auto
+    --grad-clip 1.0 --token-dtype auto --workers 0 --dtype auto --device auto
     --backend auto --timeout 600 --deterministic False --compile False --save-every 100 --keep 2
     --async-save False --val-every 100 --val-batches 10 --log-every 10
     --stage 2 --replicate 1 --reshard-after-forward True --cpu-offload False
@@ -324,7 +324,8 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
 def test_a_command(server, folder, command, world, code, words):
     """``code`` runs before the command on each rank."""
     script, *options = shlex.split(command)
-    result = server.run(script, world, ["--data", "file", *options], folder=folder, pass_out=False,
+    data = [] if "--data" in options else ["--data", "file"]
+    result = server.run(script, world, data + options, folder=folder, pass_out=False,
                         expect_ok=False, inject=code)
     assert all(status not in (0, -9) for status in result.statuses), result.output
     lines = [line for line in result.lines if "error" in line.lower()]
