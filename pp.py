@@ -357,16 +357,6 @@ def clip_over_stages(parameters, max_norm, group):
     return norm
 
 
-def bubble(schedule, n, v, M):
-    """The share of a step that ranks wait, with v stages on each of n ranks and M micro-batches,
-    and its formula."""
-    k = 3 if schedule in SPLIT_BACKWARD else 1
-    wait = (n - 1) / (k * v * M + n - 1)
-    filled = 2 * n - 1 if schedule in V_SHAPED else n  # micro-batches that fill the pipeline
-    least = "" if M >= filled else "at least "
-    return wait, f"{least}(n-1)/({k if k > 1 else ''}vM+n-1) = {wait:.1%}"
-
-
 def check(args, n):
     """Refuse what the schedule cannot do on n ranks.
 

@@ -41,29 +41,35 @@ COLOURS = {  # on a light background, on a dark one; c0 to c3 and ca are also ra
     "c2": ("#007a57", "#4ccb9f"), "c3": ("#a13d87", "#e89ad0"), "c4": ("#7a6a00", "#d8c93c"),
     "c5": ("#c4302b", "#ff8a80"), "c6": ("#4b4fc4", "#a5a8ff"),
 }
-LIGHT, DARK = (
-    "".join(f".{name}{{fill:{pair[i]}}}.{name}-line{{stroke:{pair[i]}}}"
-            for name, pair in COLOURS.items())
-    for i in (0, 1)
-)
+
+
+def css(scheme):
+    """The classes of all colours: in the light scheme 0, in the dark one 1."""
+    rules = []
+    for name, colours in COLOURS.items():
+        colour = colours[scheme]
+        rules.append(f".{name}{{fill:{colour}}}.{name}-line{{stroke:{colour}}}")
+    return "".join(rules)
+
+
 STYLE = f"""text{{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}}
 text.h{{font-size:15px;font-weight:600}}text.s{{font-size:12px}}
 .m{{text-anchor:middle}}rect{{shape-rendering:crispEdges}}.e{{text-anchor:end}}path{{fill:none}}
-{LIGHT}
-@media (prefers-color-scheme:dark){{{DARK}}}"""
+{css(0)}
+@media (prefers-color-scheme:dark){{{css(1)}}}"""
 
 
 def rect(x, y, width, height, style):
-    return (f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" '
-            f'class="{style}"/>')
+    return '<rect x="%.5g" y="%.5g" width="%.5g" height="%.5g" class="%s"/>' % (
+        x, y, width, height, style)
 
 
 def text(x, y, words, style="ink"):
-    return f'<text x="{x:.5g}" y="{y:.5g}" class="{style}">{html.escape(str(words))}</text>'
+    return '<text x="%.5g" y="%.5g" class="%s">%s</text>' % (x, y, style, html.escape(str(words)))
 
 
 def points(pairs):
-    return " ".join(f"{x:.5g},{y:.5g}" for x, y in pairs)
+    return " ".join("%.5g,%.5g" % pair for pair in pairs)
 
 
 def path(d, style, more=""):

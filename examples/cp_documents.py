@@ -4,11 +4,10 @@ Read it beside cp.py: `diff cp.py examples/cp_documents.py`. A document ends wit
 it may begin on one rank and end on another. A mask by document comes on top of the causal one:
 
 - ring: blocks of keys still travel past every rank, so that all ranks send and receive alike. A
-  rank skips a block if none of its queries sees a key of it; otherwise it masks the keys of other
-  documents. A query may then see no key of a block, and is left out when the block is merged: its
-  log-sum-exp there is set to -inf, that of no key. (The kernel of the CPU returns 0, which would be
-  merged as if the query saw a key.) Merging two of -inf would give NaN; it never happens, because
-  the rank's own block comes first, and there each query sees itself.
+  rank skips a block if none of its queries sees a key of it; otherwise a bias of -1e30 hides the
+  keys of other documents. A query may then see no key of a block. Its log-sum-exp there is about
+  -1e30, so it weighs nothing when the block is merged: the rank's own block comes first, and there
+  each query sees itself.
 - ulysses: after the all-to-all a rank has whole sequences, for its heads. That is a ring of one
   rank, so the same function attends to them. With more ranks than key/value heads, each of these
   heads is sent to several ranks, as in cp.py.
@@ -43,7 +42,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,9 +57,11 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import (
-    around_the_ring, aten, check, in_sight, merge, pad_heads, pass_on,
-    refuse_others, rows, set_attention, shard_positions, ulysses_attention, wide
+    RingAttention, check, in_sight, refuse_others, set_attention, shard_positions,
+    ulysses_attention
 )
+
+HIDDEN = -1e30  # added to a score, its weight is 0. -inf in all scores of a query would give NaN.
 
 
 def main(argv=None):
@@ -207,11 +207,6 @@ def read_seen(seen):
 WITHOUT_VALUES = {"read_seen": lambda seen: [True] * len(seen)}
 
 
-def same_document(queries, keys):
-    """A mask, (B, 1, Q, S), from the numbers of documents of queries (B, Q) and keys (B, S)."""
-    return queries[:, None, :, None] == keys[:, None, None, :]
-
-
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
     """Ring attention over a ProcessGroup, causal, within ``documents_in_sight``. The positions of a
@@ -223,134 +218,24 @@ def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others
     refuse_others("ring_attention", **others)
     if not is_causal:
         raise SettingError("ring_attention within documents is causal: give it is_causal=True")
-    return RingAttention.apply(q, k, v, group, is_causal, documents, scale)
-
-
-class RingAttention(torch.autograd.Function):
-    """Keys and values travel around the ring. Queries stay, and add up their output block by block.
-
-    No rank ever has more of the sequence than its own shard, one block, and the block that arrives
-    next. In the backward pass the blocks travel again. Each block's gradient travels with it, in
-    float32 at least, and ends at the block's owner.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group, is_causal, documents, scale):
-        ctx.group, ctx.is_causal, ctx.documents, ctx.scale = group, is_causal, documents, scale
-        blocks = around_the_ring(torch.stack((k, v)), group)
-        out, lse = attend_to_blocks(q, blocks, group, is_causal, documents, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        q, k, v, out, lse = ctx.saved_tensors
-        group, documents = ctx.group, ctx.documents
-        grad_q, wait_for_gradient = torch.zeros_like(q, dtype=wide(q)), None
-        for source, block in around_the_ring(torch.stack((k, v)), group):
-            if documents[source] is not None:
-                queries, keys, mask = in_sight(source, group, q.shape[2], ctx.is_causal)
-                visible = same_document(
-                    documents[group.rank()][:, queries], documents[source][:, keys]
-                )
-                block_grad_q, block_grad_kv = attend_where_visible_backward(
-                    *(x[..., queries, :] for x in (grad_out, q)), block[..., keys, :],
-                    out[..., queries, :], lse[..., queries], mask, ctx.scale, visible,
-                )
-                grad_q[..., queries, :] += block_grad_q
-            if source == group.rank():
-                grad_kv = block_grad_kv.to(wide(k))  # the other ranks' part is added at the end
-            else:  # add to the gradient that travels with this block, and pass it on
-                travelling = (
-                    wait_for_gradient() if wait_for_gradient else torch.zeros_like(grad_kv)
-                )
-                if documents[source] is not None:
-                    travelling[..., keys, :] += block_grad_kv
-                wait_for_gradient = pass_on(travelling, group)
-        if wait_for_gradient:
-            grad_kv += wait_for_gradient()
-        grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
-
-
-def attend_to_blocks(q, blocks, group, is_causal, documents, scale):
-    """Attention to the keys and values of all ranks. ``blocks`` yields (source, block), this rank's
-    own block first: the keys and values of rank ``source``, stacked, (2, B, KV, T/cp, K). Returns
-    the output and the log-sum-exp of all scores, as ``attend_where_visible`` does."""
-    for source, block in blocks:
-        if documents[source] is None:
-            continue  # it only travels through
-        queries, keys, mask = in_sight(source, group, q.shape[2], is_causal)
-        visible = same_document(documents[group.rank()][:, queries], documents[source][:, keys])
-        block_out, block_lse = attend_where_visible(
-            q[..., queries, :], block[..., keys, :], mask, scale, visible
-        )
-        if source == group.rank():
-            # Copies: merging overwrites them, and selective checkpointing keeps what it is given.
-            out, lse = block_out.to(wide(q), copy=True), block_lse.clone()
-        else:  # leave out the queries that see no key of this block: their weight is exp(-inf)
-            blind = ~visible.any(-1)  # (B, 1, Q)
-            block_out = block_out.masked_fill(blind[..., None], 0)
-            block_lse = block_lse.masked_fill(blind, -torch.inf)
-            merge(out[..., queries, :], lse[..., queries], block_out, block_lse)
-    return out.to(q.dtype), lse
-
-
-def attend_where_visible(q, kv, causal, scale, visible):
-    """``attend`` of cp.py with a further mask: ``visible`` is True where a query sees
-    a key, (B, 1, Q, S). For a query that sees no key each kernel returns something else: do not use
-    it.
-
-    Raises:
-        SettingError: there is no such kernel for float64 on a GPU.
-    """
-    q, k, v = rows(q, *kv)
-    bias = as_bias(visible, q)
-    if q.is_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, attn_mask=bias, scale=scale
-        )
-    if q.dtype == torch.float64:
-        raise SettingError("float64 on a GPU has no fused attention: use float32, or the CPU")
-    K = q.shape[-1]
-    scale = K**-0.5 if scale is None else scale
-    q, k, v = pad_heads(q, k, v)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, causal, scale=scale
+    sight = functools.partial(
+        same_document, group=group, documents=documents, heads=q.shape[1], dtype=q.dtype
     )
-    return out[..., :K], lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+    return RingAttention.apply(q, k, v, group, sight, scale)
 
 
-def attend_where_visible_backward(grad_out, q, kv, out, lse, causal, scale, visible):
-    """``attend_backward`` of cp.py with a further mask: see ``attend_where_visible``."""
-    grad_out, q, k, v = rows(grad_out, q, *kv)
-    out, lse, bias = out.to(q.dtype), lse.contiguous(), as_bias(visible, q)
-    if q.is_cpu:
-        grad_q, *grad_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return grad_q, torch.stack(grad_kv)
-    K = q.shape[-1]
-    scale = K**-0.5 if scale is None else scale
-    grad_out, q, k, v, out = pad_heads(grad_out, q, k, v, out)
-    seed = offset = q.new_zeros((), dtype=torch.int64)  # of dropout: not used
-    shared = q.shape[1] // k.shape[1]  # query heads that share keys and values
-    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    grad_q, *grad_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, q, k, v, bias, out, padded, seed, offset, 0.0, (True, True, True, False), causal,
-        scale=scale,
-    )
-    return grad_q[..., :K], torch.stack(grad_kv)[..., :K].unflatten(2, (-1, shared)).sum(3)
-
-
-def as_bias(visible, q):
-    """``visible`` as the kernels add it to the scores: 0 or -inf, (B, H, Q, S), once for all heads.
-    The memory-efficient kernel needs rows that start at multiples of 16 bytes."""
+def same_document(source, group, documents, heads, dtype):
+    """``in_sight``, and a bias (B, H, Q, S) that hides the keys of other documents; None: no key of
+    rank ``source`` is in sight."""
+    if documents[source] is None:
+        return None
+    queries, keys, causal = in_sight(source, group, documents[source].shape[1], is_causal=True)
+    ours, theirs = documents[group.rank()][:, queries], documents[source][:, keys]
+    visible = ours[:, None, :, None] == theirs[:, None, None, :]  # (B, 1, Q, S)
     *shape, S = visible.shape
-    bias = torch.full((*shape, S + -S % 8), -torch.inf, dtype=q.dtype, device=q.device)
-    return bias[..., :S].masked_fill_(visible, 0).expand(-1, q.shape[1], -1, -1)
+    bias = torch.full((*shape, S + -S % 8), HIDDEN, dtype=dtype, device=visible.device)
+    bias = bias[..., :S].masked_fill_(visible, 0)  # its rows start at multiples of 16 bytes
+    return queries, keys, causal, bias.expand(-1, heads, -1, -1)
 
 
 if __name__ == "__main__":

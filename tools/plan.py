@@ -131,7 +131,7 @@ def variants(strategy, batch_size):
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
     few, option = 1, "--grad-accum"
     if strategy.pp > 1:
-        few = max(n for n in range(1, share + 1) if share % n == 0 and n <= 4 * strategy.pp)
+        few = max(n for n in divisors(share) if n <= 4 * strategy.pp)
         option = "--microbatches"
     numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
     options = [[option, str(n)] for n in numbers]

@@ -19,11 +19,11 @@ import re
 
 import torch
 
-from pp import bubble
 from tools.command import ROOT
 from tools.counting import one_rank
 from tools.counting.counter import peak_of
 from tools.counting.pipeline import accumulated
+from tools.counting.theory import bubble
 
 CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 # Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
@@ -111,22 +111,25 @@ class Rank:
         left = received + 16 * self.pipeline.tokens(self.words) + loss
         until_backward = starts[kept - 1] - starts[kept - 2] - received if kept > 1 else 0
         stays = (self.micro_batches - n) * left
-        in_flight = (self.in_flight - kept) * until_backward
-        total = collections.Counter(name for name, _ in counted["moments"])
-        seen, moments = collections.Counter(), []
-        for name, peak in counted["moments"]:
-            seen[name] += 1
-            # Not as many as can be are there in the first forward and in the last backward pass.
-            full = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
-            added = stays + in_flight if full and total[name] == n else stays
-            moments.append((name, more_activations(peak, added)))
+        full = stays + (self.in_flight - kept) * until_backward
+        moments = [*self.with_more(counted["moments"], stays, full)]
         more = self.micro_batches / n
         collectives = [self.across_stages(part, more) for part in counted["collectives"]]
-        wait, _ = bubble("1f1b", self.pipeline.n, 1, self.micro_batches)
         return counted | summed(collectives, moments) | {
-            "held": more_activations(counted["held"], stays), "bubble": wait,
+            "held": more_activations(counted["held"], stays),
+            "bubble": bubble("1f1b", self.pipeline.n, 1, self.micro_batches),
             "operations": counted["operations"] * more, "world_size": self.args.devices,
             "rank": self.place * self.pipeline.per_place}
+
+    def with_more(self, moments, stays, full):
+        """``moments`` with more activations: ``full`` more while as many micro-batches as can be
+        are there, which is not so in the first forward and in the last backward pass."""
+        n, kept = self.few, self.n - self.counted_at
+        total, seen = collections.Counter(name for name, _ in moments), collections.Counter()
+        for name, peak in moments:
+            seen[name] += 1
+            there = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
+            yield name, more_activations(peak, full if there and total[name] == n else stays)
 
     def across_stages(self, part, more):
         """``part`` of the collectives, of ``more`` times as many micro-batches, in all stages."""

@@ -38,6 +38,7 @@ class Pipeline:
         with torch.device("meta"):
             config = dataclasses.replace(args.config, num_hidden_layers=1)
             self.model = use_experts(Transformer(config))
+        self.head = self.model.lm_head.weight.numel()  # as many as the embedding has
         self.layers = self.cut(args.config.num_hidden_layers, self.n)
 
     def cut(self, layers, n):
@@ -68,16 +69,23 @@ class Pipeline:
     def tp(self, words):
         return self.args.devices if self.script == "tp.py" else option("--tp", words)
 
-    def numbers(self):
-        """How many parameters the whole model has."""
-        small = sum(p.numel() for p in self.model.parameters())
-        layer = sum(p.numel() for p in self.model.model.layers["0"].parameters())
-        return small + (self.args.config.num_hidden_layers - 1) * layer
+    def numbers(self, place):
+        """How many parameters the stages at ``place`` have: in experts, and others, but the last
+        norm."""
+        layer, layers = self.model.model.layers["0"], sum(self.layers[place])
+        ends = (place == 0) + (place == self.n - 1)  # the embedding, the head
+        sizes = {name: p.numel() for name, p in layer.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        others = sum(sizes.values()) - experts
+        return layers * experts, layers * others + ends * self.head
+
+    def all_numbers(self):
+        return sum(sum(self.numbers(place)) for place in range(self.n))
 
     def least_held(self):
         """Bytes of parameters, gradients and AdamW's two states."""
         _, size = SIZES[self.args.dtype]
-        held = 4 * size * self.numbers()
+        held = 4 * size * self.all_numbers()
         if self.script in ("single.py", "ddp.py", "cp.py"):
             return held
         return held * option("--replicate", self.words) / self.args.devices
@@ -88,18 +96,18 @@ class Pipeline:
         that is computed again."""
         config, tp, (steps, _) = self.args.config, self.tp(words), accumulated(words)
         size, exact = SIZES[self.args.dtype]
-        tokens, last = self.tokens(words), place == self.n - 1
+        tokens = self.tokens(words)
         of_layer = tokens // tp * size * kept_by_layer(words, config, tp)
         again = tokens // tp * size * kept_by_layer([], config, tp) - of_layer
         kept, head = sum(self.layers[place]) * of_layer, 0
-        if last and tokens * config.vocab_size > MAX_LOGITS:  # in chunks: their gradients add up
-            head = self.model.lm_head.weight.numel() / tp
+        if place == self.n - 1 and tokens * config.vocab_size > MAX_LOGITS:
+            head = self.head / tp  # in chunks: their gradients add up
         if self.n > 1:
             return self.least_in_pipeline(words, place, kept, max(head * exact, again))
         copied = size if size < exact else 0  # of a weight, to be multiplied
         held = self.least_held() * (1 if steps > 1 else 3 / 4)  # without gradients
         if self.script == "zero.py" or "--no-reshard-after-forward" in words:
-            held += size * self.numbers()  # all are gathered
+            held += size * self.all_numbers()  # all are gathered
         return held + kept + max(head * (exact + copied), again)
 
     def least_in_pipeline(self, words, place, kept, more):
@@ -107,29 +115,28 @@ class Pipeline:
         all parameters of the stage gathered. ``kept``: by the layers of the stage for a
         micro-batch; ``more``: when its backward pass begins."""
         size, exact = SIZES[self.args.dtype]
-        first, last = place == 0, place == self.n - 1
-        config, tp, (steps, micro_batches) = self.args.config, self.tp(words), accumulated(words)
-        head, layers = self.model.lm_head.weight.numel(), sum(self.layers[place])
-        layer = {name: p.numel() for name, p in self.model.model.layers["0"].named_parameters()}
-        experts = layers * sum(n for name, n in layer.items() if ".experts." in name)
-        others = layers * sum(layer.values()) - experts + head * (first + last)
-        hidden = self.tokens(words) // tp * config.hidden_size
-        held = 3 * exact * (others + experts) / self.per_place
-        held += micro_batches * (2 - first - last) * hidden * size
+        tp, (steps, micro_batches) = self.tp(words), accumulated(words)
+        experts, others = self.numbers(place)
+        neighbours = 2 - (place == 0) - (place == self.n - 1)
+        hidden = self.tokens(words) // tp * self.args.config.hidden_size
+        held = 3 * exact * (experts + others) / self.per_place
+        held += micro_batches * neighbours * hidden * size
         if self.v > 1:
             return held + kept
         numbers = others / tp + experts / option("--ep", words)
-        of_embedding = head / tp * exact if first else 0
+        embedding = self.head / tp if place == 0 else 0
+        of_embedding = exact * embedding  # its gradient comes last
         if self.script == "hybrid_3d.py":
             held += size * numbers
-            of_embedding = head / tp * size if first else 0
+            of_embedding = size * embedding
         elif size < exact and AGAIN not in words:  # each micro-batch in flight has its own copies
-            kept += size * (numbers - head * first)
+            kept += size * (numbers - embedding)
         in_flight, gradients = min(self.n - place, micro_batches), exact * numbers
+        before = gradients
         if micro_batches == in_flight and steps == 1:  # there are none yet
-            return held + max(in_flight * kept + more, (in_flight - 1) * kept + gradients)
-        return held + gradients + max(in_flight * kept + more,
-                                      (in_flight - 1) * kept + of_embedding)
+            before, of_embedding = 0, gradients
+        others_kept = (in_flight - 1) * kept
+        return held + before + others_kept + max(kept + more, of_embedding)
 
 
 def kept_by_layer(words, config, tp):

@@ -26,10 +26,8 @@ import pp
 from common import experts, materialise, model, run
 from common.options import SettingError
 from cp import wide
-from tools.counting import theory
+from tools.counting import pretend, theory
 from tools.counting.counter import OneStep, StepCounter
-from tools.counting import pretend
-
 
 
 def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
@@ -243,8 +241,8 @@ class Run:
         self.counting = OneStep(number - 1, self.make_counter)
         # All micro-batches are run, which takes minutes for a stage of a large pipeline.
         micro_batches = getattr(args, "microbatches", 1) or args.pp
-        passes = 2 * number * args.grad_accum * micro_batches * len(self.models)
-        self.bar = tqdm(total=passes, desc="forward and backward passes", leave=False, delay=5,
+        passes = number * args.grad_accum * micro_batches * len(self.models)
+        self.bar = tqdm(total=passes, desc="forward passes", leave=False, delay=5,
                         disable=not progress)
         for each in self.models:
             each.register_forward_hook(self.on_forward)
@@ -284,12 +282,8 @@ class Run:
             offload(counter)
         return counter
 
-    def on_forward(self, module, inputs, outputs):
+    def on_forward(self, *_):
         self.bar.update()
-        for out in tree_leaves(outputs):
-            if isinstance(out, torch.Tensor) and out.requires_grad:
-                out.register_hook(lambda _: self.bar.update() and None)  # in its backward pass
-                break
 
     def steps(self, numbered):
         yield from self.counting.steps(numbered)
@@ -317,5 +311,5 @@ def pipeline(args, mesh):
     ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0)
     n, schedule = len(ranks), getattr(args, "schedule", "1f1b")
     v = getattr(args, "stages_per_rank", 1) or (1 if schedule in pp.ONE_STAGE else 2)
-    bubble, _ = pp.bubble(schedule, n, v, args.microbatches or n)
-    return {"stages": ranks.reshape(n, -1)[:, 0].tolist(), "bubble": bubble}
+    return {"stages": ranks.reshape(n, -1)[:, 0].tolist(),
+            "bubble": theory.bubble(schedule, n, v, args.microbatches or n)}

@@ -9,7 +9,6 @@ import_hf.py makes a checkpoint of such weights, from which every script trains.
 
 import functools
 import pathlib
-import typing
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -61,7 +60,7 @@ class Weights:
         if ties and HEAD not in stored and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
         parts = parts_of(config)
-        check_shapes({name: tensor.shape for name, tensor in stored.items()},
+        check_shapes({name: tuple(part.get_shape()) for name, part in stored.items()},
                      {name: shape for name, (_, _, shape) in parts.items()}, folder)
         self.stored = {}  # lists, by the name of our parameter: it stacks the weights of experts
         for name, (ours, _, _) in parts.items():
@@ -69,63 +68,45 @@ class Weights:
 
     def dtype(self, name):
         """The type in which a parameter is stored."""
-        return functools.reduce(torch.promote_types, (part.dtype for part in self.stored[name]))
+        dtypes = [DTYPES[part.get_dtype()] for part in self.stored[name]]
+        return functools.reduce(torch.promote_types, dtypes)
 
     def read(self, name, slices):
         """The part ``slices`` of a parameter, a slice for each dimension, in the type in which it
         is stored. Nothing else of it is read."""
         if ".mlp.experts." in name:
             experts, *slices = slices
-            return torch.stack([stored.read(slices) for stored in self.stored[name][experts]])
-        (stored,) = self.stored[name]
-        return stored.read(slices)
-
-
-class StoredTensor(typing.NamedTuple):
-    """A tensor in the safetensors file ``path``."""
-
-    path: pathlib.Path
-    name: str
-    dtype: torch.dtype
-    shape: tuple
-
-    def read(self, slices):
-        """A part of it, and nothing else. The file stays open only as long as the part is used."""
-        from safetensors import safe_open  # an optional package
-
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_slice(self.name)[*slices]
+            return torch.stack([part[*slices] for part in self.stored[name][experts]])
+        (part,) = self.stored[name]
+        return part[*slices]
 
 
 def find_tensors(folder):
-    """The StoredTensors of all safetensors files of ``folder``, by their names there. Of a tensor
-    that is in two files the index decides."""
-    from safetensors import SafetensorError, safe_open
+    """The tensors of all safetensors files of ``folder`` by their names there, each to be read by
+    slices. If there is an index, only the files that it names count."""
+    from safetensors import SafetensorError, safe_open  # an optional package
 
     stored, index = {}, folder / "model.safetensors.index.json"
-    file_of = read_json(index).get("weight_map", {}) if index.exists() else {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        named = read_json(index).get("weight_map", {}).values()
+        paths = [path for path in paths if path.name in named]
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}
         except SafetensorError as error:
             raise SettingError(f"{path} is damaged ({error}): download or save it again") from None
         for name, part in parts.items():
-            dtype = part.get_dtype()
             if name.endswith(".rotary_emb.inv_freq"):  # in older files; our model computes its own
                 continue
-            if dtype not in DTYPES:
+            if part.get_dtype() not in DTYPES:
                 raise SettingError(
-                    f"{path}: {name} is in {dtype}: only {', '.join(DTYPES)} are supported; save "
-                    f"the weights in one of them, without quantization")
+                    f"{path}: {name} is in {part.get_dtype()}: only {', '.join(DTYPES)} are "
+                    f"supported; save the weights in one of them, without quantization")
             if name in stored:
-                two = stored[name].path.name, path.name
-                if file_of.get(name) not in two:
-                    raise SettingError(f"{folder} has {name} in {two[0]} and {two[1]}: remove one "
-                                       f"of the files")
-                if file_of[name] == two[0]:
-                    continue
-            stored[name] = StoredTensor(path, name, DTYPES[dtype], tuple(part.get_shape()))
+                raise SettingError(f"{name} is in {path} and in another file: remove one of them")
+            stored[name] = part
     if not stored:
         raise SettingError(f"{folder} has no .safetensors file with weights, which save_pretrained "
                            f"of transformers writes")

@@ -7,6 +7,7 @@ of the optimizer's step 5 to the end of its step 25, divided by 20. If FOLDER is
 .json, rank 0 writes a trace of these steps there, by torch.profiler.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
-def after_steps(first, last, begin, end):
-    """Call ``begin`` after step ``first`` of the optimizer, and ``end`` after step ``last``."""
+def between_steps(first, last, context):
+    """Enter ``context`` after step ``first`` of the optimizer, and leave it after step ``last``."""
     step_of = {}
 
     def count(optimizer, *_):
@@ -29,39 +30,35 @@ def after_steps(first, last, begin, end):
         if optimizer is next(iter(step_of)) and step in (first, last):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            begin() if step == first else end()
+            context.__enter__() if step == first else context.__exit__(None, None, None)
 
     register_optimizer_step_post_hook(count)
 
 
-def note_costs(first, last, path):
-    """Write the cost of a step to ``path`` after step ``last``."""
-    began = []
-
-    def end():
-        now = time.perf_counter(), time.process_time()
-        path.write_text(json.dumps([(b - a) / (last - first) for a, b in zip(began, now)]))
-
-    after_steps(first, last, lambda: began.extend((time.perf_counter(), time.process_time())), end)
+@contextlib.contextmanager
+def costs(steps, path):
+    """Write the cost of one of ``steps`` to ``path``."""
+    seconds, cpu_seconds = time.perf_counter(), time.process_time()
+    yield
+    cost = time.perf_counter() - seconds, time.process_time() - cpu_seconds
+    path.write_text(json.dumps([each / steps for each in cost]))
 
 
-def trace(first, last, path):
-    """Write a Chrome trace of the steps after ``first`` to ``path``."""
-    profiler = torch.profiler.profile()
-
-    def end():
-        profiler.stop()
-        profiler.export_chrome_trace(str(path))
-
-    after_steps(first, last, profiler.start, end)
+@contextlib.contextmanager
+def trace(path):
+    """Write a Chrome trace to ``path``."""
+    with torch.profiler.profile() as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
 
 
 if __name__ == "__main__":
     first, last, folder, *sys.argv = sys.argv[1:]
+    first, last, path = int(first), int(last), pathlib.Path(folder)
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    rank, path = os.environ.get("RANK", "0"), pathlib.Path(folder)
+    rank = os.environ.get("RANK", "0")
     if path.suffix != ".json":
-        note_costs(int(first), int(last), path / f"rank-{rank}.json")
+        between_steps(first, last, costs(last - first, path / f"rank-{rank}.json"))
     elif rank == "0":
-        trace(int(first), int(last), path)
+        between_steps(first, last, trace(path))
     runpy.run_path(sys.argv[0], run_name="__main__")
