@@ -43,9 +43,9 @@ SIX = "--num-experts 6"
 NARROW = f"{SIX} --expert-size 8"
 SAMPLE = [("ep.py --ep 1 --no-reshard-after-forward --grad-accum 2", 2),
           (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2),
-          ("hybrid_3d.py --tp 2 --ep 2", 2)]
+          ("hybrid_3d.py --replicate 2 --tp 2 --ep 2", 4)]
 ROWS = [
-    *SAMPLE, ("hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2", 4),
+    *SAMPLE, ("hybrid_3d.py --tp 2 --ep 2", 2), ("hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2", 4),
     ("ep.py --ep 1 --grad-accum 2", 2), ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 4),
     ("ep.py", 4), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
     (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4),

@@ -110,8 +110,12 @@ def test_nothing_is_read_that_does_not_run(run, corpus, tmp_path):
         (folder / "closed.py").chmod(0)
     flat = tmp_path / "code" / "flat.py"
     flat.write_text(flatten(ROOT / "single.py", with_run=True))
-    for script in edited(tmp_path / "code", "single.py"), str(flat):
-        run(script, 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    run(str(flat), 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    script = edited(tmp_path / "code", "single.py", ("import torch\n", "import mine, torch\n"))
+    for steps, changed in enumerate(("mine", "other", "mine"), 1):  # what does not run may change
+        (tmp_path / "code" / f"{changed}.py").write_text(f"number = {steps}")
+        said = run(script, 0, f"{SMALL} --steps {steps} --data {corpus}").output
+        assert ("the code was" in said) == (steps == 3), said
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -166,14 +170,15 @@ def test_a_killed_run_starts_again_where_it_began(server, tmp_path, corpus):
     server.run("ddp.py", 2, f"{OPTIONS} --save-every 2 --steps 2 --data {corpus}", folder=tmp_path,
                out="first")
     words = [*RUN, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus, "--dtype", "float64",
-             "--out", "second", "--from", "first/step-00000002"]
+             "--out", "second", "--from", "first/step-00000002", "--timeout", "60"]
     process = start(words, tmp_path, NPROC="2", MAX_RESTARTS="1")
     out = tmp_path / "second"
     wait_until(lambda: logged(out) > 1)
     before = (out / "metrics.jsonl").stat().st_ino
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     # The resume writes the file anew.
-    wait_until(lambda: (out / "metrics.jsonl").stat().st_ino != before and logged(out) > 1)
+    wait_until(lambda: process.poll() is not None or (
+        (out / "metrics.jsonl").stat().st_ino != before and logged(out) > 1))
     process.terminate()
     output = finish(process)
     assert output.count("resuming first/step-00000002") == 2 and SAVED in output, output

@@ -297,8 +297,16 @@ SAID_ONCE = [  # by rank 0: all ranks have the same command line
 @pytest.mark.parametrize("command, world, code, words", SAID_ONCE + [
     ("ddp.py --batch-size 7", 2, "", "--batch-size 7 cannot be ... a multiple of 2, such as 8"),
     ("ddp.py --data big.bin", 2, "", "holds token 256"),
-    ("ddp.py --timeout 7", 2, "before(torch.distributed, 'init_process_group', lambda *_, "
-     "timeout=0, **__: common.options.refuse([(str(timeout) == '0:00:07', 'mine')]))", "(mine)"),
+    # What the user has chosen arrives: the timeout in all groups of all ranks, the interfaces
+    ("ddp.py --timeout 7", 2, """timeouts = []
+for name in "init_process_group", "new_group":
+    before(torch.distributed, name, lambda *_, timeout=0, **__: timeouts.append(str(timeout)))
+before(Run, "resume", lambda *_: common.options.refuse([(True, str(timeouts))]))""",
+     "error: ['0:00:07', '0:00:07', '0:00:07']"),
+    ("ddp.py", 2, """chosen = {"GLOO_SOCKET_IFNAME": "g", "NCCL_SOCKET_IFNAME": "n"}
+os.environ |= chosen
+before(torch.distributed, "init_process_group", lambda *_, **__: common.options.refuse([
+    (chosen.items() <= os.environ.items(), "mine")]))""", "(mine)"),
     # On one rank alone, which is not rank 0: it waits for that one, and then says it
     ("ddp.py", 2, "sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None",
      "--model nowhere: ... No such file"),
