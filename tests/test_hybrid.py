@@ -28,4 +28,4 @@ def test_without_the_lines_that_the_docs_delete(once, shared):
     patch = ROOT / "docs" / "without_cp.diff"
     subprocess.run(["git", "apply", patch], cwd=shared / "without-cp", check=True)
     for claim in (curve, validation, saved):
-        claim(Row(f"{script} --tp 2 --pp 2", 4, inject="ignored()"), lambda row: row.run(once))
+        claim(Row(f"{script} --tp 2 --pp 2", 4, "copy"), lambda row: row.run(once))
