@@ -84,26 +84,6 @@ def test_when_it_is_due(tmp_path):
     assert len(rates) == 7 and min(rates) > 8 * 4
 
 
-def test_resume_with_other_held_out_data(run, corpus, held_out):
-    """And in another type of numbers: the line of the resume says so."""
-    options = (f"{SMALL} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2 "
-               "--log-every 1")
-    first = run("single.py", 0, f"{options} --val-data {held_out}")
-    lines, in_float32 = first.curve("step", "val_loss"), first.curve("loss")[2][0]
-    assert [step for step, _ in lines] == [2, 4, 6]
-    again = run("single.py", 0, f"{options} --val-data {held_out} --from {first.out}/step-00000004",
-                out="again")
-    assert again.curve("step", "val_loss") == lines[2:]  # step 4 is not evaluated again
-    other = run("single.py", 0, f"{options} --val-data {corpus} --val-every 3 --dtype bfloat16 "
-                f"--from {first.out}/step-00000002", out="other")
-    assert [step for step, _ in other.curve("step", "loss")] == [3, 4, 5, 6]
-    for changed in (f"--val-data was {held_out}, is {corpus}", "--dtype was auto, is bfloat16"):
-        assert changed in other.output
-    assert 0 < abs(other.curve("loss")[0][0] - in_float32) < 0.05
-    found = other.curve("step", "val_loss")
-    assert [step for step, _ in found] == [3, 6] and found[-1] != lines[-1]
-
-
 @pytest.mark.parametrize("command, world, stop", sampled(
     RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[:2]))
 def test_a_step_is_saved_before_it_is_evaluated(run, once, corpus, held_out, command, world, stop):

@@ -26,7 +26,7 @@ def table(text):
     Without --all only rows that begin with "* " run, or all if none does."""
     rows, starred = [], "\n* " in text
     for line in re.sub("\n +", " ", text.strip()).splitlines():
-        cells = [cell.strip() for cell in re.split(r" \|(?= |$)", line.removeprefix("* "))]
+        cells = [cell.strip() for cell in re.split(r"(?:^| )\|(?= |$)", line.removeprefix("* "))]
         values = [int(cell) if cell.isdecimal() else cell for cell in cells]
         left_out = starred and not line.startswith("* ")
         rows.append(pytest.param(*values, marks=[thorough] * left_out))
