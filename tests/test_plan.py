@@ -65,46 +65,6 @@ def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
     assert found == counted
 
 
-def test_the_stages_of_a_mixture():
-    """A layer of experts is larger than a dense one: the head alone is no stage."""
-    args = options()
-    args.config = MixtureConfig(
-        num_hidden_layers=9, hidden_size=64, intermediate_size=128, vocab_size=4096, num_experts=8)
-    strategy = Strategy("hybrid_3d.py --pp 4", 2, 4)
-    assert Pipeline(strategy, args).places() == [0, 1, 3]
-
-
-@pytest.mark.parametrize("memory, rows, expected", [
-    (74, [""], [(1, "none")]),
-    (42, [" --grad-accum 2", f" {AGAIN} selective"], [(1, "none"), (2, "none"), (1, "selective")]),
-    (25, [" --grad-accum 8", f" --grad-accum 4 {AGAIN} selective", f" --grad-accum 2 {AGAIN}"],
-     [(1, "none"), (8, "none"), (1, "selective"), (4, "selective"), (1, "full"), (2, "full")]),
-    (13, [f" --grad-accum 8 {AGAIN}"],
-     [(1, "none"), (1, "selective"), (1, "full"), (8, "full")]),
-    (9, [""], [(1, "none")]),  # parameters, gradients and states alone are too much
-])
-def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, rows, expected):
-    """A dry run of many accumulation steps takes long: none whose result follows from another."""
-    tried = []
-
-    def evaluate(pipeline, words, args):
-        steps = int(one_rank.value_of("--grad-accum", words) or 1)
-        kind = "selective" if "selective" in words else "full" if AGAIN in words else "none"
-        tried.append((steps, kind))
-        peak = 10 + 64 // steps // {"none": 1, "selective": 2, "full": 4}[kind]
-        return {"peak": {"in all": peak}, "held": dict(zip(plan.KEPT, (4, 4, 2)))}
-
-    monkeypatch.setattr(plan, "evaluate", evaluate)
-    monkeypatch.setattr(Pipeline, "least_held", lambda *_: 0)
-    monkeypatch.setattr(Pipeline, "least_at_peak", lambda *_: 0)
-    args = options(device_memory=memory / 1e9)
-    assert [command for command, _ in plan.search(TP, [], args)] == [f"tp.py{row}" for row in rows]
-    assert tried == expected
-    # Which cannot compute layers again
-    found = plan.search(Strategy("pp.py --schedule zerobubble", 1), [], args)
-    assert not any(AGAIN in command for command, _ in found)
-
-
 # Of README.md and docs/planning.md, and what else may differ: devices, script, options, model,
 # layers, and the rank. From 12 layers on zero.py has another peak.
 @pytest.mark.parametrize("world, script, options_, model, layers, rank", table(f"""
