@@ -18,9 +18,8 @@ from common.experts import (
 from common.materialise import draw_weight, materialise
 from common.model import Transformer
 from common.options import SettingError
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read
+from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import Result
 from tests.support.sample import needs, table
 from tools.huggingface import export
 from tools.huggingface.config import read_config
@@ -85,10 +84,6 @@ def options_of(command, dtype="float64"):  # what stands last counts
     return " ".join([OPTIONS, *reference(command).split()[1:], "--dtype", dtype])
 
 
-def saved(run):
-    return read(run.out / "step-00000003")
-
-
 @pytest.mark.parametrize("command, world", ROWS)
 def test_every_row_trains_the_same(trained, command, world):
     """Losses, norms, the share of the busiest expert, validation, weights and optimizer states; the
@@ -98,7 +93,7 @@ def test_every_row_trains_the_same(trained, command, world):
     found = trained(command, world)
     assert furthest(found.curve(*NAMES), expected.curve(*NAMES)) < 1e-10
     assert furthest(found.curve("val_loss"), expected.curve("val_loss")) < 1e-10
-    own, *others = (Result([0], "", out) for out in sorted(found.out.glob("again-*")))
+    own, *others = (found.again(i) for i in range(len(list(found.out.glob("again-*")))))
     assert own.curve(*NAMES) == found.curve(*NAMES)[2:]
     assert own.curve("step", "val_loss") == found.curve("step", "val_loss")[-1:]
     for other in others:

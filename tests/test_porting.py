@@ -14,13 +14,13 @@ import pp
 from common.data import load_steps
 from common.model import Attention, plain_attention
 from common.options import SettingError
-from tests.support.compare import assert_near, furthest, read
+from tests.support.compare import assert_near, furthest, saved
 from tests.support.lifted import (
     MAX_NORM, Mixture, Parts, Sequences, context, ddp, expert, fully_sharded, hybrid_in_one_stage,
     hybrid_in_stages, pipeline, plain, tensor, train, zero
 )
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import ROOT, Result, edited
+from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, table
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
@@ -205,11 +205,10 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, 
     plain = once("single.py", 0, OPTIONS).curve()
     assert furthest(expected.curve(), plain) > 1e-3
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    last = "step-00000003"
-    assert_near(*(read(result.out / last) for result in (found, expected)))
+    assert_near(saved(found), saved(expected))
     if kind == "two optimizers":
         assert expected.history[2]["lr"] == 0.05  # of the first group, at its peak
-    own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
+    own, of_one = (found.again(i).curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
     assert furthest(of_one, expected.curve()[2:]) < 1e-10
 

@@ -11,8 +11,8 @@ import torch
 
 from common.checkpoint import list_checkpoints
 from common.model import PRESETS, ModelConfig, Transformer
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read
-from tests.support.processes import ROOT, Result
+from tests.support.compare import assert_bit_equal, assert_near, furthest, read, saved
+from tests.support.processes import ROOT
 from tests.support.sample import table, thorough
 from tests.support.table import AGAIN, EXACT, OPTIONS, ROWS, Row
 from tools.counting.theory import bytes_of, fsdp
@@ -31,11 +31,6 @@ WHOLE, SHARDED = ("single.py", "ddp.py"), ("zero.py", "fsdp.py")
 def reference(row):
     """The row of single.py: in float32 also for bfloat16."""
     return Row("single.py", 0, "exact" if row.dtype == "float64" else "float32")
-
-
-def last(result):
-    """The tensors of the last checkpoint of a run, by name."""
-    return read(result.out / "step-00000003")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.
@@ -59,22 +54,22 @@ def validation(row, run):
     assert f"val loss {found.curve('val_loss')[-1][0]:.4f} |" in found.output
 
 
-def saved(row, run):
+def tensors(row, run):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
-    tensors = last(run(row))
-    assert_near(tensors, last(run(reference(row))))
-    assert len(tensors) == 4 * TENSORS
+    found = saved(run(row))
+    assert_near(found, saved(run(reference(row))))
+    assert len(found) == 4 * TENSORS
 
 
 def resumed(row, run):
     """A run that resumes is bit for bit what it was, in every weight and optimizer state."""
-    again = Result([0], "", run(row).out / "again-0")
+    again = run(row).again()
     assert again.curve() == run(row).curve()[2:]
-    expected = Result([0], "", run(reference(row)).out / "again-0").curve("step", "val_loss")
+    expected = run(reference(row)).again().curve("step", "val_loss")
     assert [step for step, _ in expected] == [3]
     assert furthest(again.curve("step", "val_loss"), expected) < WITHIN[row.dtype]
-    assert_bit_equal(last(again), last(run(row)))
+    assert_bit_equal(saved(again), saved(run(row)))
 
 
 def held_and_sent(row, run):
@@ -142,7 +137,7 @@ def peaks(row, run):
 def claims_of(row):
     yield from (curve, validation, held_and_sent)
     if row.dtype == "float64":
-        yield saved
+        yield tensors
     if row.exact:
         yield resumed
     if row.compiled:
@@ -180,10 +175,10 @@ def test_resumes_what_others_saved(once, number, command, world):
                   if script not in command]
     rows = [others[number % len(others)] for others in of_scripts]
     folders = [str(row.run(once).out) for row in rows]
-    out = once(command, world, f"{OPTIONS} --dtype float64",
-               inject=f"ignored(); resumed({folders}, train=False)").out
+    reader = once(command, world, f"{OPTIONS} --dtype float64",
+               inject=f"ignored(); resumed({folders}, train=False)")
     for number, row in enumerate(rows):
-        found = Result([0], "", out / f"again-{number}").curve()
+        found = reader.again(number).curve()
         assert furthest(found, EXACT[0].run(once).curve()[2:]) < 1e-10, row
 
 

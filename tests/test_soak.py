@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.support.commands import RUN, children, finish, left_over, logged, start, wait_until
-from tests.support.compare import assert_bit_equal, read
+from tests.support.compare import assert_bit_equal, saved
 from tests.support.processes import SMALL
 from tests.support.sample import table, thorough
 
@@ -74,4 +74,4 @@ def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place, 
     found = server.run(command, world, options, folder=tmp_path / "work")
     names = "step", "loss", "grad_norm"
     assert found.curve(*names) == whole.curve(*names), own
-    assert_bit_equal(*(read(run.out / f"step-{last:08d}") for run in (found, whole)))
+    assert_bit_equal(saved(found, last), saved(whole, last))
