@@ -200,34 +200,30 @@ def test_micro_batches_and_accumulation():
     assert plan.variants(Strategy("ddp.py", 2), 12) == [[], ["--grad-accum", "2"]]
 
 
-def test_strategies_and_why_not():
-    def commands(*words, **more):
-        return [strategy.command for strategy in plan.strategies(*words, **more)[0]]
-
-    tried, left_out = plan.strategies(16, 8, 16, 8192, 32)
-    assert Strategy("tp.py", 1) in tried
-    for schedule in "interleaved1f1b", "zerobubble":
-        assert Strategy(f"pp.py --schedule {schedule}", 1, 16, 2) in tried
-    assert left_out["--tp beyond the 8 devices of a machine"] == 1
-    found = commands(16, 8, 16, 8192, 32)
-    assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --cp 2"} < set(found)
-    assert Strategy("hybrid_3d.py --tp 8 --pp 2", 1, 2) in tried
-    assert Strategy("hybrid_3d.py --tp 8", 2) in tried
-    assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
-    assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
-    # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each
-    found = commands(16, 8, 12, 4096, 32)
-    assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
-    assert "hybrid_3d.py --pp 4" not in found
-    assert commands(1, 8, 4, 128, 4) == ["single.py"]
-    # A stage has two layers at least.
-    assert "hybrid_3d.py --pp 4" not in commands(8, 8, 8, 128, 4)
-    # Of experts every --ep that divides them, and each grid with the largest one of a machine
-    assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
-    found = plan.strategies(8, 2, 8, 128, 4, experts=12)[0]
-    assert found[:3] == [Strategy(f"ep.py --ep {ep}", 8) for ep in (1, 2, 4)]
-    assert found[3].command == "hybrid_3d.py --pp 2 --ep 2"
-    assert "hybrid_3d.py --pp 2 --ep 4" in commands(8, 8, 8, 128, 4, experts=8)
+# Devices, devices of a machine, sequences, positions of each, layers, experts of a layer; what is
+# tried: a command, its data-parallel ranks, ranks and stages of a pipeline; commands that are not.
+@pytest.mark.parametrize("words, tried, not_tried", table("""
+16 8 16 8192 32 0 | tp.py 1 1 1, ddp.py 16 1 1, fsdp.py --replicate 2 16 1 1,
+  hybrid_3d.py --cp 2 8 1 1, hybrid_3d.py --tp 8 2 1 1, hybrid_3d.py --tp 8 --pp 2 1 2 1,
+  pp.py --schedule interleaved1f1b 1 16 2, pp.py --schedule zerobubble 1 16 2
+  | hybrid_3d.py --pp 16, hybrid_3d.py --cp 4
+16 8 12 4096 32 0 | hybrid_3d.py --tp 4 4 1 1 | hybrid_3d.py --tp 2, hybrid_3d.py --pp 4
+1 8 4 128 4 0 | single.py 1 1 1 | ddp.py
+8 8 8 128 4 0 | hybrid_3d.py --pp 2 4 2 1 | hybrid_3d.py --pp 4
+1 8 4 128 4 12 | ep.py 1 1 1 | single.py
+8 2 8 128 4 12 | ep.py --ep 1 8 1 1, ep.py --ep 2 8 1 1, ep.py --ep 4 8 1 1,
+  hybrid_3d.py --pp 2 --ep 2 4 2 1 | fsdp.py, hybrid_3d.py --pp 2, ep.py --ep 8
+8 8 8 128 4 8 | hybrid_3d.py --pp 2 --ep 4 4 2 1 | hybrid_3d.py --pp 2 --ep 2
+"""))
+def test_strategies_and_why_not(words, tried, not_tried):
+    """Pipelines over all ranks are pp.py's; 4,096 positions and two layers are left for a rank; 8
+    ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each."""
+    found, left_out = plan.strategies(*map(int, words.split()))
+    rows = [" ".join(map(str, vars(each).values())) for each in found]
+    assert set(tried.split(", ")) <= set(rows)
+    assert not set(not_tried.split(", ")) & {each.command for each in found}
+    assert left_out["--tp beyond the 8 devices of a machine"] == words.startswith("16 ")
+    assert (len(found) == 1) == words.startswith("1 ")
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):
