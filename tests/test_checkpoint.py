@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from common.checkpoint import hash_of, list_checkpoints, open_checkpoint
 from common.data import BatchSampler
-from common.options import SettingError, option_parser, parse_options
+from common.options import SettingError
 from common.run import Run
 from tests.support.compare import read
+from tests.support.lifted import arguments
 from tests.support.on_ranks import on_ranks
 
 
@@ -40,10 +41,7 @@ def small():
 
 def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
     """A Run of at most 9 steps that saves each of them."""
-    parser = option_parser("")
-    Run.add_options(parser)
-    words = f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}"
-    args = parse_options(parser, words.split())
+    args = arguments(f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}")
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
     sampler = BatchSampler(len(dataset), 2, seed=args.seed, stop=args.steps)
     run = Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)

@@ -199,13 +199,10 @@ def test_saving_while_training_goes_on(once, command, world):
 
 
 def test_the_theory_of_more_ranks_than_rows():
-    """As dry runs of fsdp.py count a Llama 3 8B on many ranks, without the norms of clipping."""
+    """Of a Llama 3 8B, as docs/planning.md has it. That dry runs count so: test_dry_run.py."""
     args = argparse.Namespace(
         config=PRESETS["llama3-8b"], grad_accum=1, replicate=1, reshard_after_forward=True,
         cpu_offload=False, param_dtype=torch.float32, compute_dtype=torch.bfloat16)
-    norms = 2 * 4 * 291  # in float32
-    for n, counted in (1024, 63_173_697_806), (16_384, 170_723_018_530):
-        assert round(fsdp(args, n)["sent"][1] + norms * (n - 1) / n) == counted
     sent = [fsdp(args, n)["sent"][1] for n in (1024, 2048, 4096, 8192, 16_384)]
     args.replicate = 16
     sent.append(fsdp(args, 16_384)["sent"][1])

@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import signal
-import types
 
 import numpy as np
 import pytest
@@ -208,16 +207,6 @@ def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys
 
 
 # The benchmark
-
-
-def test_a_row_of_the_benchmark():
-    """The median of the rounds."""
-    args, settings = types.SimpleNamespace(nproc=2), types.SimpleNamespace(batch_size=4, seq_len=8)
-    costs = [(1.0, 2.0), (2.0, 6.0), (4.0, 3.0)]
-    assert bench.row("tp.py", costs, args, settings) == {
-        "command": "`tp.py`", "tokens/s": "16", "seconds per step": "2 (1 to 4)",
-        "CPU seconds per step": "3",
-    }
 
 
 @pytest.mark.parametrize("words, said", table("""

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.data import BatchSampler, add_text_options, open_dataset, open_held_out
-from common.options import SettingError, option_parser, parse_options
+from common.data import BatchSampler, open_dataset, open_held_out
+from common.options import SettingError
 from common.run import Run
+from tests.support.lifted import arguments
 from tests.support.processes import SMALL
 from tests.support.sample import sampled
 
@@ -32,13 +33,10 @@ class Model(nn.Module):
 
 def run_of(folder, held_out, options="", has=True, **more):
     """A Run of 7 steps on bytes, with samples of 4 of them, and its model."""
-    parser = option_parser("")
-    add_text_options(parser)
-    Run.add_options(parser)
     (folder / "data").write_bytes(bytes(range(1, 201)))
     (folder / "held-out").write_bytes(bytes(range(1, 2 + 4 * held_out)))
-    args = parse_options(parser, f"--data {folder}/data --val-data {folder}/held-out --seq-len 4 "
-                                 f"--batch-size 8 --steps 7 --val-every 3 {options}".split())
+    args = arguments(f"--data {folder}/data --val-data {folder}/held-out --seq-len 4 "
+                     f"--batch-size 8 --steps 7 --val-every 3 {options}")
     args.config = argparse.Namespace(vocab_size=256)
     dataset, model = open_dataset(args), Model()
     sampler = BatchSampler(len(dataset), 8, args.grad_accum, seed=args.seed, stop=7)
