@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from common.checkpoint import hash_of, list_checkpoints, open_checkpoint
 from common.data import BatchSampler
-from common.options import SettingError, option_parser, parse_options
+from common.options import SettingError
 from common.run import Run
 from tests.support.compare import read
+from tests.support.lifted import arguments
 from tests.support.on_ranks import on_ranks
 
 
@@ -40,10 +41,7 @@ def small():
 
 def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
     """A Run of at most 9 steps that saves each of them."""
-    parser = option_parser("")
-    Run.add_options(parser)
-    words = f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}"
-    args = parse_options(parser, words.split())
+    args = arguments(f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}")
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
     sampler = BatchSampler(len(dataset), 2, seed=args.seed, stop=args.steps)
     run = Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)
@@ -63,12 +61,16 @@ def train(run, last, change=lambda step: None, grad_norm=1.0):
 
 @on_ranks(2)
 def test_an_average_of_sharded_weights(folder, mesh):
-    """It is sharded as they are, and saved whole, beside them. Of one number rank 1 has nothing."""
+    """It is sharded as they are, and saved whole, beside them, also as views of one storage while
+    training goes on. Of one number rank 1 has nothing."""
     model = nn.Module()
     for name, x in {"weight": torch.arange(5.0), "scale": torch.ones(1)}.items():
         model.register_parameter(name, nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])))
     state = model.state_dict(keep_vars=True)
-    train(run_of(folder, model, tensors=state | {"ema": model.weight.detach() / 2}), 1)
+    half = model.weight.detach().to_local() / 2
+    half = DTensor.from_local(torch.cat((half, half))[len(half) :], mesh, [Shard(0)],
+                              shape=(5,), stride=(1,))
+    train(run_of(folder, model, options="--async-save", tensors=state | {"ema": half}), 1)
     average = torch.zeros_like(model.weight).detach()
     assert run_of(folder, model, tensors=state | {"ema": average}).sampler.start == 1
     assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]

@@ -1,5 +1,5 @@
-"""cp.py: each attention is exact, and the ring never sees a whole sequence. Curves, bytes and the
-number of collectives: test_same_run.py."""
+"""cp.py: each attention is exact, and the ring never sees a whole sequence. Curves and bytes:
+test_same_run.py."""
 
 import functools
 import itertools

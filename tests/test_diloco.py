@@ -12,8 +12,7 @@ from common.materialise import materialise
 from common.model import ModelConfig, Transformer
 from common.step import decay_groups, set_learning_rate
 from tests.support import inject
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read
-from tests.support.processes import Result
+from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.sample import thorough
 from tools.counting import theory
 
@@ -32,10 +31,6 @@ COMMAND = f"examples/diloco.py --replicas {R} --inner-steps {H}"
 def whole(once):
     """A run of two replicas, each on two ranks. It also resumes its checkpoint of step 4."""
     return once(COMMAND, 4, WHOLE, inject="write_counts(); ignored(); resumed([], step=4)")
-
-
-def last(run, step=STEPS):
-    return read(run.out / f"step-{step:08}")
 
 
 def make_model():
@@ -97,16 +92,16 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
                    for i, model in enumerate(models)))
     expected = torch.div(*map(sum, of_all)).item()
     assert furthest(whole.curve("step", "val_loss")[-1:], [[STEPS, expected]]) < 1e-10
-    saved = last(whole)
+    found = saved(whole, STEPS)
     expected = {f"model.{name}": value for name, value in common.items()} | {
         f"optimizer.{name}.momentum_buffer": value for name, value in momentum.items()
     } | {
         f"model.replica{i}.{name}": p.detach() for i, model in enumerate(models)
         for name, p in model.named_parameters()
     }
-    assert_near({name: saved[name] for name in expected}, expected)
-    assert not torch.equal(saved["model.replica0.lm_head.weight"],
-                           saved["model.replica1.lm_head.weight"])
+    assert_near({name: found[name] for name in expected}, expected)
+    assert not torch.equal(found["model.replica0.lm_head.weight"],
+                           found["model.replica1.lm_head.weight"])
 
 
 # Checkpoints
@@ -114,8 +109,8 @@ def test_one_process_runs_the_replicas_in_turn(whole, corpus, held_out, monkeypa
 
 def test_a_run_resumes_between_two_meetings(whole):
     """Bit for bit the same weights in the same replicas. The bytes."""
-    again = Result([0], "", whole.out / "again-0")
-    assert_bit_equal(last(again), last(whole))
+    again = whole.again()
+    assert_bit_equal(saved(again, STEPS), saved(whole, STEPS))
     assert again.curve() == whole.curve()[4:]
     assert again.curve("step", "val_loss")[1:] == whole.curve("step", "val_loss")[1:]  # step 8
     holds_and_sends(whole, 4, met=1)
@@ -127,7 +122,7 @@ def test_it_resumes_on_another_number_of_ranks(run, whole, corpus, held_out, tmp
                 inject="write_counts(); ignored()")
     assert "after step 4" in found.output
     assert furthest(found.curve(), whole.curve()) < 1e-10
-    assert_near(last(found), last(whole))
+    assert_near(saved(found, STEPS), saved(whole, STEPS))
     holds_and_sends(found, 2, met=0)
 
 

@@ -18,10 +18,9 @@ from common.experts import (
 from common.materialise import draw_weight, materialise
 from common.model import Transformer
 from common.options import SettingError
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read
+from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import Result
-from tests.support.sample import needs, sampled
+from tests.support.sample import needs, table
 from tools.huggingface import export
 from tools.huggingface.config import read_config
 
@@ -41,18 +40,22 @@ UNEVEN = """ignored(); after(common.materialise, 'materialise', lambda _, model,
 SIX = "--num-experts 6"
 # The head is more than a layer: the last of 2 stages has the head alone.
 NARROW = f"{SIX} --expert-size 8"
-SAMPLE = [("ep.py --ep 1 --no-reshard-after-forward --grad-accum 2", 2),
-          (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 2),
-          ("hybrid_3d.py --tp 2 --ep 2", 2)]
-ROWS = [
-    *SAMPLE, ("hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2", 4),
-    ("ep.py --ep 1 --grad-accum 2", 2), ("hybrid_3d.py --tp 2 --ep 2 --grad-accum 2", 4),
-    ("ep.py", 4), (f"ep.py --ep 2 --grad-accum 2 {AGAIN}", 4), (f"ep.py --ep 2 {SIX}", 4),
-    (f"hybrid_3d.py --cp 2 --ep 2 {SIX}", 4),
-    (f"hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW}", 4),
-    ("hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2", 16),
-    ("hybrid_3d.py --tp 2 --ep 2 --compile", 2),
-]
+ROWS = table(f"""
+* ep.py --ep 1 --no-reshard-after-forward --grad-accum 2 | 2
+* ep.py --ep 2 --grad-accum 2 {AGAIN} | 2
+* hybrid_3d.py --replicate 2 --tp 2 --ep 2 | 4
+hybrid_3d.py --tp 2 --ep 2 | 2
+hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2 | 4
+ep.py --ep 1 --grad-accum 2 | 2
+hybrid_3d.py --tp 2 --ep 2 --grad-accum 2 | 4
+ep.py | 4
+ep.py --ep 2 --grad-accum 2 {AGAIN} | 4
+ep.py --ep 2 {SIX} | 4
+hybrid_3d.py --cp 2 --ep 2 {SIX} | 4
+hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW} | 4
+hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2 | 16
+hybrid_3d.py --tp 2 --ep 2 --compile | 2
+""")
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +84,7 @@ def options_of(command, dtype="float64"):  # what stands last counts
     return " ".join([OPTIONS, *reference(command).split()[1:], "--dtype", dtype])
 
 
-def saved(run):
-    return read(run.out / "step-00000003")
-
-
-@pytest.mark.parametrize("command, world", sampled(ROWS, SAMPLE))
+@pytest.mark.parametrize("command, world", ROWS)
 def test_every_row_trains_the_same(trained, command, world):
     """Losses, norms, the share of the busiest expert, validation, weights and optimizer states; the
     biases are exactly the same. A resumed run has the same bits; one of hybrid_3d.py that goes on
@@ -94,7 +93,7 @@ def test_every_row_trains_the_same(trained, command, world):
     found = trained(command, world)
     assert furthest(found.curve(*NAMES), expected.curve(*NAMES)) < 1e-10
     assert furthest(found.curve("val_loss"), expected.curve("val_loss")) < 1e-10
-    own, *others = (Result([0], "", out) for out in sorted(found.out.glob("again-*")))
+    own, *others = (found.again(i) for i in range(len(list(found.out.glob("again-*")))))
     assert own.curve(*NAMES) == found.curve(*NAMES)[2:]
     assert own.curve("step", "val_loss") == found.curve("step", "val_loss")[-1:]
     for other in others:
@@ -133,20 +132,21 @@ def holds_and_sends(found, command, world, options):
 
 def test_experts_sum_gradients_in_float32(trained):
     """Also with --dtype bfloat16: half as many bytes are reduced as in float64."""
-    found, wide = (trained(*SAMPLE[0], dtype) for dtype in ("bfloat16", "float64"))
+    found, wide = (trained(*ROWS[0].values, dtype) for dtype in ("bfloat16", "float64"))
     assert furthest(found.curve("loss"), wide.curve("loss")) < 0.05
-    apart = [trained(*SAMPLE[1], dtype).curve("loss") for dtype in ("bfloat16", "float64")]
+    apart = [trained(*ROWS[1].values, dtype).curve("loss") for dtype in ("bfloat16", "float64")]
     assert furthest(*apart) < 0.05
     reduced, doubled = ([each["bytes"] for each in run.counts()["collectives"]
                          if each["collective"] == "reduce-scatter"] for run in (found, wide))
     assert [2 * size for size in reduced] == doubled and sum(reduced) > 0
 
 
-@pytest.mark.parametrize("command, n", sampled(RUNS := [
-    ("ep.py --dtype float64", 2), (f"ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32", 4),
-    (f"hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32", 4),
-    ("hybrid_3d.py --cp 2 --pp 2 --microbatches 2 --vocab-size 2048 --dtype float64", 4),
-], [RUNS[0], RUNS[-1]]))
+@pytest.mark.parametrize("command, n", table(f"""
+* ep.py --dtype float64 | 2
+ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32 | 4
+hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32 | 4
+* hybrid_3d.py --cp 2 --pp 2 --microbatches 2 --vocab-size 2048 --dtype float64 | 4
+"""))
 def test_bytes_are_exact_if_routing_is_balanced(once, tmp_path, command, n):
     options = f"{OPTIONS} {BALANCED}"
     result = once(command, n, options, inject="write_counts()")

@@ -10,7 +10,7 @@ from common.options import SettingError
 from tests.support.processes import ROOT, edited
 from tests.support.sample import thorough
 from tests.support.table import Row
-from tests.test_same_run import curve, saved, validation
+from tests.test_same_run import curve, tensors, validation
 
 
 def test_the_grid_comes_from_the_environment(monkeypatch):
@@ -27,5 +27,5 @@ def test_without_the_lines_that_the_docs_delete(once, shared):
     script = edited(shared / "without-cp", "hybrid_3d.py")
     patch = ROOT / "docs" / "without_cp.diff"
     subprocess.run(["git", "apply", patch], cwd=shared / "without-cp", check=True)
-    for claim in (curve, validation, saved):
-        claim(Row(f"{script} --tp 2 --pp 2", 4, inject="ignored()"), lambda row: row.run(once))
+    for claim in (curve, validation, tensors):
+        claim(Row(f"{script} --tp 2 --pp 2", 4, "copy"), lambda row: row.run(once))

@@ -22,7 +22,8 @@ from tests.support.commands import (
 )
 from tests.support.compare import furthest
 from tests.support.processes import ROOT, SMALL, TOOLS, Result, edited, free_port
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled, table, thorough
+from tests.test_refusals import in_order
 from tools.flatten import flatten
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
@@ -35,6 +36,10 @@ def write_program(path, text):
     """Of the shell."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+def values(variables):
+    return dict(word.split("=") for word in variables.split())
 
 
 def start_endless(launcher, folder, corpus, script="ddp.py", out="out", **environment):
@@ -110,37 +115,37 @@ def test_nothing_is_read_that_does_not_run(run, corpus, tmp_path):
         (folder / "closed.py").chmod(0)
     flat = tmp_path / "code" / "flat.py"
     flat.write_text(flatten(ROOT / "single.py", with_run=True))
-    for script in edited(tmp_path / "code", "single.py"), str(flat):
-        run(script, 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    run(str(flat), 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    script = edited(tmp_path / "code", "single.py", ("import torch\n", "import mine, torch\n"))
+    for steps, changed in enumerate(("mine", "other", "mine"), 1):  # what does not run may change
+        (tmp_path / "code" / f"{changed}.py").write_text(f"number = {steps}")
+        said = run(script, 0, f"{SMALL} --steps {steps} --data {corpus}").output
+        assert ("the code was" in said) == (steps == 3), said
 
 
-NODES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize("command, environment, words", [
-    ("README.md", {}, "README.md is no Python script ... ddp.py"),
-    ("nothing.py", {}, "nothing.py is no Python script here; there are ... ddp.py"),
-    ("ddp.py", {"NNODES": "0"}, "NNODES is '0' ... at least 1"),
-    ("ddp.py", {"NPROC": "x"}, "NPROC is 'x' ... at least 1"),
-    ("ddp.py", {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x' ... at least 0"),
-    ("ddp.py", NODES | {"NODE_RANK": ""}, "NNODES is 2: set NODE_RANK ... MASTER_ADDR"),
-    ("ddp.py", NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2 and NNODES is 2"),
-    ("ddp.py", {"NODE_RANK": "1"}, "NODE_RANK is 1 ... NNODES"),
-    ("ddp.py", {"PET_NNODES": "2"}, "PET_NNODES: torchrun takes its options from these too"),
-    ("ddp.py", NODES | {"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR is no-such.invalid"),
-    ("test --torch 2.11.0", {}, "--torch '2.11.0': give a version from 2.13.0 to 2.15"),
-    ("share", {}, "share: name a script"), ("share ddp.py", NODES, "share: ... unset NNODES"),
-    ("share ddp.py", {"CUDA_VISIBLE_DEVICES": ""}, "share: torch finds no GPU here"),
-    ("ddp.py", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_NUM_NODES": "2"}, "4 times on 2 machines ... --ntasks-per-node=1"),
-])
-def test_what_run_sh_refuses(tmp_path, command, environment, words):
-    process = start([*RUN, *command.split()], tmp_path, **environment)
+@pytest.mark.parametrize("command, variables, words", table("""
+README.md | | README.md is no Python script ... ddp.py
+nothing.py | | nothing.py is no Python script here; there are ... ddp.py
+ddp.py | NNODES=0 | NNODES is '0' ... at least 1
+ddp.py | NPROC=x | NPROC is 'x' ... at least 1
+ddp.py | MAX_RESTARTS=x | MAX_RESTARTS is 'x' ... at least 0
+ddp.py | NNODES=2 MASTER_ADDR=127.0.0.1 NODE_RANK= | NNODES is 2: set NODE_RANK ... MASTER_ADDR
+ddp.py | NNODES=2 MASTER_ADDR=127.0.0.1 NODE_RANK=2 | NODE_RANK is 2 and NNODES is 2
+ddp.py | NODE_RANK=1 | NODE_RANK is 1 ... NNODES
+ddp.py | PET_NNODES=2 | PET_NNODES: torchrun takes its options from these too
+ddp.py | NNODES=2 NODE_RANK=0 MASTER_ADDR=no-such.invalid | MASTER_ADDR is no-such.invalid
+test --torch 2.11.0 | | --torch '2.11.0': give a version from 2.13.0 to 2.15
+share | | share: name a script
+share ddp.py | NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 | share: ... unset NNODES
+share ddp.py | CUDA_VISIBLE_DEVICES= | share: torch finds no GPU here
+ddp.py | SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2
+  | 4 times on 2 machines ... --ntasks-per-node=1
+"""))
+def test_what_run_sh_refuses(tmp_path, command, variables, words):
+    process = start([*RUN, *command.split()], tmp_path, **values(variables))
     (line,) = finish(process).splitlines()
     assert line.startswith("run.sh: error: ") and process.returncode == 1
-    for part in words.split(" ... "):
-        assert part in line
-        line = line.partition(part)[2]
+    assert in_order(words, line), line
 
 
 @pytest.mark.parametrize("launcher, script, name", sampled(SIGNALS := [
@@ -166,14 +171,15 @@ def test_a_killed_run_starts_again_where_it_began(server, tmp_path, corpus):
     server.run("ddp.py", 2, f"{OPTIONS} --save-every 2 --steps 2 --data {corpus}", folder=tmp_path,
                out="first")
     words = [*RUN, ROOT / "ddp.py", *ENDLESS.split(), "--data", corpus, "--dtype", "float64",
-             "--out", "second", "--from", "first/step-00000002"]
+             "--out", "second", "--from", "first/step-00000002", "--timeout", "60"]
     process = start(words, tmp_path, NPROC="2", MAX_RESTARTS="1")
     out = tmp_path / "second"
     wait_until(lambda: logged(out) > 1)
     before = (out / "metrics.jsonl").stat().st_ino
     os.kill(children(process.pid)[-1], signal.SIGKILL)
     # The resume writes the file anew.
-    wait_until(lambda: (out / "metrics.jsonl").stat().st_ino != before and logged(out) > 1)
+    wait_until(lambda: process.poll() is not None or (
+        (out / "metrics.jsonl").stat().st_ino != before and logged(out) > 1))
     process.terminate()
     output = finish(process)
     assert output.count("resuming first/step-00000002") == 2 and SAVED in output, output
@@ -196,27 +202,24 @@ def test_a_wrong_option_is_one_line_before_those_of_torchrun(tmp_path):
 # Several machines, by hand: here one machine plays both
 
 
-HOST0 = {"MASTER_ADDR": "10.1.2.3"}
-STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "host[0-1]"}
+STEP = ("SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
+        "SLURM_NODEID=1 SLURM_STEP_NODELIST=host[0-1]")
 
 
-@pytest.mark.parametrize("variables, words", [
-    (HOST0 | {"NNODES": "2", "NODE_RANK": "0", "MAX_RESTARTS": "3"},
-     "is_host=1,join_timeout=300,read_timeout=300 --local-addr=10.1.2.3 --max-restarts=3"),
-    (HOST0 | {"NNODES": "2", "NODE_RANK": "1"},
-     "--nnodes=2 --rdzv-endpoint=10.1.2.3:29500 is_host=0 --local-addr=~00001 "
-     "--max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire"),
-    (HOST0 | {"NNODES": "10:12", "NODE_RANK": "1"}, "--nnodes=10:12"),
-    ({"MASTER_ADDR": "::1", "NNODES": "2", "NODE_RANK": "0"},
-     "--nnodes=2 --rdzv-endpoint=[::1]:29500 --local-addr=::1"),
-    (STEP, "--rdzv-endpoint=10.1.2.3:10007 is_host=0 GLOO_SOCKET_IFNAME=wire"),
-    (STEP | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.1.2.9", "GLOO_SOCKET_IFNAME": "mine"},
-     "--rdzv-endpoint=10.1.2.9:1234"),
-    (STEP | HOST0 | {"NNODES": "3", "NODE_RANK": "2"}, "--nnodes=3 --local-addr=~00002"),
-    (STEP | {"OMP_NUM_THREADS": "8", "NPROC": "2"}, "OMP_NUM_THREADS=8"),
-    (STEP | {"OMP_NUM_THREADS": "", "NPROC": "999"}, "OMP_NUM_THREADS=1"),
-])
+@pytest.mark.parametrize("variables, words", table(f"""
+MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=0 MAX_RESTARTS=3
+  | is_host=1,join_timeout=300,read_timeout=300 --local-addr=10.1.2.3 --max-restarts=3
+MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=1 | --nnodes=2 --rdzv-endpoint=10.1.2.3:29500 is_host=0
+  --local-addr=~00001 --max-restarts=0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=wire
+MASTER_ADDR=10.1.2.3 NNODES=10:12 NODE_RANK=1 | --nnodes=10:12
+MASTER_ADDR=::1 NNODES=2 NODE_RANK=0 | --nnodes=2 --rdzv-endpoint=[::1]:29500 --local-addr=::1
+{STEP} | --rdzv-endpoint=10.1.2.3:10007 is_host=0 GLOO_SOCKET_IFNAME=wire
+{STEP} MASTER_PORT=1234 MASTER_ADDR=10.1.2.9 GLOO_SOCKET_IFNAME=mine
+  | --rdzv-endpoint=10.1.2.9:1234
+{STEP} MASTER_ADDR=10.1.2.3 NNODES=3 NODE_RANK=2 | --nnodes=3 --local-addr=~00002
+{STEP} OMP_NUM_THREADS=8 NPROC=2 | OMP_NUM_THREADS=8
+{STEP} OMP_NUM_THREADS= NPROC=999 | OMP_NUM_THREADS=1
+"""))
 def test_one_machine_of_two(tmp_path, variables, words):
     """They meet at machine 0, through the interface that leads there: of this machine's own name
     gloo would take the address 127.0.1.1 on many systems."""
@@ -225,11 +228,11 @@ def test_one_machine_of_two(tmp_path, variables, words):
                   '"default via 10.9.9.9 dev far\\n10.0.0.0/8 dev wire proto kernel\\n"')
     write_program(tmp_path / "scontrol", 'printf "10.1.2.3\\n10.1.2.4\\n10.1.2.5\\n"')
     output = finish(start([*RUN, "ddp.py"], tmp_path, PYTHON=f"{tmp_path}/python",
-                          PATH=f"{tmp_path}:{os.environ['PATH']}", **variables))
+                          PATH=f"{tmp_path}:{os.environ['PATH']}", **values(variables)))
     output = shlex.split(output.splitlines()[0])
     for word in words.split():
         assert any(word in each for each in output), (word, output)
-    expected = "GLOO_SOCKET_IFNAME" not in variables and "::1" not in variables.values()
+    expected = "GLOO_SOCKET_IFNAME" not in variables and "::1" not in variables
     assert ("GLOO_SOCKET_IFNAME=wire" in output) == expected
 
 

@@ -2,6 +2,7 @@
 transformers computes too: test_weights.py; what checkpointing computes again: test_dry_run.py."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, wrap_layers
+from common.model import (
+    PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
+)
 from common.step import decay_groups
 from tools.counting.counter import StepCounter
 
@@ -64,6 +67,15 @@ def test_arithmetic_is_llamas(model):
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
     shifted = torch.arange(11) + torch.tensor([[0], [5]])  # of each sample its own
     torch.testing.assert_close(model(tokens, positions=shifted), expected, rtol=0, atol=1e-11)
+
+
+def test_angles_of_llama_3_1():
+    """Fast pairs turn as ever, slow ones 8 times more slowly, and one between is interpolated."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 400 * math.pi}
+    cos, sin = rotary_table(torch.tensor([1]), 8, 10_000, torch.float64, scaling)
+    expected = [[1, 0.1, 0.01 * (1 / 3 + 2 / 3 / 8), 0.001 / 8]]  # 200, 20, 2 and 0.2 turns
+    assert torch.atan2(sin, cos).tolist() == [pytest.approx(each) for each in expected]
 
 
 def test_a_part_of_an_initial_weight(monkeypatch):

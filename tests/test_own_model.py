@@ -296,25 +296,3 @@ def test_a_weight_that_two_units_share_is_refused(mesh):
             fsdp.shard(model, units, mesh)
     fsdp.shard(model, [[model.first, model.out], [model.choice]], mesh)
     assert model.out.up.weight is model.first.up.weight
-
-
-def tied(config):
-    model = Transformer(config)
-    model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-@on_ranks(2)
-def test_scripts_refuse_what_they_would_untie():
-    """Embedding and head are in two units, or in two stages."""
-    for command, words in {
-        **dict.fromkeys(("zero.py", "fsdp.py", "hybrid_3d.py", "hybrid_3d.py --tp 2",
-                         "ep.py --num-experts 4"), "two units.* share model.embed_tokens.weight"),
-        "pp.py": "several stages have the parameter model.embed_tokens.weight = lm_head.weight",
-        "hybrid_3d.py --pp 2": "several stages have the parameter model.embed_tokens.weight",
-    }.items():
-        script, *options = f"{command} {OPTIONS} --data {__file__}".split()
-        module = importlib.import_module(script.removesuffix(".py"))
-        with (mock.patch.object(module, "Transformer", tied),
-              pytest.raises(SettingError, match=words)):
-            module.main(options)

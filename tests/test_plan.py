@@ -16,7 +16,7 @@ import torch
 from common.experts import MixtureConfig
 from common.model import PRESETS, add_model_options, model_config
 from common.options import SettingError, option_parser, parse_options
-from tests.support.sample import sampled
+from tests.support.sample import table
 from tools import command, plan
 from tools.counting import extended, one_rank
 from tools.counting.counter import HELD
@@ -65,79 +65,38 @@ def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
     assert found == counted
 
 
-def test_the_stages_of_a_mixture():
-    """A layer of experts is larger than a dense one: the head alone is no stage."""
-    args = options()
-    args.config = MixtureConfig(
-        num_hidden_layers=9, hidden_size=64, intermediate_size=128, vocab_size=4096, num_experts=8)
-    strategy = Strategy("hybrid_3d.py --pp 4", 2, 4)
-    assert Pipeline(strategy, args).places() == [0, 1, 3]
-
-
-@pytest.mark.parametrize("memory, rows, expected", [
-    (74, [""], [(1, "none")]),
-    (42, [" --grad-accum 2", f" {AGAIN} selective"], [(1, "none"), (2, "none"), (1, "selective")]),
-    (25, [" --grad-accum 8", f" --grad-accum 4 {AGAIN} selective", f" --grad-accum 2 {AGAIN}"],
-     [(1, "none"), (8, "none"), (1, "selective"), (4, "selective"), (1, "full"), (2, "full")]),
-    (13, [f" --grad-accum 8 {AGAIN}"],
-     [(1, "none"), (1, "selective"), (1, "full"), (8, "full")]),
-    (9, [""], [(1, "none")]),  # parameters, gradients and states alone are too much
-])
-def test_accumulation_is_counted_only_where_it_is_needed(monkeypatch, memory, rows, expected):
-    """A dry run of many accumulation steps takes long: none whose result follows from another."""
-    tried = []
-
-    def evaluate(pipeline, words, args):
-        steps = int(one_rank.value_of("--grad-accum", words) or 1)
-        kind = "selective" if "selective" in words else "full" if AGAIN in words else "none"
-        tried.append((steps, kind))
-        peak = 10 + 64 // steps // {"none": 1, "selective": 2, "full": 4}[kind]
-        return {"peak": {"in all": peak}, "held": dict(zip(plan.KEPT, (4, 4, 2)))}
-
-    monkeypatch.setattr(plan, "evaluate", evaluate)
-    monkeypatch.setattr(Pipeline, "least_held", lambda *_: 0)
-    monkeypatch.setattr(Pipeline, "least_at_peak", lambda *_: 0)
-    args = options(device_memory=memory / 1e9)
-    assert [command for command, _ in plan.search(TP, [], args)] == [f"tp.py{row}" for row in rows]
-    assert tried == expected
-    # Which cannot compute layers again
-    found = plan.search(Strategy("pp.py --schedule zerobubble", 1), [], args)
-    assert not any(AGAIN in command for command, _ in found)
-
-
-PIPELINE = 8, "pp.py --schedule 1f1b", "--microbatches 32", "--model llama3-1b", 16
-EXTENDED = [  # of README.md and docs/planning.md, and what else may be different
-    (8, "fsdp.py", AGAIN, "--model llama3-8b", 17),
-    (8, "zero.py --stage 1", AGAIN, "--model llama3-8b", 32),  # from 12 layers on another peak
-    (8, "fsdp.py --no-reshard-after-forward", f"{AGAIN} selective", "--model llama3-8b", 17),
-    (8, "zero.py --stage 1", "--grad-accum 6", "--model llama3-1b", 16),
-    (8, "zero.py --stage 2", f"--grad-accum 5 {AGAIN}", "--model llama3-1b", 15),
-    (8, "ddp.py", f"--grad-accum 8 {AGAIN} selective", "--model llama3-1b", 16),
-    (64, "fsdp.py --replicate 8", "", "--model llama3-70b", 19),
-    (64, "hybrid_3d.py --tp 8", AGAIN, "--model llama3-70b", 21),
-    (64, "hybrid_3d.py --tp 8 --pp 2", "--microbatches 2", "--model llama3-70b", 34),
-    (8, "cp.py --attention ring", "--grad-accum 6", "--model llama3-1b", 15),
-    (8, "cp.py --attention allgather", "", "--model llama3-1b", 16),
-    (2, "pp.py --schedule 1f1b", f"--microbatches 4 {AGAIN}", "--model llama3-8b", 36),
-    (2, "pp.py --schedule zerobubble", "--microbatches 4", "--model llama3-1b", 64),
-    (64, "hybrid_3d.py --pp 8", f"--microbatches 8 {AGAIN}", "--model llama3-70b", 80, 48),
-    (64, "hybrid_3d.py --pp 16", f"--microbatches 16 {AGAIN}", "--model llama3-70b", 80),
-    (64, "hybrid_3d.py --cp 2 --tp 2 --pp 8", "--microbatches 32", "--model llama3-70b", 80),
-    (64, "hybrid_3d.py --tp 2 --pp 16", f"--microbatches 32 {AGAIN}", "--model llama3-70b", 80, 60),
-    (8, "hybrid_3d.py --pp 2", "--microbatches 8", "--model llama3-1b", 34),
-    (16, "hybrid_3d.py --pp 8 --ep 2", f"--microbatches 16 {AGAIN}",
-     "--model llama3-1b --num-experts 4", 16, 4),
-    PIPELINE,
-    (8, "ep.py --ep 4", AGAIN, "--model llama3-8b --num-experts 8 --expert-size 7168", 16),
-    (8, "hybrid_3d.py --tp 2 --ep 4", "", "--model llama3-1b --num-experts 8", 15),
-]
-
-
-@pytest.mark.parametrize("row", sampled([*map(list, EXTENDED)], [[*PIPELINE]]), ids=lambda r: r[1])
-def test_what_is_extended_equals_what_is_counted(monkeypatch, tmp_path, row):
+# Of README.md and docs/planning.md, and what else may differ: devices, script, options, model,
+# layers, and the rank. From 12 layers on zero.py has another peak.
+@pytest.mark.parametrize("world, script, options_, model, layers, rank", table(f"""
+8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
+8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
+8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
+8 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
+8 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
+8 | ddp.py | --grad-accum 8 {AGAIN} selective | --model llama3-1b | 16 | 0
+64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
+64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
+64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 34 | 0
+8 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 15 | 0
+8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
+2 | pp.py --schedule 1f1b | --microbatches 4 {AGAIN} | --model llama3-8b | 36 | 0
+2 | pp.py --schedule zerobubble | --microbatches 4 | --model llama3-1b | 64 | 0
+64 | hybrid_3d.py --pp 8 | --microbatches 8 {AGAIN} | --model llama3-70b | 80 | 48
+64 | hybrid_3d.py --pp 16 | --microbatches 16 {AGAIN} | --model llama3-70b | 80 | 0
+64 | hybrid_3d.py --cp 2 --tp 2 --pp 8 | --microbatches 32 | --model llama3-70b | 80 | 0
+64 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 32 {AGAIN} | --model llama3-70b | 80 | 60
+8 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
+16 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
+  | --model llama3-1b --num-experts 4 | 16 | 4
+* 8 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
+8 | ep.py --ep 4 | {AGAIN} | --model llama3-8b --num-experts 8 --expert-size 7168 | 16 | 0
+8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
+"""))
+def test_what_is_extended_equals_what_is_counted(
+    monkeypatch, tmp_path, world, script, options_, model, layers, rank
+):
     """Memory to the byte, also where another moment than in the small counts is the peak; and what
     is sent and computed, of many micro-batches in proportion."""
-    world, script, options_, model, layers, rank = (*row, 0)[:6]
     monkeypatch.setattr(extended, "CACHE", tmp_path)
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
@@ -241,34 +200,30 @@ def test_micro_batches_and_accumulation():
     assert plan.variants(Strategy("ddp.py", 2), 12) == [[], ["--grad-accum", "2"]]
 
 
-def test_strategies_and_why_not():
-    def commands(*words, **more):
-        return [strategy.command for strategy in plan.strategies(*words, **more)[0]]
-
-    tried, left_out = plan.strategies(16, 8, 16, 8192, 32)
-    assert Strategy("tp.py", 1) in tried
-    for schedule in "interleaved1f1b", "zerobubble":
-        assert Strategy(f"pp.py --schedule {schedule}", 1, 16, 2) in tried
-    assert left_out["--tp beyond the 8 devices of a machine"] == 1
-    found = commands(16, 8, 16, 8192, 32)
-    assert {"ddp.py", "fsdp.py --replicate 2", "hybrid_3d.py --cp 2"} < set(found)
-    assert Strategy("hybrid_3d.py --tp 8 --pp 2", 1, 2) in tried
-    assert Strategy("hybrid_3d.py --tp 8", 2) in tried
-    assert "hybrid_3d.py --pp 16" not in found  # it is pp.py
-    assert not any("--cp 4" in command for command in found)  # 2,048 positions on a rank
-    # 8 ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each
-    found = commands(16, 8, 12, 4096, 32)
-    assert "hybrid_3d.py --tp 2" not in found and "hybrid_3d.py --tp 4" in found
-    assert "hybrid_3d.py --pp 4" not in found
-    assert commands(1, 8, 4, 128, 4) == ["single.py"]
-    # A stage has two layers at least.
-    assert "hybrid_3d.py --pp 4" not in commands(8, 8, 8, 128, 4)
-    # Of experts every --ep that divides them, and each grid with the largest one of a machine
-    assert commands(1, 8, 4, 128, 4, experts=12) == ["ep.py"]
-    found = plan.strategies(8, 2, 8, 128, 4, experts=12)[0]
-    assert found[:3] == [Strategy(f"ep.py --ep {ep}", 8) for ep in (1, 2, 4)]
-    assert found[3].command == "hybrid_3d.py --pp 2 --ep 2"
-    assert "hybrid_3d.py --pp 2 --ep 4" in commands(8, 8, 8, 128, 4, experts=8)
+# Devices, devices of a machine, sequences, positions of each, layers, experts of a layer; what is
+# tried: a command, its data-parallel ranks, ranks and stages of a pipeline; commands that are not.
+@pytest.mark.parametrize("words, tried, not_tried", table("""
+16 8 16 8192 32 0 | tp.py 1 1 1, ddp.py 16 1 1, fsdp.py --replicate 2 16 1 1,
+  hybrid_3d.py --cp 2 8 1 1, hybrid_3d.py --tp 8 2 1 1, hybrid_3d.py --tp 8 --pp 2 1 2 1,
+  pp.py --schedule interleaved1f1b 1 16 2, pp.py --schedule zerobubble 1 16 2
+  | hybrid_3d.py --pp 16, hybrid_3d.py --cp 4
+16 8 12 4096 32 0 | hybrid_3d.py --tp 4 4 1 1 | hybrid_3d.py --tp 2, hybrid_3d.py --pp 4
+1 8 4 128 4 0 | single.py 1 1 1 | ddp.py
+8 8 8 128 4 0 | hybrid_3d.py --pp 2 4 2 1 | hybrid_3d.py --pp 4
+1 8 4 128 4 12 | ep.py 1 1 1 | single.py
+8 2 8 128 4 12 | ep.py --ep 1 8 1 1, ep.py --ep 2 8 1 1, ep.py --ep 4 8 1 1,
+  hybrid_3d.py --pp 2 --ep 2 4 2 1 | fsdp.py, hybrid_3d.py --pp 2, ep.py --ep 8
+8 8 8 128 4 8 | hybrid_3d.py --pp 2 --ep 4 4 2 1 | hybrid_3d.py --pp 2 --ep 2
+"""))
+def test_strategies_and_why_not(words, tried, not_tried):
+    """Pipelines over all ranks are pp.py's; 4,096 positions and two layers are left for a rank; 8
+    ranks cannot share 12 sequences, 4 can, but not as 4 micro-batches each."""
+    found, left_out = plan.strategies(*map(int, words.split()))
+    rows = [" ".join(map(str, vars(each).values())) for each in found]
+    assert set(tried.split(", ")) <= set(rows)
+    assert not set(not_tried.split(", ")) & {each.command for each in found}
+    assert left_out["--tp beyond the 8 devices of a machine"] == words.startswith("16 ")
+    assert (len(found) == 1) == words.startswith("1 ")
 
 
 def test_what_is_counted_is_kept(monkeypatch, tmp_path):

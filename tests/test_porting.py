@@ -14,14 +14,14 @@ import pp
 from common.data import load_steps
 from common.model import Attention, plain_attention
 from common.options import SettingError
-from tests.support.compare import assert_near, furthest, read
+from tests.support.compare import assert_near, furthest, saved
 from tests.support.lifted import (
     MAX_NORM, Mixture, Parts, Sequences, context, ddp, expert, fully_sharded, hybrid_in_one_stage,
     hybrid_in_stages, pipeline, plain, tensor, train, zero
 )
 from tests.support.on_ranks import on_ranks
-from tests.support.processes import ROOT, Result, edited
-from tests.support.sample import sampled
+from tests.support.processes import ROOT, edited
+from tests.support.sample import sampled, table
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
            "--num-key-value-heads 2 --seq-len 32 --batch-size 12 --steps 3 --log-every 1 "
@@ -170,23 +170,30 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
         "single.py": optimizers(TWO), "zero.py": optimizers(TWO),
     }, ""),
 }
-SAMPLE = [  # test_check.py has ties, and heads that some samples do not use
-    ("frozen", "zero.py", 2), ("only layer 1", "pp.py", 2),
-    ("windows", "cp.py --attention ulysses", 2), ("condition", "pp.py", 2),
-    ("condition", "tp.py", 2), ("two optimizers", "single.py", 0), ("norms", "tp.py", 2),
-    ("own stages", "pp.py", 2),
-]
-ROWS = SAMPLE + [
-    ("frozen", "tp.py", 2), ("tied", "tp.py", 2), ("tied", "zero.py", 2),
-    ("only layer 1", "hybrid_3d.py --pp 2", 2),
-    ("condition", "tp.py --no-sequence-parallel", 2), ("two optimizers", "zero.py", 2),
-    ("norms", "tp.py --no-sequence-parallel", 2), ("plain head", "tp.py", 2),
-    ("plain head", "tp.py --no-sequence-parallel", 2),
-    ("recurrence", "cp.py --attention ulysses", 2), ("own stages", "pp.py --schedule zbv", 2),
-]
 
 
-@pytest.mark.parametrize("kind, command, world", sampled(ROWS, SAMPLE))
+# test_check.py has ties, and heads that some samples do not use
+@pytest.mark.parametrize("kind, command, world", table("""
+* frozen | zero.py | 2
+* only layer 1 | pp.py | 2
+* windows | cp.py --attention ulysses | 2
+* condition | pp.py | 2
+* condition | tp.py | 2
+* two optimizers | single.py | 0
+* norms | tp.py | 2
+* own stages | pp.py | 2
+frozen | tp.py | 2
+tied | tp.py | 2
+tied | zero.py | 2
+only layer 1 | hybrid_3d.py --pp 2 | 2
+condition | tp.py --no-sequence-parallel | 2
+two optimizers | zero.py | 2
+norms | tp.py --no-sequence-parallel | 2
+plain head | tp.py | 2
+plain head | tp.py --no-sequence-parallel | 2
+recurrence | cp.py --attention ulysses | 2
+own stages | pp.py --schedule zbv | 2
+"""))
 def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, world):
     """Losses, norms and weights; those of the plain model differ. Then it resumes its own
     checkpoint and that of one process."""
@@ -201,11 +208,10 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, 
     plain = once("single.py", 0, OPTIONS).curve()
     assert furthest(expected.curve(), plain) > 1e-3
     assert furthest(found.curve(), expected.curve()) < 1e-10
-    last = "step-00000003"
-    assert_near(*(read(result.out / last) for result in (found, expected)))
+    assert_near(saved(found), saved(expected))
     if kind == "two optimizers":
         assert expected.history[2]["lr"] == 0.05  # of the first group, at its peak
-    own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
+    own, of_one = (found.again(i).curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
     assert furthest(of_one, expected.curve()[2:]) < 1e-10
 

@@ -12,12 +12,10 @@ import torch
 
 from common.checkpoint import list_checkpoints
 from common.model import PRESETS, ModelConfig, Transformer
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read
-from tests.support.processes import ROOT, Result
-from tests.support.sample import sampled, thorough
-from tests.support.table import (
-    AGAIN, COMPILED, EXACT, LOOSE, OPTIONS, ROWS, SAMPLE, Row
-)
+from tests.support.compare import assert_bit_equal, assert_near, furthest, read, saved
+from tests.support.processes import ROOT
+from tests.support.sample import table, thorough
+from tests.support.table import AGAIN, EXACT, OPTIONS, ROWS, Row
 from tools.counting.theory import bytes_of, fsdp
 
 WITHIN = {"float64": 1e-10, "float32": 5e-4, "bfloat16": 0.05}
@@ -33,12 +31,7 @@ WHOLE, SHARDED = ("single.py", "ddp.py"), ("zero.py", "fsdp.py")
 
 def reference(row):
     """The row of single.py: in float32 also for bfloat16."""
-    return Row("single.py", 0, "float64" if row.dtype == "float64" else "float32")
-
-
-def last(result):
-    """The tensors of the last checkpoint of a run, by name."""
-    return read(result.out / "step-00000003")
+    return Row("single.py", 0, "exact" if row.dtype == "float64" else "float32")
 
 
 # The claims: each takes a row, and ``run``, which gives the Result of a row.
@@ -62,22 +55,22 @@ def validation(row, run):
     assert f"val loss {found.curve('val_loss')[-1][0]:.4f} |" in found.output
 
 
-def saved(row, run):
+def tensors(row, run):
     """Weights, and optimizer states, which are averages of all gradients: these show a wrong factor
     on gradients, which AdamW hides from the weights."""
-    tensors = last(run(row))
-    assert_near(tensors, last(run(reference(row))))
-    assert len(tensors) == 4 * TENSORS
+    found = saved(run(row))
+    assert_near(found, saved(run(reference(row))))
+    assert len(found) == 4 * TENSORS
 
 
 def resumed(row, run):
     """A run that resumes is bit for bit what it was, in every weight and optimizer state."""
-    again = Result([0], "", run(row).out / "again-0")
+    again = run(row).again()
     assert again.curve() == run(row).curve()[2:]
-    expected = Result([0], "", run(reference(row)).out / "again-0").curve("step", "val_loss")
+    expected = run(reference(row)).again().curve("step", "val_loss")
     assert [step for step, _ in expected] == [3]
     assert furthest(again.curve("step", "val_loss"), expected) < WITHIN[row.dtype]
-    assert_bit_equal(last(again), last(run(row)))
+    assert_bit_equal(saved(again), saved(run(row)))
 
 
 def held_and_sent(row, run):
@@ -98,7 +91,7 @@ def held_and_sent(row, run):
     more = counts["sent"] - theory["sent"]
     if row.script == "hybrid_3d.py":  # for each dimension of a mesh
         assert 0 <= more <= 3 * (2 * TENSORS * size / 2) + 40
-    elif row.script == "tp.py" and AGAIN in row.command and row in COMPILED:
+    elif row.script == "tp.py" and AGAIN in row.command and row.compiled:
         # aot_eager also repeats each layer's last reduce-scatter, which nothing needs.
         last = LAYERS * size * BATCH * T * HIDDEN * (ranks - 1) / ranks
         assert more - expected == pytest.approx(last, abs=1) or abs(more - expected) < 1
@@ -124,7 +117,7 @@ def expected_collectives(row):
         """Megatron's: per layer, forward as backward, 2 all-gathers and 2 reduce-scatters, or 2
         all-reduces; and one each for embedding and head. The loss: maxima, then sums, for each of
         8 chunks."""
-        calls, numbers = a * (4 * LAYERS + 2), 2 * 8 if "chunks" in row.inject else 2
+        calls, numbers = a * (4 * LAYERS + 2), 2 * 8 if row.kind == "in-chunks" else 2
         if "--no-sequence-parallel" in row.command:
             return {"all-reduce": calls + a * (LAYERS * again + numbers) + 1}
         return {"all-gather": calls + 2 * a * LAYERS * again,
@@ -188,57 +181,61 @@ def peaks(row, run):
 def claims_of(row):
     yield from (curve, validation, held_and_sent)
     if row.dtype == "float64":
-        yield saved
-    if row in EXACT:
+        yield tensors
+    if row.exact:
         yield resumed
-    if row in COMPILED:
+    if row.compiled:
         yield compiled
-    if row in EXACT + LOOSE and row.script != "hybrid_3d.py" and (
+    if not row.compiled and row.kind != "copy" and row.script != "hybrid_3d.py" and (
         row.world in (2, 4) or (row.script, row.world) == ("cp.py", 3)
     ):
         yield collectives
     known = (*WHOLE, *SHARDED, "cp.py", "pp.py")
-    if row in EXACT and row.script in known and row.world in (0, 2, 4):
+    if row.exact and row.script in known and row.world in (0, 2, 4):
         yield peaks
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, SAMPLE), ids=lambda row: row.name)
-def test_a_row(once, row):
+@pytest.mark.parametrize("command, world, kind", ROWS)
+def test_a_row(once, command, world, kind):
+    row = Row(command, world, kind)
     for claim in claims_of(row):
         claim(row, lambda row: row.run(once))
 
 
 SCRIPTS = sorted({row.script for row in EXACT})
-READERS = [("single.py", 0), ("ddp.py", 3), ("zero.py --stage 1", 2), ("fsdp.py --replicate 2", 4),
-           ("tp.py", 2), ("cp.py --attention ulysses", 2), ("pp.py --schedule zbv", 2),
-           ("hybrid_3d.py --dp 2 --tp 2", 4)]
-
-
-def saved_by(reader):
-    """A row of each other script; another one for each reader."""
-    for script in SCRIPTS:
-        others = [row for row in EXACT if row.script == script]
-        if script != READERS[reader][0].split()[0]:
-            yield others[reader % len(others)]
 
 
 @thorough
-@pytest.mark.parametrize("reader", range(len(READERS)), ids=lambda reader: READERS[reader][0])
-def test_resumes_what_others_saved(once, reader):
-    """The rest of the run is that of single.py."""
-    rows = list(saved_by(reader))
+@pytest.mark.parametrize("number, command, world", table("""
+0 | single.py | 0
+1 | ddp.py | 3
+2 | zero.py --stage 1 | 2
+3 | fsdp.py --replicate 2 | 4
+4 | tp.py | 2
+5 | cp.py --attention ulysses | 2
+6 | pp.py --schedule zbv | 2
+7 | hybrid_3d.py --dp 2 --tp 2 | 4
+"""))
+def test_resumes_what_others_saved(once, number, command, world):
+    """A row of each other script, another one for each reader. The rest of the run is that of
+    single.py."""
+    of_scripts = [[row for row in EXACT if row.script == script] for script in SCRIPTS
+                  if script not in command]
+    rows = [others[number % len(others)] for others in of_scripts]
     folders = [str(row.run(once).out) for row in rows]
-    out = once(*READERS[reader], f"{OPTIONS} --dtype float64",
-               inject=f"ignored(); resumed({folders}, train=False)").out
+    reader = once(command, world, f"{OPTIONS} --dtype float64",
+               inject=f"ignored(); resumed({folders}, train=False)")
     for number, row in enumerate(rows):
-        found = Result([0], "", out / f"again-{number}").curve()
+        found = reader.again(number).curve()
         assert furthest(found, EXACT[0].run(once).curve()[2:]) < 1e-10, row
 
 
-SAVERS = [("single.py", 0), ("ddp.py", 2), ("fsdp.py", 2), ("zero.py", 2)]
-
-
-@pytest.mark.parametrize("command, world", sampled(SAVERS, SAVERS[2:]))
+@pytest.mark.parametrize("command, world", table("""
+single.py | 0
+ddp.py | 2
+* fsdp.py | 2
+* zero.py | 2
+"""))
 def test_saving_while_training_goes_on(once, command, world):
     """After every step: a save may still go on when the next one is due."""
     result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 1 --keep 9",
@@ -250,13 +247,10 @@ def test_saving_while_training_goes_on(once, command, world):
 
 
 def test_the_theory_of_more_ranks_than_rows():
-    """As dry runs of fsdp.py count a Llama 3 8B on many ranks, without the norms of clipping."""
+    """Of a Llama 3 8B, as docs/planning.md has it. That dry runs count so: test_dry_run.py."""
     args = argparse.Namespace(
         config=PRESETS["llama3-8b"], grad_accum=1, replicate=1, reshard_after_forward=True,
         cpu_offload=False, param_dtype=torch.float32, compute_dtype=torch.bfloat16)
-    norms = 2 * 4 * 291  # in float32
-    for n, counted in (1024, 63_173_697_806), (16_384, 170_723_018_530):
-        assert round(fsdp(args, n)["sent"][1] + norms * (n - 1) / n) == counted
     sent = [fsdp(args, n)["sent"][1] for n in (1024, 2048, 4096, 8192, 16_384)]
     args.replicate = 16
     sent.append(fsdp(args, 16_384)["sent"][1])

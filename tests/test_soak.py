@@ -12,15 +12,11 @@ import time
 import pytest
 
 from tests.support.commands import RUN, children, finish, left_over, logged, start, wait_until
-from tests.support.compare import assert_bit_equal, read
+from tests.support.compare import assert_bit_equal, saved
 from tests.support.processes import SMALL
-from tests.support.sample import thorough
+from tests.support.sample import table, thorough
 
 OPTIONS = f"{SMALL} --log-every 1 --dtype float64 --save-every 1"
-COMMANDS = [
-    ("single.py", 0), ("ddp.py", 2), ("zero.py", 2), ("fsdp.py --async-save", 2), ("tp.py", 2),
-    ("cp.py", 2), ("pp.py", 2), ("hybrid_3d.py --tp 2", 2),
-]
 KILLS = ["a process", "the launcher", "all at once", "preempt", "preempt and kill"]
 
 
@@ -51,13 +47,22 @@ def disturb(kind, run, folder):
 
 
 @thorough
-@pytest.mark.parametrize("place", range(len(COMMANDS)))
-def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
+@pytest.mark.parametrize("place, command, world", table("""
+0 | single.py | 0
+1 | ddp.py | 2
+2 | zero.py | 2
+3 | fsdp.py --async-save | 2
+4 | tp.py | 2
+5 | cp.py | 2
+6 | pp.py | 2
+7 | hybrid_3d.py --tp 2 | 2
+"""))
+def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place, command, world):
     kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--seed")
     random.seed(seed)
     plan = (KILLS * kills)[:kills]  # every kind as often
     random.shuffle(plan)
-    (command, world), own = COMMANDS[place], plan[place :: len(COMMANDS)]
+    own = plan[place::8]
     last = 8 + 8 * len(own)
     options = [*OPTIONS.split(), "--data", corpus, "--steps", str(last)]
     whole = server.run(command, world, options, folder=tmp_path, out="whole")
@@ -69,4 +74,4 @@ def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place):
     found = server.run(command, world, options, folder=tmp_path / "work")
     names = "step", "loss", "grad_norm"
     assert found.curve(*names) == whole.curve(*names), own
-    assert_bit_equal(*(read(run.out / f"step-{last:08d}") for run in (found, whole)))
+    assert_bit_equal(saved(found, last), saved(whole, last))

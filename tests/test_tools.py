@@ -1,8 +1,9 @@
 """tools/prepare.py and tools/bench.py; and what every tool says of a path that is wrong."""
 
+import ast
+import importlib
 import json
 import signal
-import types
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from common.data import TokenDataset
 from common.options import SettingError
 from tests.support.commands import RUN, finish, start
-from tests.support.sample import needs, thorough
-from tools import bench, command, dry_run, flatten, plan, prepare
-from tools.huggingface import export, import_hf
+from tests.support.processes import TOOLS
+from tests.support.sample import needs, table, thorough
+from tools import bench, command, flatten, prepare
 
 
 @pytest.fixture(scope="module")
@@ -135,27 +136,29 @@ def the_line(main, words):
     return line
 
 
-@pytest.mark.parametrize("text, words, said", [
-    (b'{"text": "good"}\n\n{', "", "bad.jsonl, line 3 is not"),
-    (b'{"text": "good"}\n[1]', "", "bad.jsonl, line 2 is not"),
-    (b'{"text": "good"}\n{"body": "x"}', "", "bad.jsonl, line 2 is not"),
-    (b'{"text": "\xff"}', "", "bad.jsonl, line 1 is not"),
-    (b'{"text": "x"}', "--tokenizer {}", "bad.jsonl is no tokenizer.json ("),
-    ('{"text": "x"}'.encode("utf-16"), "", "line 1 is not {\"text\": \"...\"} in UTF-8 ("),
-    (b'{"text": null}', "", "write each line so, or leave such out by --skip-bad-lines"),
-    (b" \n", "", "bad.jsonl: no text"), (b'{"text": " "}', "", "bad.jsonl: no text"),
-    (b'{"text": "x"}', "--val 0.999999", "--val 0.999999: all documents are in val.bin"),
-    (b'{"text": "x"}', "--val nan", "--val nan: "), (b'{"text": "x"}', "--val 1", "--val 1.0: "),
-    (b'{"text": "x"}', "--eod <eos>", "--eod <eos>: the tokenizer has no such"),
-    (b'{"text": "x"}', "--out {}", "bad.jsonl exists"),
-    (b'{"text": "x"}', "--bos <s>", "--bos <s>: the tokenizer has no such"),
-    (None, "", "No such file"),
-])
+@pytest.mark.parametrize("text, words, said", table(r"""
+b'{"text": "good"}\n\n{' | | bad.jsonl, line 3 is not
+b'{"text": "good"}\n[1]' | | bad.jsonl, line 2 is not
+b'{"text": "good"}\n{"body": "x"}' | | bad.jsonl, line 2 is not
+b'{"text": "\xff"}' | | bad.jsonl, line 1 is not
+b'{"text": "x"}' | --tokenizer {} | bad.jsonl is no tokenizer.json (
+b'\xff\xfe{\0}\0' | | line 1 is not {"text": "..."} in UTF-8 (
+b'{"text": null}' | | write each line so, or leave such out by --skip-bad-lines
+b' \n' | | bad.jsonl: no text
+b'{"text": " "}' | | bad.jsonl: no text
+b'{"text": "x"}' | --val 0.999999 | --val 0.999999: all documents are in val.bin
+b'{"text": "x"}' | --val nan | --val nan:
+b'{"text": "x"}' | --val 1 | --val 1.0:
+b'{"text": "x"}' | --eod <eos> | --eod <eos>: the tokenizer has no such
+b'{"text": "x"}' | --out {} | bad.jsonl exists
+b'{"text": "x"}' | --bos <s> | --bos <s>: the tokenizer has no such
+None | | No such file
+"""))
 def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     """Each ends with one line that names the value, and leaves nothing."""
     bad = tmp_path / "bad.jsonl"
-    if text is not None:
-        bad.write_bytes(text)
+    if text != "None":
+        bad.write_bytes(ast.literal_eval(text))
     line = the_line(prepare.main, [
         bad, "--tokenizer", bpe, "--out", tmp_path / "out", "--eod", "</s>",
         *words.format(bad).split()])
@@ -163,25 +166,24 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     assert len(line) < 200 + len(str(bad))
 
 
-PLAN = "--model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py"
-
-
-@pytest.mark.parametrize("tool, words, said", [
-    (flatten, "no.py", "flatten.py: error: no.py is no script"),
-    (flatten, "folder", "folder is no script"), (flatten, "list.json", "list.json is no script"),
-    (flatten, "broken.py", "(broken.py, line 1)"),
-    (flatten, "bytes.py", "0xff in position 0: invalid start byte (bytes.py, line 1)"),
-    (flatten, "no_main.py", "no_main.py has no function main"),
-    (flatten, "fsdp.py --no-such-option", "unrecognized arguments: --no-such-option"),
-    (dry_run, "1 folder", "folder is no script"),
-    (dry_run, "--rank 0 1 broken.py", "cannot be imported: SyntaxError"),
-    (plan, f"{PLAN} --json no/plan.json", "No such file or directory: 'no/plan.json'"),
-    (bench, "--only fsdp.py --trace no/trace.json", "No such file or directory: 'no/trace.json'"),
-    (export, "folder out", "folder is neither a checkpoint nor a run folder"),
-    (export, "run out", "run is no checkpoint"),
-    (import_hf, "folder out", "No such file or directory: 'folder/config.json'"),
-    (import_hf, "list.json out", "list.json is no JSON file with an object"),
-])
+@pytest.mark.parametrize("tool, words, said", table("""
+flatten | no.py | flatten.py: error: no.py is no script
+flatten | folder | folder is no script
+flatten | list.json | list.json is no script
+flatten | broken.py | (broken.py, line 1)
+flatten | bytes.py | 0xff in position 0: invalid start byte (bytes.py, line 1)
+flatten | no_main.py | no_main.py has no function main
+flatten | fsdp.py --no-such-option | unrecognized arguments: --no-such-option
+dry_run | 1 folder | folder is no script
+dry_run | --rank 0 1 broken.py | cannot be imported: SyntaxError
+plan | --model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py --json no/plan.json
+  | No such file or directory: 'no/plan.json'
+bench | --only fsdp.py --trace no/trace.json | No such file or directory: 'no/trace.json'
+export | folder out | folder is neither a checkpoint nor a run folder
+export | run out | run is no checkpoint
+import_hf | folder out | No such file or directory: 'folder/config.json'
+import_hf | list.json out | list.json is no JSON file with an object
+"""))
 def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
     """It names the path."""
     monkeypatch.chdir(tmp_path)
@@ -192,6 +194,7 @@ def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, sa
     (tmp_path / "broken.py").write_text("def main(:")
     (tmp_path / "bytes.py").write_bytes(b'def main(): "\xff"')
     (tmp_path / "no_main.py").touch()
+    tool = importlib.import_module(TOOLS[tool])
     assert said in the_line(tool.main, words.split())
     assert not (tmp_path / "out").exists() and "Traceback" not in capsys.readouterr().err
 
@@ -206,24 +209,14 @@ def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys
 # The benchmark
 
 
-def test_a_row_of_the_benchmark():
-    """The median of the rounds."""
-    args, settings = types.SimpleNamespace(nproc=2), types.SimpleNamespace(batch_size=4, seq_len=8)
-    costs = [(1.0, 2.0), (2.0, 6.0), (4.0, 3.0)]
-    assert bench.row("tp.py", costs, args, settings) == {
-        "command": "`tp.py`", "tokens/s": "16", "seconds per step": "2 (1 to 4)",
-        "CPU seconds per step": "3",
-    }
-
-
-@pytest.mark.parametrize("words, said", [
-    ("--no-such-option", "unrecognized arguments: --no-such-option"),
-    ("--only fsdp.py --cpu-offload", "unrecognized arguments: --cpu-offload"),
-    ("--hidden-size 60", "num_attention_heads 8 does not divide hidden_size 60"),
-    ("--steps=9", "--steps is the sum of --warm-up and --timed"),
-    ("--only no.py", "no.py is no script"),
-    ("--trace trace.json", "give a name that ends in .json, and --only SCRIPT"),
-])
+@pytest.mark.parametrize("words, said", table("""
+--no-such-option | unrecognized arguments: --no-such-option
+--only fsdp.py --cpu-offload | unrecognized arguments: --cpu-offload
+--hidden-size 60 | num_attention_heads 8 does not divide hidden_size 60
+--steps=9 | --steps is the sum of --warm-up and --timed
+--only no.py | no.py is no script
+--trace trace.json | give a name that ends in .json, and --only SCRIPT
+"""))
 def test_what_a_benchmark_refuses(monkeypatch, words, said):
     """Before its first round."""
     monkeypatch.setattr(bench, "measure", None)

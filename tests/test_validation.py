@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.data import BatchSampler, add_text_options, open_dataset, open_held_out
-from common.options import SettingError, option_parser, parse_options
+from common.data import BatchSampler, open_dataset, open_held_out
+from common.options import SettingError
 from common.run import Run
+from tests.support.lifted import arguments
 from tests.support.processes import SMALL
 from tests.support.sample import sampled
 
@@ -32,13 +33,10 @@ class Model(nn.Module):
 
 def run_of(folder, held_out, options="", has=True, **more):
     """A Run of 7 steps on bytes, with samples of 4 of them, and its model."""
-    parser = option_parser("")
-    add_text_options(parser)
-    Run.add_options(parser)
     (folder / "data").write_bytes(bytes(range(1, 201)))
     (folder / "held-out").write_bytes(bytes(range(1, 2 + 4 * held_out)))
-    args = parse_options(parser, f"--data {folder}/data --val-data {folder}/held-out --seq-len 4 "
-                                 f"--batch-size 8 --steps 7 --val-every 3 {options}".split())
+    args = arguments(f"--data {folder}/data --val-data {folder}/held-out --seq-len 4 "
+                     f"--batch-size 8 --steps 7 --val-every 3 {options}")
     args.config = argparse.Namespace(vocab_size=256)
     dataset, model = open_dataset(args), Model()
     sampler = BatchSampler(len(dataset), 8, args.grad_accum, seed=args.seed, stop=7)
@@ -82,26 +80,6 @@ def test_when_it_is_due(tmp_path):
     assert [record["step"] for record in run.history if "val_loss" in record] == [3, 6, 7]
     rates = [record["tokens_per_second"] for record in run.history if "loss" in record]
     assert len(rates) == 7 and min(rates) > 8 * 4
-
-
-def test_resume_with_other_held_out_data(run, corpus, held_out):
-    """And in another type of numbers: the line of the resume says so."""
-    options = (f"{SMALL} --data {corpus} --steps 6 --save-every 2 --keep 9 --val-every 2 "
-               "--log-every 1")
-    first = run("single.py", 0, f"{options} --val-data {held_out}")
-    lines, in_float32 = first.curve("step", "val_loss"), first.curve("loss")[2][0]
-    assert [step for step, _ in lines] == [2, 4, 6]
-    again = run("single.py", 0, f"{options} --val-data {held_out} --from {first.out}/step-00000004",
-                out="again")
-    assert again.curve("step", "val_loss") == lines[2:]  # step 4 is not evaluated again
-    other = run("single.py", 0, f"{options} --val-data {corpus} --val-every 3 --dtype bfloat16 "
-                f"--from {first.out}/step-00000002", out="other")
-    assert [step for step, _ in other.curve("step", "loss")] == [3, 4, 5, 6]
-    for changed in (f"--val-data was {held_out}, is {corpus}", "--dtype was auto, is bfloat16"):
-        assert changed in other.output
-    assert 0 < abs(other.curve("loss")[0][0] - in_float32) < 0.05
-    found = other.curve("step", "val_loss")
-    assert [step for step, _ in found] == [3, 6] and found[-1] != lines[-1]
 
 
 @pytest.mark.parametrize("command, world, stop", sampled(

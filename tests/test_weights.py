@@ -16,7 +16,7 @@ from common.materialise import materialise
 from common.model import Transformer
 from common.options import SettingError
 from tests.support.compare import furthest, read
-from tests.support.sample import needs, sampled
+from tests.support.sample import needs, table
 from tools.huggingface import export, import_hf
 from tools.huggingface.config import read_config
 from tools.huggingface.weights import load_weights
@@ -179,9 +179,11 @@ def start(server, corpus, tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize("command, world", sampled(RUNS := [
-    ("tp.py", 2), ("zero.py --stage 2", 3), ("fsdp.py", 3),
-], RUNS[:1]))
+@pytest.mark.parametrize("command, world", table("""
+* tp.py | 2
+zero.py --stage 2 | 3
+fsdp.py | 3
+"""))
 def test_every_script_starts_from_the_weights(start, llama, command, world):
     """On the curve of single.py. load_weights gives each rank the same, if it has all at once."""
     inject = "" if command[:4] == "zero" else f"load_again({str(llama)!r})"
@@ -286,23 +288,29 @@ def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
 # What is refused
 
 SECOND = "model-00002-of-00005.safetensors"
-REFUSED = [  # a tool, what is done to its input or what a config.json has instead, the words
-    *[(import_hf, {name: 2}, f"{name} 2: only .* is supported") for name in (
-        "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "partial_rotary_factor",
-        "sliding_window", "router_jitter_noise")],
-    (import_hf, {"model_type": "mistral"}, "model_type 'mistral'"),
-    (import_hf, {"model_type": "llava", "text_config": {"model_type": "llama"}},
-     "its text is a Llama: .*llama.lm_head = model.lm_head"),
-    (import_hf, {"quantization_config": {"bits": 4}}, "quantization_config"),
-    (import_hf, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*only 'llama3'"),
-    (import_hf, {"rope_scaling": SCALING | {"mscale": 1.0}}, "'mscale': 1.0.*only 'llama3'"),
-    (import_hf, {"vocab_size": None}, "lacks vocab_size"),
-    (import_hf, {"num_hidden_layers": "three"}, "num_hidden_layers is 'three': it must be"),
+# What config.json has instead; the words. Then a tool, what is done to its input, the words
+CONFIGS = table(f"""
+{{"hidden_act": 2}} | hidden_act 2: only .* is supported
+{{"attention_bias": 2}} | attention_bias 2: only .* is supported
+{{"mlp_bias": 2}} | mlp_bias 2: only .* is supported
+{{"attention_dropout": 2}} | attention_dropout 2: only .* is supported
+{{"partial_rotary_factor": 2}} | partial_rotary_factor 2: only .* is supported
+{{"sliding_window": 2}} | sliding_window 2: only .* is supported
+{{"router_jitter_noise": 2}} | router_jitter_noise 2: only .* is supported
+{{"model_type": "mistral"}} | model_type 'mistral'
+{{"model_type": "llava", "text_config": {{"model_type": "llama"}}}}
+  | its text is a Llama: .*llama.lm_head = model.lm_head
+{{"quantization_config": {{"bits": 4}}}} | quantization_config
+{{"rope_scaling": {{"type": "linear", "factor": 2.0}}}} | 'linear'.*only 'llama3'
+{{"rope_scaling": {json.dumps(SCALING | {"mscale": 1.0})}}} | 'mscale': 1.0.*only 'llama3'
+{{"vocab_size": null}} | lacks vocab_size
+{{"num_hidden_layers": "three"}} | num_hidden_layers is 'three': it must be
+{{"num_hidden_layers": 4}} | lacks the tensor model.layers.3.input_layernorm
+{{"num_hidden_layers": 2}} | has the tensor model.layers.2.*, unlike a Llama
+{{"vocab_size": 300}} | of shape \\(256, 32\\), and its config needs \\(300
+""")
+DAMAGES = [
     (import_hf, lambda hf: os.truncate(hf / "config.json", 9), "config.json is no JSON file: "),
-    # What the files do not have:
-    (import_hf, {"num_hidden_layers": 4}, "lacks the tensor model.layers.3.input_layernorm"),
-    (import_hf, {"num_hidden_layers": 2}, "has the tensor model.layers.2.*, unlike a Llama"),
-    (import_hf, {"vocab_size": 300}, r"of shape \(256, 32\), and its config needs \(300"),
     (import_hf, lambda hf: os.truncate(hf / SECOND, 5000), f"{SECOND} is damaged"),
     (import_hf, lambda hf: ((hf / "model.safetensors.index.json").unlink(),
                             shutil.copy(hf / SECOND, hf / "again.safetensors")),
@@ -317,11 +325,12 @@ REFUSED = [  # a tool, what is done to its input or what a config.json has inste
 ]
 
 
-@pytest.mark.parametrize("tool, damage, words", REFUSED)
+@pytest.mark.parametrize("tool, damage, words", [
+    *DAMAGES, *((import_hf, *row.values) for row in CONFIGS)])
 def test_nothing_is_left_behind(llama, trained, tmp_path, tool, damage, words):
     given = tmp_path / "given"
     shutil.copytree(llama if tool is import_hf else trained / "step-00000002", given)
-    change(given, **damage) if isinstance(damage, dict) else damage(given)
+    change(given, **json.loads(damage)) if isinstance(damage, str) else damage(given)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SettingError, match=words):
         tool.main([str(given), str(tmp_path / "out")])

@@ -17,6 +17,7 @@ import pp
 from common.options import SettingError
 from tests.gpu import kernels
 from tests.support.sample import thorough
+from tests.test_refusals import Started, started
 
 # A model that takes little time, and whose sizes can be split over 8 ranks
 SMALL = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-attention-heads 8 "
@@ -58,14 +59,6 @@ def llama_1b(n):
     the first, the tenth and the last one are logged."""
     return (f"--model llama3-1b --seq-len 2048 --batch-size {8 * n} --dtype bfloat16 --steps 20 "
             "--lr 1e-4 --activation-checkpointing --save-every 0")
-
-
-class Started(Exception):
-    """A script has not refused its options."""
-
-
-def started(args):
-    raise Started
 
 
 def test_commands_are_accepted(monkeypatch):

@@ -16,42 +16,39 @@ import pytest
 import torch
 
 from tests.support.processes import ROOT
-from tests.support.sample import needs, thorough
+from tests.support.sample import needs, table, thorough
 
 FOLDER = ROOT / "tests" / "gpu" / "pretend_cuda"
 SMALL = "--seq-len 64 --batch-size 16 --dtype bfloat16"
 # Command, number of ranks, rank, kernels of attention: PyTorch takes cuDNN's on an H100, and the
 # memory-efficient ones for a mask; cp.py calls flash attention itself.
-ROWS = {
-    "scripts": [
-        ("single.py --grad-accum 2", 1, 0, "cudnn"),
-        ("ddp.py --grad-accum 2", 2, 1, "cudnn"),
-        ("zero.py --stage 1 --grad-accum 2", 4, 3, "cudnn"),
-        ("zero.py --activation-checkpointing", 4, 0, "cudnn"),
-        ("fsdp.py --grad-accum 2", 4, 3, "cudnn"),
-        ("fsdp.py --replicate 2 --activation-checkpointing", 4, 1, "cudnn"),
-        ("fsdp.py --cpu-offload", 2, 0, "cudnn"),
-        ("tp.py", 2, 1, "cudnn"),
-        ("tp.py --no-sequence-parallel --activation-checkpointing", 4, 2, "cudnn"),
-        ("pp.py --grad-accum 2", 4, 1, "cudnn"),
-        ("pp.py --schedule zbv", 2, 1, "cudnn"),
-        ("cp.py", 4, 3, "flash"),
-        ("cp.py --attention allgather --activation-checkpointing --head-dim 12", 4, 0, "flash"),
-        ("cp.py --attention ulysses", 2, 1, "cudnn"),
-        ("cp.py --dtype float32", 4, 3, "efficient"),
-        ("hybrid_3d.py --tp 2 --cp 2 --pp 2", 16, 9, "flash"),
-        ("hybrid_3d.py --tp 2 --num-experts 8 --ep 4", 8, 5, "cudnn"),
-        ("ep.py --num-experts 8 --ep 2 --grad-accum 2", 4, 3, "cudnn"),
-        ("ep.py --num-experts 8 --activation-checkpointing --dtype float32", 4, 0, "efficient"),
-    ],
-    "examples": [
-        ("examples/fsdp_gpt2.py", 2, 1, "efficient"),
-        ("examples/cp_documents.py", 4, 3, "efficient"),
-        ("examples/cp_documents.py --attention ulysses --head-dim 12", 2, 0, "efficient"),
-        ("examples/fsdp_muon.py", 2, 1, "cudnn"),
-        ("examples/diloco.py --inner-steps 1 --grad-accum 2", 4, 3, "cudnn"),
-    ],
-}
+ROWS = {"scripts": table("""
+single.py --grad-accum 2 | 1 | 0 | cudnn
+ddp.py --grad-accum 2 | 2 | 1 | cudnn
+zero.py --stage 1 --grad-accum 2 | 4 | 3 | cudnn
+zero.py --activation-checkpointing | 4 | 0 | cudnn
+fsdp.py --grad-accum 2 | 4 | 3 | cudnn
+fsdp.py --replicate 2 --activation-checkpointing | 4 | 1 | cudnn
+fsdp.py --cpu-offload | 2 | 0 | cudnn
+tp.py | 2 | 1 | cudnn
+tp.py --no-sequence-parallel --activation-checkpointing | 4 | 2 | cudnn
+pp.py --grad-accum 2 | 4 | 1 | cudnn
+pp.py --schedule zbv | 2 | 1 | cudnn
+cp.py | 4 | 3 | flash
+cp.py --attention allgather --activation-checkpointing --head-dim 12 | 4 | 0 | flash
+cp.py --attention ulysses | 2 | 1 | cudnn
+cp.py --dtype float32 | 4 | 3 | efficient
+hybrid_3d.py --tp 2 --cp 2 --pp 2 | 16 | 9 | flash
+hybrid_3d.py --tp 2 --num-experts 8 --ep 4 | 8 | 5 | cudnn
+ep.py --num-experts 8 --ep 2 --grad-accum 2 | 4 | 3 | cudnn
+ep.py --num-experts 8 --activation-checkpointing --dtype float32 | 4 | 0 | efficient
+"""), "examples": table("""
+examples/fsdp_gpt2.py | 2 | 1 | efficient
+examples/cp_documents.py | 4 | 3 | efficient
+examples/cp_documents.py --attention ulysses --head-dim 12 | 2 | 0 | efficient
+examples/fsdp_muon.py | 2 | 1 | cudnn
+examples/diloco.py --inner-steps 1 --grad-accum 2 | 4 | 3 | cudnn
+""")}
 
 pytestmark = [thorough, pytest.mark.skipif(
     bool(torch.version.cuda or torch.version.hip or not shutil.which("g++")),
@@ -79,14 +76,14 @@ def guard(shared):
 def test_a_step_stays_on_the_gpu(guard, group):
     if group == "examples":
         needs("transformers")
-    rows = [(command.replace(".py", f".py {SMALL}"), n, rank)
-            for command, n, rank, _ in ROWS[group]]
+    rows = [row.values for row in ROWS[group]]
+    jobs = [(command.replace(".py", f".py {SMALL}"), n, rank) for command, n, rank, _ in rows]
     done = subprocess.run(
-        [sys.executable, FOLDER / "watch.py", guard], cwd=ROOT, input=json.dumps(rows),
+        [sys.executable, FOLDER / "watch.py", guard], cwd=ROOT, input=json.dumps(jobs),
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )
     assert done.returncode == 0, done.stderr
-    for (command, _, _, kernel), line in zip(ROWS[group], done.stdout.splitlines(), strict=True):
+    for (command, _, _, kernel), line in zip(rows, done.stdout.splitlines(), strict=True):
         found = json.loads(line)
         name = f"_scaled_dot_product_{kernel}_attention"
         assert found["attention"] == [name, f"{name}_backward"], command

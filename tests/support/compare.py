@@ -18,6 +18,11 @@ def read(checkpoint):
     return tensors
 
 
+def saved(run, step=3):
+    """The tensors of a checkpoint of a run."""
+    return read(run.out / f"step-{step:08d}")
+
+
 def assert_bit_equal(tensors, others):
     assert tensors.keys() == others.keys() and len(others) > 60
     for name, tensor in others.items():

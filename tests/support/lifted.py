@@ -24,7 +24,7 @@ import fsdp
 import hybrid_3d
 import pp
 import tp
-from common.data import BatchSampler
+from common.data import BatchSampler, add_text_options
 from common.experts import MixtureConfig, MixtureOfExperts
 from common.options import option_parser, parse_options
 from common.run import Run
@@ -127,6 +127,14 @@ Trainer = collections.namedtuple("Trainer", "parameters backward clip usage grou
                                  defaults=[clip, None, None])
 
 
+def arguments(words):
+    """As of a script that has the options of all, of text and of a run."""
+    parser = option_parser("")
+    add_text_options(parser)
+    Run.add_options(parser)
+    return parse_options(parser, words.split())
+
+
 def train(make, strategy, steps, drop_unused=False):
     """``steps``: each has micro-batches, words: the first letter is what the first half of the
     samples uses, the second what the second half does. Returns the loss and the norm of each step,
@@ -136,9 +144,7 @@ def train(make, strategy, steps, drop_unused=False):
     trainer = strategy(model)
     optimizer = torch.optim.AdamW(  # eps: of some numbers the gradient is 0, but for rounding
         trainer.parameters.values(), 0.01, eps=1e-5, weight_decay=0.5)
-    parser = option_parser("")
-    Run.add_options(parser)
-    args = parse_options(parser, ["--steps", "9", "--batch-size", "8", "--log-every", "1"])
+    args = arguments("--steps 9 --batch-size 8 --log-every 1")
     with mock.patch.object(dist, "new_group", new_group):
         run = Run(args, nn.Module(), optimizer, BatchSampler(99, 8, stop=9), range(99), CPU,
                   tensors=trainer.parameters, usage=trainer.usage)

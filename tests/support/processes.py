@@ -52,6 +52,10 @@ class Result:
         """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
 
+    def again(self, number=0):
+        """What ``resumed`` of inject.py has started."""
+        return Result([0], "", self.out / f"again-{number}")
+
     def counts(self, rank=0):
         """What ``write_counts`` of inject.py has written."""
         return json.loads((self.out / f"rank{rank}.json").read_text())

@@ -1,6 +1,8 @@
 """Which tests run by default, and which only with --all: a sample of every kind runs by default.
 And which need optional packages."""
 
+import re
+
 import pytest
 
 OPTIONAL = "an optional package is missing: "  # conftest.py looks for it
@@ -16,6 +18,19 @@ def sampled(runs, sample):
         else pytest.param(*(run if isinstance(run, tuple) else [run]), marks=thorough)
         for run in runs
     ]
+
+
+def table(text):
+    """The rows of ``text`` as parameters of a test. A line is a row, and one that begins with a
+    blank goes on with the row before; cells stand between " | ", and whole numbers become int.
+    Without --all only rows that begin with "* " run, or all if none does."""
+    rows, starred = [], "\n* " in text
+    for line in re.sub("\n +", " ", text.strip()).splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?:^| )\|(?= |$)", line.removeprefix("* "))]
+        values = [int(cell) if cell.isdecimal() else cell for cell in cells]
+        left_out = starred and not line.startswith("* ")
+        rows.append(pytest.param(*values, marks=[thorough] * left_out))
+    return rows
 
 
 def needs(*packages):
