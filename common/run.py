@@ -98,6 +98,15 @@ class Run:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
             same_on_all_ranks(self.fixed, self.group)
+        for each in self.optimizers:
+            if isinstance(each, torch.optim.Optimizer):
+                each.register_step_pre_hook(self.look_at_gradients)
+        bounded = [module for each in self.models for module in each.modules()
+                   if isinstance(module, torch.nn.Embedding) and module.max_norm]
+        if bounded and self.ranks > 1:
+            raise SettingError(
+                "nn.Embedding(max_norm=) changes its weights in the forward pass, on each rank for "
+                "other tokens: leave it out, and scale its rows after optimizer.step()")
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
@@ -167,6 +176,8 @@ class Run:
             self.usage.check(done, used)
         if self.saving and not unsaved:
             self.finish_save()
+        if args.out and step == self.sampler.start:  # refuse now what cannot be saved
+            named_states(self.tensors, self.optimizer_of)
         saves = args.out and args.save_every and (
             done % args.save_every == 0 or last or self.stopping)
         evaluates = args.val_data and (done % args.val_every == 0 or last)
@@ -178,6 +189,17 @@ class Run:
             self.write({"step": done, "val_loss": self.validation_loss()})
         if saves or evaluates:  # a line came before: what they take does not count as training
             self.clock = done, time.perf_counter()
+
+    def look_at_gradients(self, optimizer, *_):
+        """Before the first step of an optimizer: does the loss reach what it trains?"""
+        trained = {name: tensor for name, tensor in self.tensors.items() if not self.history
+                   and tensor.requires_grad and self.optimizer_of[tensor][0] is optimizer}
+        without = [name for name, tensor in trained.items() if tensor.grad is None]
+        if without and len(without) == len(trained):
+            raise SettingError(f"in the first step no parameter has a gradient, not even "
+                               f"{without[0]}: does the loss depend on them?")
+        if without:
+            self.say(f"no gradient in the first step: {', '.join(without)}")
 
     # Records
 
@@ -203,7 +225,8 @@ class Run:
         if not math.isfinite(loss + grad_norm):
             raise SettingError(
                 f"at step {done} the loss is {loss} and the gradient norm {grad_norm}, which is "
-                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data")
+                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data; "
+                f"docs/copying.md says how to skip such a step")
 
     def write(self, record):
         """Add a line to metrics.jsonl, show it beside the bar, and give it to the loggers."""
@@ -270,10 +293,13 @@ class Run:
         """Lock the run folder, and load its newest checkpoint, or that of --from. Returns the
         number of steps done. Raises SettingError: the folder cannot be written, is in use, or holds
         another run; a checkpoint is damaged."""
-        checkpoint = agreed(self.choose_checkpoint, self.group)
+        checkpoint = self.agreed(self.choose_checkpoint)
         done = self.load(checkpoint) if checkpoint else 0
-        agreed(lambda: self.drop_lines_after(done), self.group)
+        self.agreed(lambda: self.drop_lines_after(done))
         return done
+
+    def agreed(self, call, everywhere=False):
+        return agreed(call, self.group, everywhere, f"--out {self.args.out}")
 
     def choose_checkpoint(self):
         """Rank 0 alone chooses: a network file system may show others another one."""
@@ -297,7 +323,7 @@ class Run:
     def load(self, checkpoint):
         """Load a checkpoint, of which each rank checks a share of the files. Returns its step."""
         share = slice(self.rank, None, self.ranks)
-        reader, saved = agreed(lambda: open_checkpoint(checkpoint, share), self.group, True)
+        reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), True)
         for name, value in saved["fixed"].items():
             another_run = checkpoint.parent != self.args.out
             may_change = another_run and name == "rope_theta"  # for longer texts
@@ -333,15 +359,16 @@ class Run:
         """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy."""
         self.finish_save()
         if not math.isfinite(float(self.norms)):
-            raise SettingError(f"step {step} is not saved, a gradient norm was not finite: lower "
-                               f"--lr if training diverged, or look at the data")
+            raise SettingError(
+                f"step {step} is not saved, a gradient norm was not finite: lower --lr if training "
+                f"diverged, or look at the data; docs/copying.md says how to skip such a step")
         half = self.args.out / f"step-{step:08d}.tmp"
         named = named_states(self.tensors, self.optimizer_of)
         buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
         refuse_unlike(named, buffers, self.group)
-        agreed(lambda: (self.check_lock(), half.mkdir()), self.group)
-        writer, future = agreed(lambda: start_save(
-            half, named, self.saving_group, self.args.async_save), self.group, True)
+        self.agreed(lambda: (self.check_lock(), half.mkdir()))
+        writer, future = self.agreed(lambda: start_save(
+            half, named, self.saving_group, self.args.async_save), True)
         self.saving = step, half, writer, future
         if not future:
             self.finish_save()
@@ -353,7 +380,7 @@ class Run:
             return
         (step, half, writer, future), self.saving = self.saving, None
         if future:
-            agreed(future.result, self.group, True)
+            self.agreed(future.result, True)
         sums = gather(writer.sums, self.group)
 
         def complete_and_rotate():
@@ -363,7 +390,7 @@ class Run:
             for old in list_checkpoints(self.args.out)[: -self.args.keep]:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
-        agreed(complete_and_rotate, self.group)
+        self.agreed(complete_and_rotate)
 
     def check_lock(self):
         """Rank 0, before it writes: the folder of that name must still be the one it has locked."""
@@ -384,12 +411,14 @@ def state_dict_of(models):
 
 
 def optimizers_by_tensor(optimizers, tensors):
-    """The optimizer of each trained tensor. Raises SettingError if a checkpoint of ``tensors``, by
-    name, would lack what is trained."""
+    """The optimizer of each trained tensor, its parameter group, and a copy of the group as it is
+    now. Raises SettingError if a checkpoint of ``tensors``, by name, would lack what is trained.
+    """
     optimizer_of = {}
     for each in optimizers:
         for group in each.param_groups:
-            optimizer_of.update(dict.fromkeys(group["params"], each))
+            now = copy.deepcopy(group | {"params": []})
+            optimizer_of.update(dict.fromkeys(group["params"], (each, group, now)))
     for name, tensor in tensors.items():
         if tensor.requires_grad and tensor not in optimizer_of:
             raise SettingError(f"{name} is trained, but by none of the optimizers")
