@@ -9,6 +9,7 @@ gradient norm was not finite.
 import copy
 import datetime
 import fcntl
+import functools
 import json
 import math
 import os
@@ -98,12 +99,12 @@ class Run:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
             same_on_all_ranks(self.fixed, self.group)
+        self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
         for each in self.optimizers:
             if isinstance(each, torch.optim.Optimizer):
                 each.register_step_pre_hook(self.look_at_gradients)
-        bounded = [module for each in self.models for module in each.modules()
-                   if isinstance(module, torch.nn.Embedding) and module.max_norm]
-        if bounded and self.ranks > 1:
+        if self.ranks > 1 and any(getattr(module, "max_norm", None) for each in self.models
+                                  for module in each.modules()):
             raise SettingError(
                 "nn.Embedding(max_norm=) changes its weights in the forward pass, on each rank for "
                 "other tokens: leave it out, and scale its rows after optimizer.step()")
@@ -176,8 +177,8 @@ class Run:
             self.usage.check(done, used)
         if self.saving and not unsaved:
             self.finish_save()
-        if args.out and step == self.sampler.start:  # refuse now what cannot be saved
-            named_states(self.tensors, self.optimizer_of)
+        if args.out and step == self.sampler.start:
+            self.named_states()  # refuses now what cannot be saved
         saves = args.out and args.save_every and (
             done % args.save_every == 0 or last or self.stopping)
         evaluates = args.val_data and (done % args.val_every == 0 or last)
@@ -191,15 +192,17 @@ class Run:
             self.clock = done, time.perf_counter()
 
     def look_at_gradients(self, optimizer, *_):
-        """Before the first step of an optimizer: does the loss reach what it trains?"""
-        trained = {name: tensor for name, tensor in self.tensors.items() if not self.history
-                   and tensor.requires_grad and self.optimizer_of[tensor][0] is optimizer}
-        without = [name for name, tensor in trained.items() if tensor.grad is None]
-        if without and len(without) == len(trained):
-            raise SettingError(f"in the first step no parameter has a gradient, not even "
-                               f"{without[0]}: does the loss depend on them?")
+        """Before the first step: does the loss reach what the optimizer trains?"""
+        if self.history:
+            return
+        trained = [name for name, x in self.tensors.items()
+                   if x.requires_grad and self.optimizer_of[x][0] is optimizer]
+        without = [name for name in trained if self.tensors[name].grad is None]
+        words = f"no gradient in the first step: {', '.join(without)}"
+        if without and without == trained:
+            raise SettingError(f"{words}; does the loss depend on them?")
         if without:
-            self.say(f"no gradient in the first step: {', '.join(without)}")
+            self.say(words)
 
     # Records
 
@@ -298,9 +301,6 @@ class Run:
         self.agreed(lambda: self.drop_lines_after(done))
         return done
 
-    def agreed(self, call, everywhere=False):
-        return agreed(call, self.group, everywhere, f"--out {self.args.out}")
-
     def choose_checkpoint(self):
         """Rank 0 alone chooses: a network file system may show others another one."""
         out, source = self.args.out, vars(self.args)["from"]
@@ -323,7 +323,7 @@ class Run:
     def load(self, checkpoint):
         """Load a checkpoint, of which each rank checks a share of the files. Returns its step."""
         share = slice(self.rank, None, self.ranks)
-        reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), True)
+        reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), everywhere=True)
         for name, value in saved["fixed"].items():
             another_run = checkpoint.parent != self.args.out
             may_change = another_run and name == "rope_theta"  # for longer texts
@@ -363,15 +363,20 @@ class Run:
                 f"step {step} is not saved, a gradient norm was not finite: lower --lr if training "
                 f"diverged, or look at the data; docs/copying.md says how to skip such a step")
         half = self.args.out / f"step-{step:08d}.tmp"
-        named = named_states(self.tensors, self.optimizer_of)
-        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
-        refuse_unlike(named, buffers, self.group)
+        named = self.named_states()
         self.agreed(lambda: (self.check_lock(), half.mkdir()))
         writer, future = self.agreed(lambda: start_save(
-            half, named, self.saving_group, self.args.async_save), True)
+            half, named, self.saving_group, self.args.async_save), everywhere=True)
         self.saving = step, half, writer, future
         if not future:
             self.finish_save()
+
+    def named_states(self):
+        """What a checkpoint holds, by name. Raises SettingError if it cannot."""
+        named = named_states(self.tensors, self.optimizer_of)
+        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
+        refuse_unlike(named, buffers, self.group)
+        return named
 
     def finish_save(self):
         """Wait for the save that is not complete, if there is one; complete it, and remove the
@@ -380,7 +385,7 @@ class Run:
             return
         (step, half, writer, future), self.saving = self.saving, None
         if future:
-            self.agreed(future.result, True)
+            self.agreed(future.result, everywhere=True)
         sums = gather(writer.sums, self.group)
 
         def complete_and_rotate():
