@@ -1,7 +1,7 @@
 """What comes off: a run's bar and lines, metrics.jsonl, the loss on held-out data, checkpoints, and
 a stop by a signal that loses nothing. Without it a script trains to the same weights.
 
-A run folder, --out, holds the newest checkpoints, see checkpoint.py; metrics.jsonl, one JSON object
+A run folder, --out, holds the newest checkpoints; metrics.jsonl, one JSON object
 a line; and a lock: two runs never write into one folder. No checkpoint follows a step whose loss or
 gradient norm was not finite.
 """
@@ -51,7 +51,7 @@ class Run:
             this rank computes, and the number of its targets; None: of ``model(*micro_batch)``.
         after_evaluation: called when the model has been evaluated.
         size: the number of parameters of the whole model, if this rank has a part of it.
-        usage: what ``shard`` of fsdp.py returns; what ranks have used of the model is compared.
+        usage: what ``shard`` returns; what ranks have used of the model is compared.
 
     ``history`` has the records of metrics.jsonl, on every rank; ``loggers`` are functions of a
     record, which rank 0 calls. Raises SettingError: a checkpoint would lack what is trained; ranks
@@ -228,8 +228,8 @@ class Run:
         if not math.isfinite(loss + grad_norm):
             raise SettingError(
                 f"at step {done} the loss is {loss} and the gradient norm {grad_norm}, which is "
-                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data; "
-                f"docs/copying.md says how to skip such a step")
+                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data; to "
+                f"skip such a step give after_step finite numbers")
 
     def write(self, record):
         """Add a line to metrics.jsonl, show it beside the bar, and give it to the loggers."""
@@ -361,7 +361,7 @@ class Run:
         if not math.isfinite(float(self.norms)):
             raise SettingError(
                 f"step {step} is not saved, a gradient norm was not finite: lower --lr if training "
-                f"diverged, or look at the data; docs/copying.md says how to skip such a step")
+                f"diverged, or look at the data; to skip such a step give after_step a finite norm")
         half = self.args.out / f"step-{step:08d}.tmp"
         named = self.named_states()
         self.agreed(lambda: (self.check_lock(), half.mkdir()))
