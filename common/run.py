@@ -197,7 +197,10 @@ class Run:
             return
         trained = [name for name, x in self.tensors.items()
                    if x.requires_grad and self.optimizer_of[x][0] is optimizer]
-        without = [name for name in trained if self.tensors[name].grad is None]
+        now = dict(self.tensors)  # or what the model has now: parameters that stay gathered
+        for each in self.models:
+            now.update(each.named_parameters())
+        without = [name for name in trained if now[name].grad is None]
         words = f"no gradient in the first step: {', '.join(without)}"
         if without and without == trained:
             raise SettingError(f"{words}; does the loss depend on them?")

@@ -2,15 +2,15 @@
 is right - trains as one process does and resumes in the same bits; or it is refused in words; or
 docs/copying.md has the lines that the row runs."""
 
-import copy
+import contextlib
 import functools
 import re
-import textwrap
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
@@ -27,11 +27,9 @@ from tests.test_porting import OPTIONS, optimizers
 PAGE = (ROOT / "docs" / "copying.md").read_text()
 
 
-def recipe(words):
-    """The block of code below the sentence of docs/copying.md with these words."""
-    found = re.findall(rf"(?s){re.escape(words)}.*?```python\n(.*?)```", PAGE)
-    assert found, words
-    return textwrap.dedent(found[0])
+def recipe(words, number=0):
+    """The block of code below these words of docs/copying.md, or a later one."""
+    return re.findall(r"(?s)```python\n(.*?)```", PAGE.partition(words)[2])[number]
 
 
 def brought(new):
@@ -40,17 +38,42 @@ def brought(new):
             *optimizers(f"[{new}(P, args.lr)]")]
 
 
-ZERO_TO_MUON = []
-STEP = "        optimizer.step()\n"
-SKIP = [(STEP, "        ok = grad_norm.isfinite()\n        if ok:\n    " + STEP),
-        ("run.after_step(step, loss, grad_norm)",
-         "run.after_step(step, loss, grad_norm.nan_to_num(0.0, 0.0), skipped=lambda: int(not ok))")]
-THAW = [("        seed_step(", "        model.model.layers[\"0\"].requires_grad_(step >= {})\n"
-         "        seed_step(")]
+IMPORT, RESUME, LAST = "\nimport torch\n", "    sampler.start = run.resume()\n", """\
+        optimizer.step()
+        optimizer.zero_grad()
+        run.after_step(step, loss, grad_norm)
+"""
+SKIP = [(LAST, recipe("**A step that is skipped**"))]
+FLOAT16 = "**float16 with a"
+BEFORE, _, BEHIND = recipe(FLOAT16).partition("\n")
+SCALED = [
+    ("    # Resume:", f"{BEFORE}\n    # Resume:"), (RESUME, RESUME + BEHIND),
+    ("held_out=open_held_out(args)", "held_out=open_held_out(args), tensors={"
+     "**model.state_dict(keep_vars=True), 'scaling': scaling}"),
+    ("micro_loss.backward()", "scaler.scale(micro_loss).backward()"),
+    ("        grad_norm =", "        scaler.unscale_(optimizer)\n        grad_norm ="),
+    (LAST, recipe(FLOAT16, 1)),
+]
+AUC = [
+    (IMPORT, f"{IMPORT}from common.launch import gather\n"
+     "from tests.support.brought import pairs, roc_auc_score\n"),
+    (RESUME, RESUME + recipe("**A metric that is no mean")),
+    ("loss, grad_norm)\n", "loss, grad_norm, **{'auc': auc} if step == 1 else {})\n"),
+]
+WHOLE_MODEL = ("        model.reset_iter_state()  # FSDP, ZeRO: otherwise the last unit stays gathered\n",
+               "")
+MATRICES = """\
+    inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+    matrices = [p for p in model.parameters() if p in inner]
+    rest = [p for p in model.parameters() if p not in inner]
+    # Optimizer
+"""
 
 
 def thaw(step):
-    return [(before, after.replace("{}", str(step))) for before, after in THAW]
+    """The edits that freeze the first layer until ``step``."""
+    return [("        seed_step(", f"        model.model.layers['0'].requires_grad_(step >= {step})\n"
+             "        seed_step(")]
 
 
 FIND = {"ddp.py": [("gradient_as_bucket_view=True",
@@ -58,13 +81,23 @@ FIND = {"ddp.py": [("gradient_as_bucket_view=True",
 KINDS = {  # edits of all scripts, more edits of one, what is injected
     "state in many places": (brought("Scattered"), {}, ""),
     "a step that is skipped": (SKIP, {}, "gradients_times(float('inf'), 2)"),
+    "a scaler": (SCALED, {}, "gradients_times(float('inf'), 2)"),
+    "a metric that is no mean": (AUC, {"single.py": [WHOLE_MODEL], "ddp.py": [WHOLE_MODEL]}, ""),
     "thawed before the save": (thaw(1), FIND, ""),
     "thawed after the save": (thaw(2), FIND, ""),
 }
-PARALLEL = ("ddp.py", "zero.py", "fsdp.py", "tp.py", "pp.py", "hybrid_3d.py")
 SAMPLE = [("state in many places", "fsdp.py", 2), ("a step that is skipped", "fsdp.py", 2),
-          ("thawed after the save", "fsdp.py", 2)]
-ROWS = [(kind, script, 2) for kind in KINDS for script in PARALLEL]
+          ("thawed after the save", "fsdp.py", 2), ("a scaler", "fsdp.py", 2),
+          ("a metric that is no mean", "fsdp.py", 2)]
+ONLY = {
+    "state in many places": ("ddp.py", "zero.py", "fsdp.py", "tp.py", "hybrid_3d.py"),
+    "a step that is skipped": ("ddp.py", "zero.py", "fsdp.py", "pp.py"),
+    "a scaler": ("zero.py", "fsdp.py"),
+    "a metric that is no mean": ("ddp.py", "zero.py", "fsdp.py"),
+    "thawed before the save": ("ddp.py", "zero.py", "fsdp.py", "tp.py"),
+    "thawed after the save": ("ddp.py", "zero.py", "fsdp.py", "tp.py"),
+}
+ROWS = [(kind, script, 2) for kind in KINDS for script in ONLY[kind]]
 
 
 @pytest.mark.parametrize("kind, command, world", sampled(ROWS, SAMPLE))
@@ -73,13 +106,16 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, 
     and that of one process."""
     script, _, more = command.partition(" ")
     edits, own_edits, inject = KINDS[kind]
+    options = f"{OPTIONS} --val-data {{val}} --val-batches 1" if edits is AUC else OPTIONS
     folder = tmp_path_factory.getbasetemp() / kind.replace(" ", "-")
     single, its_copy = (edited(folder, name, *edits, *own_edits.get(name, []))
                         for name in ("single.py", script))
-    expected = once(single, 0, OPTIONS, inject=inject)
-    found = once(its_copy, world, f"{OPTIONS} {more}",
+    expected = once(single, 0, options, inject=inject)
+    found = once(its_copy, world, f"{options} {more}",
                  inject=f"{inject}; resumed(['{expected.out}'])".strip("; "))
     assert furthest(found.curve(), expected.curve()) < 1e-10
+    assert all(furthest(found.curve(name), expected.curve(name)) < 1e-12
+               for name in {"auc", "skipped"} & expected.history[1].keys())
     last = "step-00000003"
     assert_near(*(read(result.out / last) for result in (found, expected)))
     own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
@@ -172,3 +208,139 @@ def test_a_parameter_without_gradient_in_the_first_step(tmp_path, capsys):
         model.requires_grad_(True)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         train_steps(run_of(tmp_path / "none", model, optimizer), 1, lambda step: optimizer.step())
+
+
+def test_zero_with_muon(once, tmp_path):
+    """Of examples/fsdp_muon.py, beside torch's."""
+    curves = []
+    for script, world, new in (
+        ("single.py", 0, "torch.optim.Muon(matrices, args.lr, args.weight_decay, "
+                         "adjust_lr_fn='match_rms_adamw')"),
+        ("zero.py", 2, "muon_of_the_example()(matrices, mesh.get_group(), args.lr, "
+                       "args.weight_decay)"),
+    ):
+        edits = optimizers(f"[{new}, torch.optim.AdamW(decay_groups(rest, args.weight_decay), "
+                           f"args.lr, args.betas, fused=True)]")
+        edits += [("    # Optimizer\n", MATRICES),
+                  (IMPORT, f"{IMPORT}from tests.support.brought import muon_of_the_example\n")]
+        copy = edited(tmp_path / "copies", script, *edits)
+        curves.append(once(copy, world, OPTIONS, inject="unrounded_muon()").curve())
+    assert furthest(*curves) < 1e-10
+
+
+# Functions of the scripts, with other models
+
+
+class Energy(nn.Module):
+    """An energy, and its gradient by the positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        energy = self.last(torch.tanh(self.first(x))).sum(-1)
+        return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+    def encode(self, x):
+        return self.first(x)
+
+
+def energy_and_data():
+    torch.manual_seed(0)
+    return Energy().double(), torch.randn(8, 3).double(), torch.randn(8, 3).double()
+
+
+def loss_of(model, x, forces):
+    energy, found = model(x)
+    return energy.square().mean() + (found - forces).square().mean()
+
+
+def whole_gradients(model):
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    return gradients
+
+
+@on_ranks(2)
+def test_gradients_of_gradients(mesh, rank, folder):
+    """A part of the loss is a gradient. Exact if no unit of FSDP is below the module that calls
+    autograd.grad; otherwise torch says so, or, if parameters stay gathered, Run does."""
+    one, x, forces = energy_and_data()
+    loss_of(one, x.clone(), forces).backward()
+    x, forces = x.chunk(2)[rank], forces.chunk(2)[rank]
+    for units_of in None, lambda model: [], lambda model: [[model]]:
+        model = nn.Sequential(energy_and_data()[0])
+        if units_of is None:
+            called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        else:
+            called = model
+            fsdp.shard(model, units_of(model[0]), mesh)
+        loss_of(called, x.clone(), forces).backward()
+        found = whole_gradients(model[0])
+        for name, gradient in whole_gradients(one).items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-15)
+    for reshard in True, False:
+        model = energy_and_data()[0]
+        fsdp.shard(model, [[model.first], [model.last]], mesh, reshard_after_forward=reshard)
+        model.set_reshard_after_backward(reshard)
+        if reshard:
+            with pytest.raises(RuntimeError, match="storage of size 0"):
+                loss_of(model, x.clone(), forces).backward()
+            continue
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run = run_of(folder, model, optimizer)
+        loss_of(model, x.clone(), forces).backward()
+        with pytest.raises(SettingError, match="no gradient in the first step: first.weight, .*;"):
+            train_steps(run, 1, lambda step: optimizer.step())
+
+
+@on_ranks(2)
+def test_calls_before_and_beside_the_forward_pass(mesh):
+    """Another method than forward; inference before training."""
+    one, x, forces = energy_and_data()
+    model = energy_and_data()[0]
+    fsdp.shard(model, [], mesh)
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        model.encode(x)
+    register_fsdp_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(x), one.encode(x))
+    for mode, ends in (torch.no_grad(), contextlib.nullcontext()), (
+            torch.inference_mode(), pytest.raises(RuntimeError, match="nference tensor")):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        fsdp.shard(model, [[model[0]]], mesh)
+        with mode:
+            model(x)
+        with ends:
+            model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_weights_that_a_forward_pass_changes_are_refused(folder):
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0))
+    with pytest.raises(SettingError, match=r"nn.Embedding\(max_norm=\) changes its weights"):
+        run_of(folder, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@on_ranks(2)
+def test_numbers_of_a_part_are_refused(folder, rank):
+    """An optimizer that measures the weights, of which each rank has other ones: in step 1."""
+    model = network()
+    optimizer = Scattered(model.parameters(), 0.1)
+    run = run_of(folder, model, optimizer, "--save-every 5")
+
+    def change(step):
+        optimizer.param_groups[0]["d"] += 1 + rank
+
+    with pytest.raises(SettingError, match="numbers has other values on another rank.* needs them"):
+        train_steps(run, 1, change)
+
+
+def test_a_full_disk_is_called_that(tmp_path):
+    """torch's writer may say something else: on a real one 12 of 48 saves did."""
+    said = OSError("[enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598")
+    with (mock.patch("common.run.start_save", side_effect=said),
+          pytest.raises(SettingError, match=f"in {tmp_path}: no space left on device")):
+        train_steps(run_of(tmp_path, network()), 1)

@@ -1,4 +1,7 @@
-"""Optimizers that tests/test_brought.py brings to the scripts."""
+"""What tests/test_brought.py brings to the scripts: optimizers, a metric."""
+
+import importlib.util
+import pathlib
 
 import torch
 
@@ -40,3 +43,27 @@ class Listing(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["past"] = [p.detach().clone()]
+
+
+# A metric that is no mean: does the model expect a blank?
+
+
+def pairs(logits, targets):
+    """(N, 2): the score of a blank and whether there is one, of each target."""
+    blank = ord(" ")
+    return torch.stack((logits[..., blank].flatten(), (targets == blank).flatten()), dim=1)
+
+
+def roc_auc_score(scores, labels):
+    """The share of pairs of a right and a wrong one in which the right one has more."""
+    right, wrong = scores[labels > 0], scores[labels == 0]
+    return (right[:, None] > wrong).double().mean().item()
+
+
+def muon_of_the_example():
+    """The class of examples/fsdp_muon.py."""
+    path = pathlib.Path(__file__).parents[2] / "examples" / "fsdp_muon.py"
+    spec = importlib.util.spec_from_file_location("fsdp_muon", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Muon
