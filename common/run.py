@@ -68,7 +68,7 @@ class Run:
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
         for name, least, default, words in (
             ("--save-every", 0, 100, "steps between checkpoints; the last step has one; 0: none"),
-            ("--keep", 1, 2, "how many of the newest checkpoints to keep"),
+            ("--keep", 1, 2, "newest checkpoints to keep; while it saves there is one more"),
             ("--log-every", 1, 10, "steps between lines of metrics.jsonl"),
             ("--val-every", 1, 100, "steps between evaluations; the last step has one too"),
             ("--val-batches", 1, 10, "global batches in each evaluation, always the same"),
@@ -100,9 +100,8 @@ class Run:
             self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
             same_on_all_ranks(self.fixed, self.group)
         self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
-        for each in self.optimizers:
-            if isinstance(each, torch.optim.Optimizer):
-                each.register_step_pre_hook(self.look_at_gradients)
+        if isinstance(self.optimizers[-1], torch.optim.Optimizer):  # not a wrapper of one
+            self.optimizers[-1].register_step_pre_hook(self.look_at_gradients)
         if self.ranks > 1 and any(getattr(module, "max_norm", None) for each in self.models
                                   for module in each.modules()):
             raise SettingError(
@@ -191,20 +190,17 @@ class Run:
         if saves or evaluates:  # a line came before: what they take does not count as training
             self.clock = done, time.perf_counter()
 
-    def look_at_gradients(self, optimizer, *_):
-        """Before the first step: does the loss reach what the optimizer trains?"""
+    def look_at_gradients(self, *_):
+        """Before the first step of the last optimizer: does the loss reach what is trained?"""
         if self.history:
             return
-        trained = [name for name, x in self.tensors.items()
-                   if x.requires_grad and self.optimizer_of[x][0] is optimizer]
-        now = dict(self.tensors)  # or what the model has now: parameters that stay gathered
-        for each in self.models:
-            now.update(each.named_parameters())
-        without = [name for name in trained if now[name].grad is None]
-        words = f"no gradient in the first step: {', '.join(without)}"
-        if without and without == trained:
-            raise SettingError(f"{words}; does the loss depend on them?")
+        trained = {name: p for each in self.models for name, p in each.named_parameters()
+                   if p.requires_grad}
+        without = [name for name, p in trained.items() if p.grad is None]
         if without:
+            words = f"no gradient in the first step: {', '.join(without)}"
+            if len(without) == len(trained):
+                raise SettingError(f"{words}; does the loss depend on them?")
             self.say(words)
 
     # Records
@@ -425,8 +421,7 @@ def optimizers_by_tensor(optimizers, tensors):
     optimizer_of = {}
     for each in optimizers:
         for group in each.param_groups:
-            now = copy.deepcopy(group | {"params": []})
-            optimizer_of.update(dict.fromkeys(group["params"], (each, group, now)))
+            optimizer_of.update(dict.fromkeys(group["params"], (each, group, dict(group))))
     for name, tensor in tensors.items():
         if tensor.requires_grad and tensor not in optimizer_of:
             raise SettingError(f"{name} is trained, but by none of the optimizers")

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+from common.model import ModelConfig, Transformer
 from common.options import SettingError
 from tests.support.brought import Listing, Scattered
 from tests.support.compare import assert_near, furthest, read
@@ -58,10 +59,9 @@ AUC = [
     (IMPORT, f"{IMPORT}from common.launch import gather\n"
      "from tests.support.brought import pairs, roc_auc_score\n"),
     (RESUME, RESUME + recipe("**A metric that is no mean")),
-    ("loss, grad_norm)\n", "loss, grad_norm, **{'auc': auc} if step == 1 else {})\n"),
+    ("loss, grad_norm)\n", "loss, grad_norm, auc=auc)\n"),
 ]
-WHOLE_MODEL = ("        model.reset_iter_state()  # FSDP, ZeRO: otherwise the last unit stays gathered\n",
-               "")
+WHOLE_MODEL = ("        model.reset_iter_state()  # FSDP, ZeRO\n", "")
 MATRICES = """\
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if p in inner]
@@ -344,3 +344,44 @@ def test_a_full_disk_is_called_that(tmp_path):
     with (mock.patch("common.run.start_save", side_effect=said),
           pytest.raises(SettingError, match=f"in {tmp_path}: no space left on device")):
         train_steps(run_of(tmp_path, network()), 1)
+
+
+class Shifted(nn.Linear):
+    """A linear layer on x plus a buffer of one's own."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x + self.shift)
+
+
+@on_ranks(2)
+def test_a_float32_buffer_meets_bfloat16(mesh):
+    """With the words of docs/when-it-fails.md."""
+    def loss(layer):
+        model = nn.Sequential(layer)
+        fsdp.shard(model, [[layer]], mesh, dtype=torch.bfloat16)
+        return model(torch.ones(2, 3)).sum()
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
+        loss(Shifted())
+    with mock.patch.object(Shifted, "forward", lambda layer, x: (
+            nn.Linear.forward(layer, x + layer.shift.to(x.dtype)))):
+        loss(Shifted()).backward()
+
+
+def test_heads_may_be_repeated():
+    """So that tensor parallelism divides them: the same outputs."""
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    few = Transformer(ModelConfig(**sizes, num_attention_heads=6, num_key_value_heads=2))
+    many = Transformer(ModelConfig(**sizes, num_attention_heads=6, num_key_value_heads=6))
+    weights = few.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = weight.unflatten(0, (2, 8))
+            weights[name] = heads.repeat_interleave(3, dim=0).flatten(0, 1)
+    many.load_state_dict(weights)
+    tokens = torch.arange(64).view(2, 32)
+    torch.testing.assert_close(many(tokens), few(tokens))
