@@ -24,7 +24,7 @@ COMMANDS = [
 ]
 
 NOT_FINITE = "the loss is ... gradient norm nan, which is not finite: lower --lr (0.00"
-FULL = "cannot read or write: RuntimeError"
+FULL = "no space left on device, or a limit on the size of files"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on={})"
 KILL = "signal_self('SIGKILL')"
 WRITES = "before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and {})"
