@@ -30,7 +30,8 @@ class Scattered(torch.optim.Optimizer):
                     state["calls"] = state.get("calls", 0) + 1
                     past = state.setdefault("past", [])
                     past.append(float(len(past)))
-                    z -= rate * (1 + group["warm"]) / group["step"] / (state["calls"] + sum(past)) * p.grad
+                    share = (1 + group["warm"]) / group["step"] / (state["calls"] + sum(past))
+                    z -= rate * share * p.grad
                     p.copy_(z)
             group["warm"] = True
 
