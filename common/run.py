@@ -1,7 +1,7 @@
 """What comes off: a run's bar and lines, metrics.jsonl, the loss on held-out data, checkpoints, and
 a stop by a signal that loses nothing. Without it a script trains to the same weights.
 
-A run folder, --out, holds the newest checkpoints, see checkpoint.py; metrics.jsonl, one JSON object
+A run folder, --out, holds the newest checkpoints; metrics.jsonl, one JSON object
 a line; and a lock: two runs never write into one folder. No checkpoint follows a step whose loss or
 gradient norm was not finite.
 """
@@ -9,6 +9,7 @@ gradient norm was not finite.
 import copy
 import datetime
 import fcntl
+import functools
 import json
 import math
 import os
@@ -50,7 +51,7 @@ class Run:
             this rank computes, and the number of its targets; None: of ``model(*micro_batch)``.
         after_evaluation: called when the model has been evaluated.
         size: the number of parameters of the whole model, if this rank has a part of it.
-        usage: what ``shard`` of fsdp.py returns; what ranks have used of the model is compared.
+        usage: what ``shard`` returns; what ranks have used of the model is compared.
 
     ``history`` has the records of metrics.jsonl, on every rank; ``loggers`` are functions of a
     record, which rank 0 calls. Raises SettingError: a checkpoint would lack what is trained; ranks
@@ -67,7 +68,7 @@ class Run:
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
         for name, least, default, words in (
             ("--save-every", 0, 100, "steps between checkpoints; the last step has one; 0: none"),
-            ("--keep", 1, 2, "how many of the newest checkpoints to keep"),
+            ("--keep", 1, 2, "newest checkpoints to keep; while it saves there is one more"),
             ("--log-every", 1, 10, "steps between lines of metrics.jsonl"),
             ("--val-every", 1, 100, "steps between evaluations; the last step has one too"),
             ("--val-batches", 1, 10, "global batches in each evaluation, always the same"),
@@ -98,6 +99,14 @@ class Run:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
             same_on_all_ranks(self.fixed | of_held_out, self.group)
+        self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
+        if isinstance(self.optimizers[-1], torch.optim.Optimizer):  # not a wrapper of one
+            self.optimizers[-1].register_step_pre_hook(self.look_at_gradients)
+        if self.ranks > 1 and any(getattr(module, "max_norm", None) for each in self.models
+                                  for module in each.modules()):
+            raise SettingError(
+                "nn.Embedding(max_norm=) changes its weights in the forward pass, on each rank for "
+                "other tokens: leave it out, and scale its rows after optimizer.step()")
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
@@ -167,6 +176,8 @@ class Run:
             self.usage.check(done, used)
         if self.saving and not unsaved:
             self.finish_save()
+        if args.out and step == self.sampler.start:
+            self.named_states()  # refuses now what cannot be saved
         saves = args.out and args.save_every and (
             done % args.save_every == 0 or last or self.stopping)
         evaluates = args.val_data and (done % args.val_every == 0 or last)
@@ -178,6 +189,19 @@ class Run:
             self.write({"step": done, "val_loss": self.validation_loss()})
         if saves or evaluates:  # a line came before: what they take does not count as training
             self.clock = done, time.perf_counter()
+
+    def look_at_gradients(self, *_):
+        """Before the first step of the last optimizer: does the loss reach what is trained?"""
+        if self.history:
+            return
+        trained = {name: p for each in self.models for name, p in each.named_parameters()
+                   if p.requires_grad}
+        without = [name for name, p in trained.items() if p.grad is None]
+        if without:
+            words = f"no gradient in the first step: {', '.join(without)}"
+            if len(without) == len(trained):
+                raise SettingError(f"{words}; does the loss depend on them?")
+            self.say(words)
 
     # Records
 
@@ -203,7 +227,8 @@ class Run:
         if not math.isfinite(loss + grad_norm):
             raise SettingError(
                 f"at step {done} the loss is {loss} and the gradient norm {grad_norm}, which is "
-                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data")
+                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data; to "
+                f"skip such a step give after_step finite numbers")
 
     def write(self, record):
         """Add a line to metrics.jsonl, show it beside the bar, and give it to the loggers."""
@@ -270,9 +295,9 @@ class Run:
         """Lock the run folder, and load its newest checkpoint, or that of --from. Returns the
         number of steps done. Raises SettingError: the folder cannot be written, is in use, or holds
         another run; a checkpoint is damaged."""
-        checkpoint = agreed(self.choose_checkpoint, self.group)
+        checkpoint = self.agreed(self.choose_checkpoint)
         done = self.load(checkpoint) if checkpoint else 0
-        agreed(lambda: self.drop_lines_after(done), self.group)
+        self.agreed(lambda: self.drop_lines_after(done))
         return done
 
     def choose_checkpoint(self):
@@ -297,7 +322,7 @@ class Run:
     def load(self, checkpoint):
         """Load a checkpoint, of which each rank checks a share of the files. Returns its step."""
         share = slice(self.rank, None, self.ranks)
-        reader, saved = agreed(lambda: open_checkpoint(checkpoint, share), self.group, True)
+        reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), everywhere=True)
         for name, value in saved["fixed"].items():
             another_run = checkpoint.parent != self.args.out
             may_change = another_run and name == "rope_theta"  # for longer texts
@@ -333,18 +358,24 @@ class Run:
         """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy."""
         self.finish_save()
         if not math.isfinite(float(self.norms)):
-            raise SettingError(f"step {step} is not saved, a gradient norm was not finite: lower "
-                               f"--lr if training diverged, or look at the data")
+            raise SettingError(
+                f"step {step} is not saved, a gradient norm was not finite: lower --lr if training "
+                f"diverged, or look at the data; to skip such a step give after_step a finite norm")
         half = self.args.out / f"step-{step:08d}.tmp"
-        named = named_states(self.tensors, self.optimizer_of)
-        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
-        refuse_unlike(named, buffers, self.group)
-        agreed(lambda: (self.check_lock(), half.mkdir()), self.group)
-        writer, future = agreed(lambda: start_save(
-            half, named, self.saving_group, self.args.async_save), self.group, True)
+        named = self.named_states()
+        self.agreed(lambda: (self.check_lock(), half.mkdir()))
+        writer, future = self.agreed(lambda: start_save(
+            half, named, self.saving_group, self.args.async_save), everywhere=True)
         self.saving = step, half, writer, future
         if not future:
             self.finish_save()
+
+    def named_states(self):
+        """What a checkpoint holds, by name. Raises SettingError if it cannot."""
+        named = named_states(self.tensors, self.optimizer_of)
+        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
+        refuse_unlike(named, buffers, self.group)
+        return named
 
     def finish_save(self):
         """Wait for the save that is not complete, if there is one; complete it, and remove the
@@ -353,7 +384,7 @@ class Run:
             return
         (step, half, writer, future), self.saving = self.saving, None
         if future:
-            agreed(future.result, self.group, True)
+            self.agreed(future.result, everywhere=True)
         sums = gather(writer.sums, self.group)
 
         def complete_and_rotate():
@@ -363,7 +394,7 @@ class Run:
             for old in list_checkpoints(self.args.out)[: -self.args.keep]:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
-        agreed(complete_and_rotate, self.group)
+        self.agreed(complete_and_rotate)
 
     def check_lock(self):
         """Rank 0, before it writes: the folder of that name must still be the one it has locked."""
@@ -384,12 +415,13 @@ def state_dict_of(models):
 
 
 def optimizers_by_tensor(optimizers, tensors):
-    """The optimizer of each trained tensor. Raises SettingError if a checkpoint of ``tensors``, by
-    name, would lack what is trained."""
+    """The optimizer of each trained tensor, its parameter group, and a copy of the group as it is
+    now. Raises SettingError if a checkpoint of ``tensors``, by name, would lack what is trained.
+    """
     optimizer_of = {}
     for each in optimizers:
         for group in each.param_groups:
-            optimizer_of.update(dict.fromkeys(group["params"], each))
+            optimizer_of.update(dict.fromkeys(group["params"], (each, group, dict(group))))
     for name, tensor in tensors.items():
         if tensor.requires_grad and tensor not in optimizer_of:
             raise SettingError(f"{name} is trained, but by none of the optimizers")

@@ -32,7 +32,7 @@ FOLDERS = ["", "common/", "parity/", "tools/", "tools/counting/",
 # Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help hsdp ipc
     local-rank master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node
-    num_processes output pid prefix query-norm rdzv-backend rdzv-endpoint separator shm-size
+    num_processes output pid prefix query-norm rdzv-backend rdzv-endpoint requeue separator shm-size
     shutdown-timeout signal signals-to-handle standalone tied ulimit""".split()}
 
 

@@ -2,6 +2,7 @@
 `check` finds it equal: test_check.py."""
 
 import re
+import shutil
 
 import pytest
 
@@ -49,6 +50,32 @@ def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
     assert found.curve(*NAMES)[2:] == resumed.curve(*NAMES)
     assert re.findall(r"step (\d)  loss (\S+)  norm (\S+)", shown) == [
         (str(step), f"{loss:.12g}", f"{norm:.12g}") for step, loss, norm in found.curve(*NAMES)]
+
+
+@pytest.mark.parametrize("with_run", [False, True])
+@pytest.mark.parametrize("script", ["fsdp.py", "ep.py"])
+def test_its_text_is_of_one_file(script, with_run):
+    """Whoever has it does not have common/, nor all scripts. Commands have the name that README.md
+    gives it."""
+    text = flatten(ROOT / script, with_run)
+    assert not [line for line in text.splitlines() if len(line) > 100]
+    assert not re.search(r"common/|every script|all scripts|docs/\w+\.md|checkpoint\.py", text)
+    assert set(re.findall(r"(?:python|torchrun) .*?(\w+\.py)", text)) == {f"my_{script}"}
+
+
+@pytest.mark.parametrize("common", ["common", "parallel"])
+def test_a_script_beside_its_own_common(tmp_path, common):
+    """As docs/copying.md takes it: what is in that folder goes into the file, not ours."""
+    shutil.copytree(ROOT / "common", tmp_path / common)
+    for path in [*(tmp_path / common).glob("*.py"), ROOT / "fsdp.py"]:
+        text = re.sub(r"\bcommon\b", common, path.read_text())
+        place = tmp_path / ("my_fsdp.py" if path.name == "fsdp.py" else f"{common}/{path.name}")
+        place.write_text(text)
+    (tmp_path / common / "step.py").write_text(
+        (tmp_path / common / "step.py").read_text().replace("Two parameter groups", "Own groups"))
+    flat = flatten(tmp_path / "my_fsdp.py")
+    assert "Own groups" in flat and "class SettingError" in flat
+    assert not re.search(rf"from {common}\b", flat)
 
 
 def test_a_base_class_comes_first(tmp_path):

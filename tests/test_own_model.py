@@ -263,6 +263,8 @@ def test_positions_that_cannot_be_split_are_refused(mesh):
     model, tokens = embedding(Shard(1), 15)
     with pytest.raises(SettingError, match="15 positions cannot be split over 2 tensor-para"):
         model(tokens)
+    with pytest.raises(SettingError, match=r"positions of shape \(16,\): it needs \(B, T\)"):
+        model(torch.arange(16) % 8)
     model, tokens = embedding(Replicate(), 15)
     assert model(tokens).shape == (2, 15, 4)  # whole, on each rank
 

@@ -21,6 +21,7 @@ OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --ke
 NOT_FINITE = "the loss is ... gradient norm nan, which is not finite: lower --lr (0.00"
 REFUSE = "common.options.refuse([(True, 'my words')])"
 SILENT = "(signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(60))"
+FULL = "no space left on device, or a limit on the size of files"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on=1)"
 WRITES = "before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and {})"
 AGAIN = "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 0.6); "
@@ -66,8 +67,8 @@ ddp.py | 2 | --timeout 5 | before(common.run, 'start_save', lambda *_: rank and 
 * single.py | 0 | | {AGAIN} {AGAIN} at(2, signal_self, 'SIGTERM') | |
 * single.py | 0 | | signal.signal(signal.SIGINT, signal.default_int_handler);
   before(common.materialise, 'materialise', lambda *_: signal.raise_signal(signal.SIGINT)) | |
-* ddp.py | 2 | | {FULL_DISK} | cannot read or write: RuntimeError | 3
-* ddp.py | 2 | --async-save --save-every 7 | {FULL_DISK} | cannot read or write: RuntimeError |
+* ddp.py | 2 | | {FULL_DISK} | {FULL} | 3
+* ddp.py | 2 | --async-save --save-every 7 | {FULL_DISK} | {FULL} |
 * single.py | 0 | | at(5, lambda: (os.unlink('out/metrics.jsonl'), os.mkdir('out/metrics.jsonl')))
   | --out ... cannot be read or written: [Errno 21] | 3
 * single.py | 0 | --workers 1 | at(5, signal_self, 'SIGKILL') | | 3

@@ -139,7 +139,8 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     assert "tie_word_embeddings: here the head is a weight of its own" in note
     assert shlex.split(line.split("for example: ")[1]) == [
         "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
-        f"{out}/step-00000000", "--out", "runs/mine"]
+        f"{out}/step-00000000", "--out", "runs/mine", "--lr", "1e-5", "--warmup-steps",
+        "20"]
     import_to(tmp_path / "hf" / "config.json", dry, "--config-only")
     assert contents(dry, "model.json") == contents(out, "model.json") == vars(model.config)
     assert sorted(os.listdir(dry)) == ["config.json", GENERATION, "model.json"]

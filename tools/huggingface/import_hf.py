@@ -2,7 +2,7 @@
 
     bash run.sh import_hf llama runs/llama
     torchrun --nproc_per_node=8 fsdp.py --model runs/llama/model.json \\
-        --from runs/llama/step-00000000 --out runs/mine
+        --from runs/llama/step-00000000 --out runs/mine --lr 1e-5 --warmup-steps 20
 
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
 files. The tool writes runs/llama/step-00000000, the weights alone, and runs/llama/model.json, the
@@ -100,7 +100,8 @@ def main(argv=None):
     script = "ep.py" if getattr(config, "num_experts", 0) else "fsdp.py"
     words = ["bash", "run.sh", script, "--model", args.out / "model.json"]
     if not args.config_only:
-        words += ["--from", args.out / "step-00000000", "--out", "runs/mine"]
+        words += ["--from", args.out / "step-00000000", "--out", "runs/mine",
+                  "--lr", "1e-5", "--warmup-steps", "20"]  # a larger --lr makes it forget
     print(f"{args.folder} -> {args.out}; for example: {shlex.join(map(str, words))}")
 
 
