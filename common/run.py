@@ -23,6 +23,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from tqdm import tqdm
 
 from common.checkpoint import (
@@ -93,20 +94,12 @@ class Run:
         of_held_out = {} if held_out is None else fingerprint(held_out, "--val-data")
         self.options.update(of_held_out)  # a resumed run may have another
         self.rank, self.ranks, self.group, self.saving_group = 0, 1, None, None
-        if dist.is_initialized():  # collectives on the CPU wait for no GPU; a thread has its own
-            timeout = datetime.timedelta(seconds=args.timeout)
-            self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
-            self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
+        if dist.is_initialized():
+            self.connect(datetime.timedelta(seconds=args.timeout))
             same_on_all_ranks(self.fixed | of_held_out, self.group)
         self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
         if isinstance(self.optimizers[-1], torch.optim.Optimizer):  # not a wrapper of one
             self.optimizers[-1].register_step_pre_hook(self.look_at_gradients)
-        if self.ranks > 1 and any(getattr(module, "max_norm", None) for each in self.models
-                                  for module in each.modules()):
-            raise SettingError(
-                "nn.Embedding(max_norm=) changes its weights in the forward pass, on each rank for "
-                "other tokens: leave it out, and scale its rows after optimizer.step()")
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
@@ -114,6 +107,18 @@ class Run:
         self.say(*start_lines(args, self.models, device, mesh, size), sampler, described(dataset))
         if not args.out:
             self.say("nothing is saved: there is no --out")
+
+    def connect(self, timeout):
+        """Make groups of its own: collectives on the CPU wait for no GPU, and those of a thread for
+        no others. Refuse what replicas or shards cannot do."""
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.saving_group = dist.new_group(backend="gloo", timeout=timeout)
+        for module in nn.ModuleList(self.models).modules():
+            if self.ranks > 1 and getattr(module, "max_norm", None):
+                raise SettingError(
+                    "nn.Embedding(max_norm=) changes its weights in the forward pass, on each rank "
+                    "for other tokens: leave it out, and scale its rows after optimizer.step()")
 
     def say(self, *lines):
         if self.rank == 0:
