@@ -98,8 +98,7 @@ class Run:
             self.connect(datetime.timedelta(seconds=args.timeout))
             same_on_all_ranks(self.fixed | of_held_out, self.group)
         self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
-        if isinstance(self.optimizers[-1], torch.optim.Optimizer):  # not a wrapper of one
-            self.optimizers[-1].register_step_pre_hook(self.look_at_gradients)
+        self.watch_first_step()
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
@@ -195,16 +194,25 @@ class Run:
         if saves or evaluates:  # a line came before: what they take does not count as training
             self.clock = done, time.perf_counter()
 
-    def look_at_gradients(self, *_):
-        """Before the first step of the last optimizer: does the loss reach what is trained?"""
+    def watch_first_step(self):
+        own = {p for each in self.models for p in each.parameters()}
+        for each in self.optimizers:  # of the model's parameters; not a wrapper of an optimizer
+            if isinstance(each, torch.optim.Optimizer) and each.param_groups[0]["params"][0] in own:
+                each.register_step_pre_hook(self.look_at_gradients)
+
+    def look_at_gradients(self, optimizer, *_):
+        """Before the first step of an optimizer: does the loss reach what it trains?"""
         if self.history:
             return
-        trained = {name: p for each in self.models for name, p in each.named_parameters()
-                   if p.requires_grad}
-        without = [name for name, p in trained.items() if p.grad is None]
+        now = dict(self.tensors)
+        for each in self.models:  # not the shards: gathered ones may have the gradients
+            now.update(each.named_parameters())
+        trained = [name for name, x in self.tensors.items()
+                   if x.requires_grad and self.optimizer_of[x][0] is optimizer]
+        without = [name for name in trained if now[name].grad is None]
         if without:
-            words = f"no gradient in the first step: {', '.join(without)}"
-            if len(without) == len(trained):
+            words = f"no gradient in the first step: {', '.join(without):.300}"
+            if without == trained:
                 raise SettingError(f"{words}; does the loss depend on them?")
             self.say(words)
 
