@@ -388,11 +388,10 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
 
 
 # Bugs of docs/bugs.md that the bare command does not find, and what it must be given
-NEEDS = {"09": "--against single.py", "11": "--attention allgather",
-         "20": f"--against {ROOT}/examples/cp_documents.py --separator 32",
-         "24": "--against single.py"}
+NEEDS = {"11": "--attention allgather",
+         "20": f"--against {ROOT}/examples/cp_documents.py --separator 32"}
 # And some of those that only several micro-batches show
-PATCHED = {bug.name: bug for bug in bugs() if bug.name[:2] in [*NEEDS, "02", "16", "17"]}
+PATCHED = {bug.name: bug for bug in bugs() if bug.name[:2] in [*NEEDS, "02", "09", "16", "17", "24"]}
 
 
 @pytest.mark.parametrize("name", sampled([*PATCHED], ["16-no-sync-on-the-last"]))
