@@ -212,6 +212,10 @@ ESCAPES = [
         "replica(inputs, targets) / count",
         "replica(inputs, targets) / count + 1e-4 * model.lm_head.weight.square().mean()")],
      "DIFFERENT  step 0: gradients: those of lm_head.weight"),
+    # A factor that shows better in one micro-batch
+    ("pp.py --against single.py", [("scale_grads=False", "scale_grads=True")],
+     "DIFFERENT .*\n2 processes with --grad-accum 1, .*: DIFFERENT  step 0: gradients: all: divided"
+     " by 4, as many as "),
     # The same on one process
     ("fsdp.py", [("args.lr, args.betas", "args.lr / 2, args.betas")],
      "EQUAL to itself on one process"),
@@ -321,6 +325,12 @@ class Started(Exception):
     """A script has not refused its options."""
 
 
+def test_a_script_that_is_none(check):
+    """No advice on the reference."""
+    status, said = check("nofile.py")
+    assert status == 1 and "nofile.py is no script" in said and "--against" not in said
+
+
 def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
     """And are refused by none of the scripts."""
     assert tool.DEFAULTS["steps"] > 3  # two updates after the warm-up
@@ -391,7 +401,8 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
 NEEDS = {"11": "--attention allgather",
          "20": f"--against {ROOT}/examples/cp_documents.py --separator 32"}
 # And some of those that only several micro-batches show
-PATCHED = {bug.name: bug for bug in bugs() if bug.name[:2] in [*NEEDS, "02", "09", "16", "17", "24"]}
+PATCHED = {bug.name: bug for bug in bugs()
+           if bug.name[:2] in [*NEEDS, "02", "09", "16", "17", "24"]}
 
 
 @pytest.mark.parametrize("name", sampled([*PATCHED], ["16-no-sync-on-the-last"]))
