@@ -64,9 +64,11 @@ class Recorded:
         # How many targets each batch has that ranks have read; ranks may read the same
         self.targets = [*{str(rank["samples"]): sum(rank["targets"])
                           for rank in self.ranks if rank["targets"]}.values()]
-        # How many ranks read the same samples
-        readers = collections.Counter(str(rank["samples"]) for rank in self.ranks)
-        self.alike = max(readers.values(), default=0)
+        readers = collections.defaultdict(list)
+        for i, rank in enumerate(self.ranks):
+            readers[str(rank["samples"])].append(i)
+        self.readers = max(readers.values(), key=len)  # ranks that read the same samples
+        self.alike = len(self.readers)
         # What a batch has, as it is padded
         self.numbers = sum(rank["numbers"] for rank in self.ranks) / max(self.alike, 1)
         # The names of the tensors of a batch, in their order
@@ -175,7 +177,7 @@ class Room:
     ways: torch.Tensor  # (N,) that weights have moved
     loss: float
     of_parts: float  # what else the loss may be off, relative to the sum of its parts
-    outputs: dict  # {module: of the mean square of its output, relative}; of any other, too
+    outputs: float  # of the mean square of a module's output, relative
     measured: bool = False  # by noise.py
 
 
@@ -205,6 +207,7 @@ class Tolerance:
         sums = self.eps * (parameters**0.5 + 6 * min(numbers, 2**16) ** 0.5)
         if self.in_16_bits:  # a ReLU or a router flips here and there: measured, up to 0.2
             sums = max(sums, 0.3)
+        self.outputs = max(SAME_OUTPUT * self.eps, PROJECTED)
         self.gradients = FLOAT32_INSIDE if float32_inside else max(sums, PROJECTED)
         # The losses of few targets round as those of one. 16: measured, for sums in any order.
         self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
@@ -224,9 +227,8 @@ class Tolerance:
         loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
             (x.length + history.longest) @ it.moved[0])
         ways = torch.where(it.known, ways, math.inf)
-        output = max(SAME_OUTPUT * self.eps, PROJECTED) + slack
         return Room(gradients, gradients, ways, loss.item() + self.cancelled, self.loss,
-                    collections.defaultdict(lambda: output))
+                    self.outputs + slack)
 
 
 # What is off
@@ -240,7 +242,6 @@ class History:
         self.slack = 0.0  # how far rounding of earlier steps has parted the runs, relative
         self.started = 0.0  # the largest difference of gradients in the first step, relative
         self.largest = 0.0  # the largest one up to now
-        self.times = 0.0  # the largest one up to now, as a share of what may be
         self.compared = 0  # steps
         self.infinite = []  # steps in which neither run is finite
         self.parted = []  # steps of which rounding hides too much
@@ -270,7 +271,7 @@ class History:
         rounding = min(it.tolerance.gradients, 10 * max(largest, it.tolerance.eps))
         self.slack = max(2 * (0.8 * rounding) ** 0.5, 10 * growth * largest)
         self.started = self.started or max(share, it.tolerance.eps)
-        self.largest, self.times = largest, max(self.times, it.times)
+        self.largest = largest
         self.compared += 1
         self.first, self.first_others = it.first, self.first_others or it.others
         self.clipped = it.clipped or self.clipped
@@ -339,7 +340,6 @@ class Step:
         self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
         # (N,) bool: gradients differ. Errors of many numbers mostly cancel in a length.
         self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
-        self.times = (apart / self.allowed.clamp(min=1e-300)).max().item()
         # (N,) bool: rounding hides the gradient
         self.hidden = (x.length > 0) & (x.length <= self.allowed)
         # Whether rounding of the steps before hides too much

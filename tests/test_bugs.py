@@ -56,13 +56,12 @@ def test_the_head_of_the_page_counts_the_patches():
     scripts = [bug for bug in BUGS if not bug.run.startswith(TRAINER)]
     of = {option: [str(int(number)) for number, words in NEEDS.items() if option in words]
           for option in ("--against", "--attention allgather")}
-    *first, last = of["--against"]
     for words in (
             f"{len(BUGS) - 1} of these bugs were published",
             f"{len(small)} of the {len(BUGS)} bugs change it by less than 5 %",
             f"{len(scripts)} of the patches change a script. `bash run.sh check SCRIPT` finds "
             f"{len(scripts) - len(NEEDS)} of them as it is",
-            f"{', '.join(first)} and {last}, which one process has too, need `--against`",
+            f"{', '.join(of['--against'])}, which one process has too, needs `--against`",
             f"{', '.join(of['--attention allgather'])} needs `--attention allgather`"):
         assert words in head, words
 

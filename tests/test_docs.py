@@ -88,6 +88,7 @@ def test_commands_and_options_exist(page):
             if word in DOCSTRINGS or before in ("run.sh", "-m") and name in TOOLS:
                 owner = name
                 allowed = options(name) | (options("single") if name == "bench" else set())
+                allowed |= options("check") if "check" in words else set()
             elif word.startswith("tests/"):
                 assert (ROOT / word).exists(), word
             elif before == "run.sh":

@@ -164,6 +164,18 @@ def in_texts(parts, labels=True):
     return {"accumulate": parts, "batch_of": batch_of}
 
 
+def epochs(seed_of):
+    """A function that returns batches of 8 of 16 samples, the order of an epoch drawn by a seed."""
+    samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(5))
+    steps = itertools.count()
+
+    def batch():
+        step = next(steps)
+        drawn = torch.Generator().manual_seed(seed_of(step // 2))
+        return [samples[torch.randperm(16, generator=drawn).chunk(2)[step % 2]]]
+    return batch
+
+
 def texts():
     lengths = torch.tensor([7, 5, 3, 6, 4, 2, 3, 4])
     return [torch.randint(1, 9, (8, 7)).masked_fill(torch.arange(7) >= lengths[:, None], 0)]
@@ -294,10 +306,12 @@ FAULTS = [
     }, {"start": lambda model: model[0].weight.data.mul_(1e-9)}),
     ("step 0: samples: 8 of 8 are missing, and 8 other", {"batch_of": lambda x: mixed(x.flip(1))},
      MIXED),
-    ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times, by ranks .0.", {
+    ("step 0: samples: `a`, `ids`: 1 of 8 .* 2 times", {
         "batch_of": lambda x: [mixed(x[REPEATED])[0] | {"z": x[:, :1]}]}, MIXED),
     ("step 0: samples: other samples are read, or some are repeated", {
         "batch_of": lambda x: [x[REPEATED]]}, {"batch_of": lambda x: [x]}),
+    ("step 2: samples: the second epoch is read as the first: is the order seeded by the epoch", {
+        "data": epochs(lambda epoch: 0)}, {"data": epochs(lambda epoch: epoch)}),
     # In any structure. There is one name for what is in a list.
     ("step 0: samples: other", *unlike(lambda x: [{"inputs": {"x": x}, "name": "text"}])),
     ("step 0: samples: other", *unlike(lambda x: [(x.numpy(), x[:, 0].numpy())])),
@@ -311,7 +325,8 @@ FAULTS = [
     # Weights, and what is reduced
     ("step 0: initial weights: ranks .0. and .1. hold different values of 0.weight", {
         **shares("values", 0, "0.weight", 1, 1.00001)}),
-    ("step 1: update: weights of every .* moved differently, .*times 2", {"lr": 0.2}),
+    ("step 1: update: learning rate, .*: weights of every .* moved differently, .*times 2", {
+        "lr": 0.2}),
     ("step 1: updates since the last record: 0, and in the reference 1: is a step skipped", {
         "lr": 0.2, "edit": edit_rank(1, updates=0)}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
@@ -327,7 +342,7 @@ FAULTS = [
                          losses=[[1.0, 2.0], [2.0, 0.5]])}, {
             "edit": edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])}),
     # Samples whose ends differ hide nothing, and what is not recorded cannot be told.
-    ("step 0: loss: a mean of means: .*right; samples of `tokens` differ in their", in_texts(2),
+    ("step 0: loss: a mean of means: .*right", in_texts(2),
      TEXTS),
     ("step 0: gradients: .*; no labels with -100 are recorded: no cause", in_texts(2, labels=False),
      TEXTS | in_texts(1, labels=False)),
@@ -351,19 +366,24 @@ FAULTS = [
     ("step 0: gradients: missing: the run has none: .*zero_grad", {
         "spoil": torch.nn.Module.zero_grad}),
     ("step 1: gradients: not cleared: all hold 1 of", {"clear": False}),
-    ("step 1: gradients: all: nearly times 2; the loss", {  # but for a small part of the loss
+    # But for a small part of the loss
+    ("step 1: gradients: all: nearly times 2[.0-9]*; the loss", {
         "spoil": in_steps([1], lambda model: scale(2)(model) or rolled(1e-2)(model))}),
     ("step 1: gradients: late: all are those of the step before", {
         "edit": lambda lines: lines[1].update(gradients=lines[0]["gradients"])}),
     ("step 0: .*rounding: .*--float32-inside", {"spoil": rolled(5e-8)}),
     ("step 0: .*rounding: .*bfloat16", {"spoil": rolled(2e-3 / 1.5**3, 1.5)}),
-    ("step 0: gradients: part of the batch, .* the loss is right .*: samples are lost", {
+    ("step 0: gradients: part of the batch, .*: samples are lost .* the loss is right", {
         "spoil": rolled(0.5)}),
     ("(?!.*float32.inside)", {"spoil": rolled(5e-5)}, {}, {"float32_inside": True}),  # a wrong eps
-    ("step 0: gradients: those of phase differ, by up to ", {
+    # No softmax in float32 changes one tensor alone, or all by one factor: as of a second term
+    *(("step 0: gradients: (?!.*float32.inside)", {"spoil": spoil}, {}, {"float32_inside": True})
+      for spoil in (scale(1 + 1e-6), scale(1 + 1e-6, "2.weight"), lambda model: (
+          model[2].weight.grad.add_(1e-6 * model[2].weight.grad.roll(1, 0))))),
+    ("step 0: gradients: those of phase differ, by 0", {
         "spoil": lambda model: model.phase.grad.imag.mul_(2)}, COMPLEX),
     # The forward pass
-    ("step 0: gradients: forward pass: .* the loss hardly: the first module .* is `1`", {
+    ("step 0: gradients: forward pass: the first module .* is `1`.* the loss hardly", {
         "spoil": rolled(1e-3, 10),
         "edit": edit_rank(outputs={"0": [1.0, 48], "1": [9.0, 48]})}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "1": [1.0, 48]})}),
@@ -375,27 +395,24 @@ FAULTS = [
     ("step 0: .*the outputs of all modules agree", ABSOLUTE | {"edit": on_ranks(
         1, 1, parts=ALL, outputs=[HALVES, HALVES | {"0": [2.0, 48]}])}, {
             "edit": on_ranks(1, 1, parts=ALL, outputs=2 * [HALVES])}),
-    ("step 0: .*: the model gets 7 of 8 samples of a rank: samples are lost", {
+    ("step 0: .*the model returns 0.875 times as many numbers .*: samples are lost", {
         "loss_of": lambda model, x: model(x[1:]).square().mean()}),
-    ("step 0: .*: the model gets 7 of 8 samples", in_texts(2) | {  # padded otherwise, too
-        "loss_of": lambda model, ids: loss_of_texts(13)(model, ids[int(ids[0, 6] > 0):])}, TEXTS),
-    ("step 0: .*returns 0.8333 times as many numbers .*: positions are lost, as where labels", {
+    ("step 0: .*returns 0.8333 times as many numbers .* positions are lost, as where labels", {
         "loss_of": lambda model, ids: loss_of_texts()(model, ids[:, 1:])}, TEXTS),
     ("step 0: .*returns 0.5 times as many numbers .* ranks that must read the same samples", {
         "loss_of": lambda model, x: model(x).abs().mean(), "edit": on_ranks(
-            1, 1, outputs=2 * [{"0": [2.0, 12], "": [2.0, 6]}], rows=[4, 4],
-            numbers=[16, 16])}),
+            1, 1, outputs=2 * [{"0": [2.0, 12], "": [2.0, 6]}], numbers=[16, 16])}),
     ("step 0: .*the outputs of all modules agree", {  # of which one is a parameter
         "accumulate": 2, "loss_of": lambda model, x: model(x)[0].abs().mean()}, {
             "make": Scaled, "loss_of": lambda model, x: model(x)[0].square().mean()}),
-    ("step 0: .* is `0`, the first of all .are its inputs .*; it returns 0.5 times as many num", {
+    ("step 0: .* is `0`, the first of all .are its inputs those of the batch..; ", {
         "spoil": rolled(0.1), "edit": edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})}),
     # Each has a stage.
     ("step 0: .*the first module whose output differs is `2`", {"spoil": rolled(0.1)} | {
         "edit": on_ranks(1, 1, parts=ALL, outputs=[{"0": [1.0, 48]}, {"2": [9.0, 24]}])}, {
             "edit": edit_rank(outputs={"0": [1.0, 48], "2": [1.0, 24]})}),
-    ("step 0: .* output differs is `the model itself.1.`, after `the model itself`$", module(
+    ("step 0: .* output differs is `the model itself.1.`, after `the model itself`; ", module(
         0, lambda y: (y[0], y[1].sin())), {
             "make": lambda: torch.nn.Sequential(torch.nn.RNN(4, 3)),
             "loss_of": lambda model, x: model(x)[1].square().mean()}),
@@ -406,8 +423,9 @@ FAULTS = [
     ("step 0: gradients: .*; dropout is on, so .*dropout = 0.1", {
         "start": lambda model: setattr(model, "dropout", 0.1)}, NOISE),
     # The loss alone
-    ("step 0: loss: it is .* .times 3, as many as ranks that read different samples., .*: "
-     "2 ranks read the same samples, or .*averaged$", {"edit": on_ranks(*6 * [1], parts=[
+    ("step 0: loss: it is .* .times 3, as many as ranks that read different samples: .*averaged, "
+     "or 2 ranks read the same samples, such as .0, 1., which is right under ", {
+         "edit": on_ranks(*6 * [1], parts=[
          slice(2), slice(2), slice(2, 4), slice(2, 4), slice(4, 8), slice(4, 8)])}),
     ("step 0: loss: it is inf", {"edit": edit_rank(losses=[math.inf])}),
     ("step 0: loss: it is", PARTS | {"edit": loss_off}, FLOAT32 | POLICY),
@@ -415,14 +433,14 @@ FAULTS = [
         "loss_of": lambda model, x: 1e-4 * model(x).square().mean()}),
     # Clipping
     ("step 0: gradients: missing: those of 0.weight.* complete only later: clip", later({})),
-    ("step 0: gradients: all: times .*; or the run clips by hand, .* or each micro-batch$",
+    ("step 0: gradients: all: times .*; or clipped by hand, .* or in each micro-batch$",
      UNTOUCHED | {"spoil": clip(0.02)}, CLIPS_LATER),
-    ("step 0: gradients: all: nearly times .*; or the run clips by hand, .* or each micro-batch$",
+    ("step 0: gradients: clipped by hand, .* or in each micro-batch. all: nearly times 0",
      UNTOUCHED | {"spoil": lambda model: rolled(1e-2)(model) or clip(0.02)(model)}, CLIPS_LATER),
     ("step 0: reduction: .*neither their sum .*. Later they change, by several factors", {
         **shares("gradients", 0, "0.bias", 2, 3),
         "change": lambda _, model: scale(0.5, "2.weight")(model)}),
-    ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor$", {
+    ("step 0: clipping: .* scaled by 1, elsewhere by 0.5, as .* of each tensor, or on one rank", {
         "change": lambda _, model: scale(0.5, "2.weight")(model),
         "parts": lambda model: [model[0], model[2]]}),
     (r"step 0: clipping: not active, .* scaled by 1, not by 0\.501 .times 1\.996\)$", {
@@ -441,10 +459,12 @@ FAULTS = [
 # The same of runs that are equal
 SOUND = [
     # One of them clips by hand, before it is recorded: also in the last step
-    ("EQUAL.* 3 updates.*Not compared: one factor of .*Note: clipped: the run clips by hand",
+    ("EQUAL.* 3 updates.*Not compared: one factor of (?!.*never active).*Note: clipped: the run",
      UNTOUCHED | {"spoil": clip(0.01)}, CLIPS_LATER),
     ("EQUAL.* 3 updates.*Note: clipped: the reference clips", CLIPS_LATER | {
         "spoil": lambda _: None}, UNTOUCHED | {"spoil": clip(0.01)}),
+    ("EQUAL.*: one factor of all gradients .they are clipped, or normalised, before", {},
+     UNTOUCHED | {"spoil": clip(0.01)}),
     ("EQUAL: 1 rank against 1, 4 parameters, 3 updates, float64 .*: clipping .it is never active.; "
      "the update after the last step$", {}),
     ("EQUAL.* 0 updates, .*: updates and clipping .one step", {}, {"steps": 1}),
@@ -525,7 +545,6 @@ SOUND = [
     ("EQUAL.*, float32 ", PARTS, {
         "loss_of": lambda model, x: model(x).float().square().mean()}),
     ("EQUAL.* float64 with float32 inside", {"spoil": rolled(1e-5)}, {}, {"float32_inside": True}),
-    ("EQUAL.*, float32 ", {}, FLOAT32, {"full_precision": True}),
     # Names of what wraps a layer do not count.
     ("EQUAL.*, 4 parameters", {"start": lambda model: model.__setitem__(
         0, checkpoint_wrapper(model[0])) or model.__setitem__(
@@ -569,11 +588,10 @@ AUTOCAST = {"dtype": torch.float32, "loss_of": torch.autocast("cpu", torch.bfloa
 
 # In 16 bits nudged runs show what rounding does, and what is more is a fault.
 NOISY = [
-    ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32; "
-     "take FSDP2 on one rank as the reference", {"loss_of": cast}, AUTOCAST),
+    ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32", {
+         "loss_of": cast}, AUTOCAST),
     ("EQUAL within rounding", {"accumulate": 2}, AUTOCAST),
-    ("DIFFERENT: step 0: loss: a mean of means", means(*4 * [(1, 3)])),
-    # It explains one step, by chance.
+    # It may explain one step by chance.
     ("DIFFERENT: step 0: loss: it is", means((1, 3), *3 * [(3, 1)])),
     ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
         "accumulate": 2}),
@@ -587,11 +605,10 @@ NOISY = [
     ("DIFFERENT: step 2: gradients: all: ", {"spoil": in_steps([2], scale(0.5))}),
     ("DIFFERENT: step 0: ", {"loss_of": lambda model, x: model(x)[1:].square().mean()}),
     ("DIFFERENT: step 1: gradients: not cleared: all hold 1", {"clear": False}),
-    ("DIFFERENT: step 1: update: weights of 0.weight and 2.weight have moved differently, by up "
-     "to 0.5 of their way .times 1.9", {
+    ("DIFFERENT: step 1: update: .*: weights of 0.weight and 2.weight have moved differently, by "
+     "up to 0.5 of their way .times 1.9", {
          "optimizer": lambda own, lr: torch.optim.SGD(own, 2 * lr)}),
-    ("DIFFERENT: step 1: gradients: .* Or the update before it differs by less than shows", {
-        "lr": 0.55}),
+    ("DIFFERENT: step 1: gradients: ", {"lr": 0.55}),
 ]
 ROWS = [(f"DIFFERENT: {says}", *row) for says, *row in FAULTS] + SOUND
 ROWS += [(says, other, IN_BFLOAT16 | dict(*both), {"nudged": (1, 2)})
@@ -672,17 +689,10 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     assert main([one, same]) == 0
     assert capsys.readouterr().out.startswith("EQUAL: 1 rank against 1, 4 parameters, 3 updates")
-    assert main([one, two, "--table"]) == 1
-    table, *rows, says = capsys.readouterr().out.splitlines()
-    assert table.startswith("gradients of step 2 ") and "DIFFERENT: step 2: gradients: all" in says
-    assert [row.split()[0] for row in rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert all(" 2.000000 " in row for row in rows)
+    assert main([one, two]) == 1
+    assert "DIFFERENT: step 2: gradients: all" in capsys.readouterr().out
     train(two, spoil=rolled(1e-5))
     assert main([one, two]) == 1 and main([one, two, "--float32-inside"]) == 0
-    for name in one, two:
-        train(name, dtype=torch.bfloat16)
-    assert main([one, two, "--full-precision"]) == 1
-    assert "types: weights are kept in bfloat16" in capsys.readouterr().out
     for name in one, two:  # it replaces the earlier recording
         train(name, spoil=torch.nn.Module.zero_grad)
     assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
