@@ -183,6 +183,8 @@ def test_any_structure_of_tensors(tmp_path):
 class Drawing(torch.utils.data.Dataset):
     """A sample: its dataset, its index, and what it draws after some draws of each generator."""
 
+    order = weights = "of its own"
+
     def __init__(self, name, size):
         self.name, self.size = name, size
 
