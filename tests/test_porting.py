@@ -112,7 +112,8 @@ CP_OF_RECURRENCE = [("    # CP: the positions in", """    for layer in layers if
 LORA = with_model("with_lora(Transformer(args.config))") + [
     ("decay_groups(model.parameters(),", "decay_groups(filter(lambda p: p.requires_grad, "
      "model.parameters()),")]
-TP_OF_LORA = [('        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),\n', """\
+TP_OF_LORA = [
+    ('        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),\n', """\
         "model.layers.*.self_attn.o_proj.base": RowwiseParallel(output_layouts=stream),
         "model.layers.*.self_attn.o_proj.A": RowwiseParallel(output_layouts=Replicate()),
         "model.layers.*.self_attn.o_proj.B": RowwiseParallel(
@@ -120,7 +121,8 @@ TP_OF_LORA = [('        "model.layers.*.self_attn.o_proj": RowwiseParallel(outpu
         "model.layers.*.mlp.up_proj.base": ColwiseParallel(),
         "model.layers.*.mlp.up_proj.A": ColwiseParallel(output_layouts=Replicate()),
         "model.layers.*.mlp.up_proj.B": ColwiseParallel(),
-"""), ('        "model.layers.*.mlp.up_proj": ColwiseParallel(),\n', "")]
+"""),
+    ('        "model.layers.*.mlp.up_proj": ColwiseParallel(),\n', "")]
 
 # A model of one's own in a pipeline: six places name its parts
 OWN = with_model("Own(args.config)")

@@ -18,7 +18,7 @@ OF_SPLIT = ("model.lm_head.loss = loss_of_split_logits",
 # Over targets with weights of their own, by class: divided by the sum of the weights
 WEIGHTED = [PORTED, ("Transformer(args.config)", "with_class_weights(Transformer(args.config))"),
             ("count_targets(batch", "sum_of_weights(batch")]
-FLOAT_COUNT = ("count = torch.ones((), dtype=torch.int64", "count = torch.ones((), dtype=torch.float64")
+FLOAT_COUNT = ("torch.ones((), dtype=torch.int64", "torch.ones((), dtype=torch.float64")
 
 # Over weights: its gradients come after those of the ranks have been added up, so each rank adds
 # the whole of it. In the loss a rank has its part.
@@ -60,7 +60,8 @@ IN_HYBRID = [*IN_PIPELINE,
              ("def loss_fn(micro_loss, targets):", "def loss_fn(logits, targets):"),
              ("return micro_loss / count", "return next_token_loss(logits, targets) / count")]
 
-ONE = {"dict": IN_LOOP, "targets": TARGETS, "classes": WEIGHTED, "weights": weights(), "router": ROUTER}
+ONE = {"dict": IN_LOOP, "targets": TARGETS, "classes": WEIGHTED, "weights": weights(),
+       "router": ROUTER}
 ROWS = [
     ("targets", "ddp.py", 2, TARGETS), ("targets", "zero.py", 2, TARGETS),
     ("targets", "fsdp.py --replicate 2", 4, TARGETS), ("targets", "tp.py", 2, [*TARGETS, OF_SPLIT]),
