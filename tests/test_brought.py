@@ -101,6 +101,16 @@ AVERAGE = [
 ]
 HALVED = [("        grad_norm =",
            "        model.model.norm.weight.grad *= 0.5\n        grad_norm =")]
+NOISE = [(IMPORT, f"{IMPORT}from tests.support.brought import normal_like\n"), (
+    "        grad_norm =", """\
+        g = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad += 0.01 * normal_like(p, g)
+        grad_norm ="""), (
+    "        run.after_step(step, loss, grad_norm)", """\
+        first = model.model.norm.weight.norm()
+        run.after_step(step, loss, grad_norm, first=lambda: float(
+            first.full_tensor() if hasattr(first, "full_tensor") else first))""")]
 WHOLE_MODEL = ("        model.reset_iter_state()  # FSDP, ZeRO\n", "")
 MATRICES = """\
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -132,6 +142,7 @@ TABLE = {  # edits of all scripts, more edits of one; what is injected; what is 
     "an average": (
         AVERAGE, {"single.py": [WHOLE_MODEL], "ddp.py": [WHOLE_MODEL], "tp.py": [WHOLE_MODEL]}, "",
         ["val_loss"], (*DATA_PARALLEL, "tp.py")),
+    "noise, and a norm": (NOISE, {}, "", ["first"], DATA_PARALLEL),
     "a gradient that is changed": (HALVED, {}, "", [], (*DATA_PARALLEL, "tp.py")),
     "thawed before the save": (thaw(1), FIND, "", [], (*DATA_PARALLEL, "tp.py")),
     "thawed after the save": (thaw(2), FIND, "", [], (*DATA_PARALLEL, "tp.py")),
@@ -493,7 +504,7 @@ def test_buffers_that_a_forward_pass_changes(mesh, rank, folder):
 
 
 @on_ranks(2)
-def test_parameters_that_fsdp_cannot_split(mesh):
+def test_a_unit_of_several_types(mesh):
     """With the words of docs/when-it-fails.md."""
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     fsdp.shard(mixed, [], mesh)
@@ -502,10 +513,6 @@ def test_parameters_that_fsdp_cannot_split(mesh):
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     fsdp.shard(mixed, [[mixed[0]], [mixed[1]]], mesh)
     mixed[1](mixed[0](torch.ones(2, 3)).double()).sum().backward()
-    turned = nn.Linear(3, 2)
-    turned.weight = nn.Parameter(turned.weight.detach().T)
-    with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
-        fsdp.shard(turned, [], mesh)
 
 
 class Shifted(nn.Linear):
