@@ -192,7 +192,7 @@ def test_weights_alone_begin_another_run(once, tmp_path, script, world):
     """With other data, batches and lengths, more tokens, and a head that is drawn again."""
     start = once("single.py", 0, OPTIONS)
     dcp_to_torch_save(start.out / "step-00000003", tmp_path / "out.pt")
-    begin = recipe("more tokens, from these weights**").replace("out.pt", f"{tmp_path}/out.pt")
+    begin = recipe("or tokens, from these weights**").replace("out.pt", f"{tmp_path}/out.pt")
     edits = [("    # Optimizer\n", f"{begin}\n    # Optimizer\n"),
              (IMPORT, f"{IMPORT}from torch.distributed.checkpoint.state_dict import "
               "StateDictOptions, set_model_state_dict\n")]
