@@ -386,7 +386,8 @@ class Run:
     def named_states(self):
         """What a checkpoint holds, by name. Raises SettingError if it cannot."""
         named = named_states(self.tensors, self.optimizer_of)
-        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()}
+        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()
+                   if "running_" in name}  # BatchNorm's
         refuse_unlike(named, buffers, self.group)
         return named
 

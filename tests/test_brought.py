@@ -3,18 +3,23 @@ same bits, by lines that docs/copying.md has; or it is refused in words."""
 
 import contextlib
 import functools
+import random
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
 from common.model import ModelConfig, Transformer
 from common.options import SettingError
+from common.step import seed_step
 from tests.support.brought import Listing, Scattered
 from tests.support.compare import assert_near, furthest, read
 from tests.support.on_ranks import on_ranks
@@ -60,6 +65,52 @@ AUC = [
     (RESUME, RESUME + recipe("**A metric that is no mean")),
     ("loss, grad_norm)\n", "loss, grad_norm, auc=auc)\n"),
 ]
+SCHEDULER = [
+    ("        set_learning_rate(optimizer, step, args)\n", ""),
+    (IMPORT, f"{IMPORT}from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
+     "from common.launch import gather\n"),
+    (RESUME, RESUME + recipe("**A scheduler with a state").replace(
+        "patience=9", "patience=0, threshold=9")),
+    ("        run.after_step", recipe("**A scheduler with a state", 1) + "        run.after_step"),
+]
+AVERAGE = [
+    ("    # Resume:", """\
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def swap():
+        for name, p in model.named_parameters():
+            kept = p.clone()
+            p.copy_(average[name])
+            average[name].copy_(kept)
+
+    def of_average(micro_batch):
+        swap()
+        loss = model(*micro_batch)
+        model.reset_iter_state()  # FSDP, ZeRO
+        swap()
+        return loss, (micro_batch[1] != -100).sum()
+
+    # Resume:"""),
+    ("held_out=open_held_out(args)", """held_out=open_held_out(args), loss_of=of_average,
+    tensors=model.state_dict(keep_vars=True) | {f"average.{name}": x for name, x in average.items()}
+    """),
+    ("        run.after_step", """\
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.1)
+        run.after_step"""),
+]
+HALVED = [("        grad_norm =",
+           "        model.model.norm.weight.grad *= 0.5\n        grad_norm =")]
+NOISE = [(IMPORT, f"{IMPORT}from tests.support.brought import normal_like\n"), (
+    "        grad_norm =", """\
+        g = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad += 0.01 * normal_like(p, g)
+        grad_norm ="""), (
+    "        run.after_step(step, loss, grad_norm)", """\
+        first = model.model.norm.weight.norm()
+        run.after_step(step, loss, grad_norm, first=lambda: float(
+            first.full_tensor() if hasattr(first, "full_tensor") else first))""")]
 WHOLE_MODEL = ("        model.reset_iter_state()  # FSDP, ZeRO\n", "")
 MATRICES = """\
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -87,6 +138,12 @@ TABLE = {  # edits of all scripts, more edits of one; what is injected; what is 
     "a scaler": (SCALED, {}, INFINITE, [], SHARDED),
     "a metric that is no mean": (
         AUC, {"single.py": [WHOLE_MODEL], "ddp.py": [WHOLE_MODEL]}, "", ["auc"], DATA_PARALLEL),
+    "a scheduler with a state": (SCHEDULER, {}, "", ["lr"], (*DATA_PARALLEL, "tp.py")),
+    "an average": (
+        AVERAGE, {"single.py": [WHOLE_MODEL], "ddp.py": [WHOLE_MODEL], "tp.py": [WHOLE_MODEL]}, "",
+        ["val_loss"], (*DATA_PARALLEL, "tp.py")),
+    "noise, and a norm": (NOISE, {}, "", ["first"], DATA_PARALLEL),
+    "a gradient that is changed": (HALVED, {}, "", [], (*DATA_PARALLEL, "tp.py")),
     "thawed before the save": (thaw(1), FIND, "", [], (*DATA_PARALLEL, "tp.py")),
     "thawed after the save": (thaw(2), FIND, "", [], (*DATA_PARALLEL, "tp.py")),
 }
@@ -99,7 +156,9 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, script):
     """Losses, norms and weights. Then it resumes its own checkpoint of step 2, in the same bits,
     and that of one process."""
     edits, own_edits, inject, logged, _ = TABLE[kind]
-    options = f"{OPTIONS} --val-data {{val}} --val-batches 1" if edits is AUC else OPTIONS
+    options = OPTIONS
+    if edits in (AUC, AVERAGE):
+        options += " --val-data {val} --val-batches 1 --val-every 1"
     folder = tmp_path_factory.getbasetemp() / kind.replace(" ", "-")
     single, its_copy = (edited(folder, name, *edits, *own_edits.get(name, []))
                         for name in ("single.py", script))
@@ -114,6 +173,37 @@ def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, script):
     own, of_one = (Result([0], "", found.out / f"again-{i}").curve() for i in (0, 1))
     assert own == found.curve()[2:]  # bit for bit
     assert furthest(of_one, expected.curve()[2:]) < 1e-10
+
+
+def test_it_ends_early(once, tmp_path):
+    """One rank alone asks for it. The step is saved, and the run can go on."""
+    line = ("        if (step, sampler.rank) == (1, 1):\n"
+            "            signal.raise_signal(signal.SIGTERM)\n")
+    copy = edited(tmp_path / "copies", "fsdp.py", (IMPORT, f"\nimport signal\n{IMPORT}"),
+                  ("        run.after_step", line + "        run.after_step"))
+    found = once(copy, 2, f"{OPTIONS} --save-every 9")
+    assert len(found.curve()) == 2 and (found.out / "step-00000002").exists()
+    assert "stopped after step 2 of 3, saved" in found.output
+
+
+@pytest.mark.parametrize("script, world", sampled(
+    [("ddp.py", 2), ("zero.py", 2), ("fsdp.py", 2), ("tp.py", 2)], [("fsdp.py", 2)]))
+def test_weights_alone_begin_another_run(once, tmp_path, script, world):
+    """With other data, batches and lengths, more tokens, and a head that is drawn again."""
+    start = once("single.py", 0, OPTIONS)
+    dcp_to_torch_save(start.out / "step-00000003", tmp_path / "out.pt")
+    begin = recipe("or tokens, from these weights**").replace("out.pt", f"{tmp_path}/out.pt")
+    edits = [("    # Optimizer\n", f"{begin}\n    # Optimizer\n"),
+             (IMPORT, f"{IMPORT}from torch.distributed.checkpoint.state_dict import "
+              "StateDictOptions, set_model_state_dict\n")]
+    options = f"{OPTIONS} --seq-len 16 --batch-size 8 --vocab-size"
+    curves = []
+    for name, n in ("single.py", 0), (script, world):
+        copy = edited(tmp_path / "copies", name, *edits)
+        curves.append(once(copy, n, f"{options} 300").curve())
+    assert furthest(*curves) < 1e-10
+    afresh = once("single.py", 0, f"{options} 300").curve()
+    assert curves[0][0][0] < afresh[0][0] - 0.02  # what was learnt is there
 
 
 # Optimizers of torch and others, alone
@@ -334,6 +424,95 @@ def test_a_full_disk_is_called_that(tmp_path):
     with (mock.patch("common.run.start_save", side_effect=said),
           pytest.raises(SettingError, match=f"in {tmp_path}: no space left on device")):
         train_steps(run_of(tmp_path, network()), 1)
+
+
+def test_draws_in_the_loop_are_functions_of_the_step():
+    """Of torch, numpy.random and random, as those of a sample are: the same after a resume."""
+    def draws(*numbers):
+        seed_step(*numbers)
+        return torch.rand(()).item(), np.random.rand(), random.random()
+
+    first, *others = draws(0, 3, 1), draws(0, 4, 1), draws(0, 3, 0), draws(1, 3, 1)
+    assert draws(0, 3, 1) == first
+    for other in others:
+        assert all(a != b for a, b in zip(first, other))
+
+
+@on_ranks(2)
+def test_hooks_on_gradients_are_refused(mesh):
+    """FSDP would not call them; DDP does."""
+    for early in True, False:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        with pytest.raises(SettingError, match="never calls a hook on a gradient.* p.grad"):
+            if early:
+                model[1].weight.register_hook(lambda gradient: gradient / 2)
+            fsdp.shard(model, [[model[0]]], mesh)
+            model[1].weight.register_hook(lambda gradient: gradient / 2)
+            model(torch.ones(2, 3))
+
+
+class Codebook(nn.Module):
+    """It subtracts a running mean of what it has seen, in training. ``whole``: of all ranks."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.linear, self.whole = nn.Linear(3, 3), whole
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.linear(x)
+        sums = torch.cat((x.detach().sum(0), torch.tensor([float(len(x))])))
+        if self.whole:
+            dist.all_reduce(sums)
+        self.mean.lerp_(sums[:3] / sums[3], 0.1)
+        return x - self.mean
+
+
+@on_ranks(2)
+def test_buffers_that_a_forward_pass_changes(mesh, rank, folder):
+    """They must be the same on all ranks, but for those of BatchNorm."""
+    found, data = [], torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for kind, whole, x in ("one", False, data), ("part", False, data.chunk(2)[rank]), (
+            "ddp", True, data.chunk(2)[rank]), ("fsdp", True, data.chunk(2)[rank]):
+        torch.manual_seed(0)
+        model = Codebook(whole).double()
+        called = model
+        if kind == "ddp":
+            called = DistributedDataParallel(model)
+        elif kind == "fsdp":
+            fsdp.shard(model, [], mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run = run_of(folder / kind, model, optimizer)
+
+        def change(step):
+            called(x.double()).square().mean().backward()
+            if kind == "part":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if kind == "part":
+            with pytest.raises(SettingError, match="model.mean has other values.*all_reduce"):
+                train_steps(run, 2, change)
+            continue
+        train_steps(run, 2, change)
+        found.append(model.mean)
+    for mean in found[1:]:
+        torch.testing.assert_close(mean, found[0])
+
+
+@on_ranks(2)
+def test_a_unit_of_several_types(mesh):
+    """With the words of docs/when-it-fails.md."""
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    fsdp.shard(mixed, [], mesh)
+    with pytest.raises(AssertionError, match="expects uniform original parameter dtype"):
+        mixed(torch.ones(2, 3))
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    fsdp.shard(mixed, [[mixed[0]], [mixed[1]]], mesh)
+    mixed[1](mixed[0](torch.ones(2, 3)).double()).sum().backward()
 
 
 class Shifted(nn.Linear):

@@ -108,6 +108,22 @@ CP_OF_RECURRENCE = [("    # CP: the positions in", """    for layer in layers if
         layer.mesh = mesh["cp"]
     # CP: the positions in""")]
 
+# LoRA: A and B are split as their base is
+LORA = with_model("with_lora(Transformer(args.config))") + [
+    ("decay_groups(model.parameters(),", "decay_groups(filter(lambda p: p.requires_grad, "
+     "model.parameters()),")]
+TP_OF_LORA = [
+    ('        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),\n', """\
+        "model.layers.*.self_attn.o_proj.base": RowwiseParallel(output_layouts=stream),
+        "model.layers.*.self_attn.o_proj.A": RowwiseParallel(output_layouts=Replicate()),
+        "model.layers.*.self_attn.o_proj.B": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=stream),
+        "model.layers.*.mlp.up_proj.base": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj.A": ColwiseParallel(output_layouts=Replicate()),
+        "model.layers.*.mlp.up_proj.B": ColwiseParallel(),
+"""),
+    ('        "model.layers.*.mlp.up_proj": ColwiseParallel(),\n', "")]
+
 # A model of one's own in a pipeline: six places name its parts
 OWN = with_model("Own(args.config)")
 OWN_IN_ONE = [("model.model.layers.values()", "model.blocks.values()"),
@@ -162,6 +178,7 @@ KINDS = {  # edits of all scripts; more of single.py and others; what is injecte
     "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
     "condition": (CONDITIONED,
                   {"single.py": IN_ONE, "pp.py": IN_STAGES, "tp.py": TP_OF_CONDITION}, ""),
+    "lora": (LORA, {"tp.py": TP_OF_LORA}, ""),
     "norms": (NORMS, {"tp.py": TP_OF_NORMS}, ""),
     "plain head": (PLAIN_HEAD, {"tp.py": TP_OF_HEAD}, ""),
     "recurrence": (RECURRENCE, {"cp.py": CP_OF_RECURRENCE}, ""),
@@ -188,6 +205,8 @@ tied | zero.py | 2
 only layer 1 | hybrid_3d.py --pp 2 | 2
 condition | tp.py --no-sequence-parallel | 2
 two optimizers | zero.py | 2
+lora | tp.py | 2
+lora | tp.py --no-sequence-parallel | 2
 norms | tp.py --no-sequence-parallel | 2
 plain head | tp.py | 2
 plain head | tp.py --no-sequence-parallel | 2

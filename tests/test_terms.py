@@ -15,6 +15,11 @@ TARGETS = [PORTED, ("Transformer(args.config)", "with_z_loss(Transformer(args.co
 OF_SPLIT = ("model.lm_head.loss = loss_of_split_logits",
             "model.lm_head.loss = with_z_loss_of(loss_of_split_logits)")
 
+# Over targets with weights of their own, by class: divided by the sum of the weights
+WEIGHTED = [PORTED, ("Transformer(args.config)", "with_class_weights(Transformer(args.config))"),
+            ("count_targets(batch", "sum_of_weights(batch")]
+FLOAT_COUNT = ("torch.ones((), dtype=torch.int64", "torch.ones((), dtype=torch.float64")
+
 # Over weights: its gradients come after those of the ranks have been added up, so each rank adds
 # the whole of it. In the loss a rank has its part.
 PENALTY = """\
@@ -55,12 +60,15 @@ IN_HYBRID = [*IN_PIPELINE,
              ("def loss_fn(micro_loss, targets):", "def loss_fn(logits, targets):"),
              ("return micro_loss / count", "return next_token_loss(logits, targets) / count")]
 
-ONE = {"dict": IN_LOOP, "targets": TARGETS, "weights": weights(), "router": ROUTER}
+ONE = {"dict": IN_LOOP, "targets": TARGETS, "classes": WEIGHTED, "weights": weights(),
+       "router": ROUTER}
 ROWS = [
     ("targets", "ddp.py", 2, TARGETS), ("targets", "zero.py", 2, TARGETS),
     ("targets", "fsdp.py --replicate 2", 4, TARGETS), ("targets", "tp.py", 2, [*TARGETS, OF_SPLIT]),
     ("targets", "cp.py", 2, TARGETS), ("targets", "pp.py", 2, TARGETS),
     ("targets", "hybrid_3d.py --tp 2 --pp 2", 4, [*TARGETS, OF_SPLIT]),
+    ("classes", "ddp.py", 2, WEIGHTED), ("classes", "fsdp.py", 2, WEIGHTED),
+    ("classes", "cp.py", 2, WEIGHTED), ("classes", "pp.py", 2, [*WEIGHTED, FLOAT_COUNT]),
     ("weights", "ddp.py", 2, weights(" / n")),
     ("weights", "zero.py", 2, weights(".full_tensor() / n")),
     ("weights", "fsdp.py --replicate 2", 4, weights(".full_tensor() / n")),
@@ -79,7 +87,8 @@ ROWS = [
     ("router", "ep.py --ep 1 --activation-checkpointing", 2, ROUTER),
 ]
 SAMPLE = [row for row in ROWS if row[:2] in (
-    ("targets", "tp.py"), ("weights", "ddp.py"), ("weights", "zero.py"), ("router", "ep.py"))]
+    ("targets", "tp.py"), ("weights", "ddp.py"), ("weights", "zero.py"), ("router", "ep.py"),
+    ("classes", "fsdp.py"))]
 
 
 @pytest.mark.parametrize("kind, command, world, edits", sampled(ROWS, SAMPLE))

@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 
 class Scattered(torch.optim.Optimizer):
@@ -44,6 +45,17 @@ class Listing(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["past"] = [p.detach().clone()]
+
+
+# Noise
+
+
+def normal_like(p, generator):
+    """Normal numbers in the shape of ``p``, the same however it is split."""
+    whole = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    if not hasattr(p, "placements"):
+        return whole
+    return distribute_tensor(whole, p.device_mesh, p.placements)
 
 
 # A metric that is no mean: does the model expect a blank?

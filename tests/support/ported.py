@@ -2,6 +2,7 @@
 to the scripts."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -230,6 +231,29 @@ def with_z_loss(model):
     return model
 
 
+# Over targets with weights, those of classes: all before a count half
+
+
+def class_weights(logits):
+    weights = torch.ones(logits.shape[-1], dtype=logits.dtype)
+    weights[:ord("a")] = 0.5
+    return weights
+
+
+def with_class_weights(model):
+    model.lm_head.loss = lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), class_weights(logits), reduction="sum")
+    return model
+
+
+def sum_of_weights(batch, group=None):
+    weights = class_weights(torch.empty(256, dtype=torch.float64))
+    total = sum(weights[targets[targets != -100]].sum() for _, targets in batch)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
+
+
 # And over sequences: each router adds up, over them, how unevenly their tokens go to the experts
 
 
@@ -247,6 +271,28 @@ def with_router_loss(model, T):
 
 def router_loss(model):
     return 0.1 * sum(layer.mlp.router.loss for layer in model.model.layers.values())
+
+
+# LoRA
+
+
+class WithAdapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A = nn.Linear(base.in_features, 4, bias=False)
+        self.B = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + 9 * self.B(self.A(x))
+
+
+def with_lora(model):
+    model.requires_grad_(False)
+    for layer in model.model.layers.values():
+        layer.self_attn.o_proj = WithAdapter(layer.self_attn.o_proj)
+        layer.mlp.up_proj = WithAdapter(layer.mlp.up_proj)
+    return model
 
 
 # A model that returns a dict, and its loss outside
