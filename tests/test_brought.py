@@ -314,6 +314,18 @@ def test_weights_that_a_forward_pass_changes_are_refused(folder):
 
 
 @on_ranks(2)
+def test_a_loss_that_is_a_dtensor_is_refused(folder, mesh):
+    """As the square of sharded weights is."""
+    model = network()
+    fsdp.shard(model, [], mesh)
+    run = run_of(folder, model, torch.optim.SGD(model.parameters(), 0.1))
+    loss = sum(p.square().sum() for p in model.parameters()).detach()
+    with pytest.raises(SettingError, match="the loss is a DTensor, and after_step takes a rank's"):
+        for step, _ in run.steps([(0, None)]):
+            run.after_step(step, loss, 1.0)
+
+
+@on_ranks(2)
 def test_numbers_of_a_part_are_refused(folder, rank):
     """An optimizer that measures the weights, of which each rank has other ones: in step 1."""
     model = network()
