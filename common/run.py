@@ -24,13 +24,14 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common.checkpoint import (
     NEW_RUN, complete, list_checkpoints, load, named_states, open_checkpoint, refuse_unlike,
     start_save, write_file
 )
-from common.data import fingerprint, load_steps
+from common.data import described, fingerprint, load_steps
 from common.launch import agreed, gather, hash_of_code, same_on_all_ranks
 from common.options import SettingError, at_least, opening
 
@@ -164,8 +165,9 @@ class Run:
 
         ``loss``: this rank's part of the mean loss of the global batch: all parts add up to it.
         ``grad_norm``: of the gradients of the whole model, before clipping. ``more``: further
-        figures by name: functions, which all ranks call in a logged step. Raises SettingError, on
-        all ranks: the loss or a norm is not finite, a save fails, ranks used other units of FSDP.
+        figures by name: functions, which all ranks call in a logged step; if ``skipped`` is not 0,
+        a first step may have neither loss nor gradient. Raises SettingError, on all ranks: the loss
+        is a DTensor, or it or a norm is not finite, a save fails, ranks used other units of FSDP.
         """
         args, done = self.args, step + 1
         self.done, last = done, done == args.steps
@@ -220,6 +222,10 @@ class Run:
 
     def log(self, done, loss, grad_norm, more):
         before, since = self.clock
+        if isinstance(loss, DTensor):
+            raise SettingError(
+                "the loss is a DTensor, and after_step takes a rank's part of it: give it "
+                "loss.full_tensor() / the number of ranks that have the same loss")
         loss = torch.as_tensor(loss, device=self.device).clone()
         if dist.is_initialized():
             dist.all_reduce(loss)
@@ -234,7 +240,8 @@ class Run:
         for name, value in more.items():
             record[name] = value()
         self.write(record)
-        if done == self.sampler.start + 1 and loss == grad_norm == 0:
+        skipped = record.get("skipped")
+        if done == self.sampler.start + 1 and loss == grad_norm == 0 and not skipped:
             raise SettingError(
                 "the first step has neither loss nor gradient: is every target -100?")
         if not math.isfinite(loss + grad_norm):
@@ -485,9 +492,3 @@ def start_lines(args, models, device, mesh, size):
     size = size or sum(p.numel() for each in models for p in each.parameters())
     model = getattr(args, "model", type(models[0]).__name__.removeprefix("FSDP"))
     return place, f"model {model}: {size:,} parameters, {str(args.compute_dtype)[6:]}"
-
-
-def described(dataset):
-    if type(dataset).__str__ is object.__str__:  # a list would print all of its samples
-        return f"{len(dataset):,} samples"
-    return str(dataset)

@@ -404,6 +404,20 @@ def test_weights_that_a_forward_pass_changes_are_refused(folder):
 
 
 @on_ranks(2)
+def test_a_loss_that_is_a_dtensor_is_refused(folder, mesh):
+    """As the square of sharded weights is."""
+    model = network()
+    fsdp.shard(model, [], mesh)
+    run = run_of(folder, model, torch.optim.SGD(model.parameters(), 0.1))
+    loss = sum(p.square().sum() for p in model.parameters()).detach()
+    with pytest.raises(AssertionError):  # of torch, without words: see docs/when-it-fails.md
+        torch.tensor(1.0).add_(loss)
+    with pytest.raises(SettingError, match="the loss is a DTensor, and after_step takes a rank's"):
+        for step, _ in run.steps([(0, None)]):
+            run.after_step(step, loss, 1.0)
+
+
+@on_ranks(2)
 def test_numbers_of_a_part_are_refused(folder, rank):
     """An optimizer that measures the weights, of which each rank has other ones: in step 1."""
     model = network()
@@ -526,6 +540,15 @@ class Shifted(nn.Linear):
         return super().forward(x + self.shift)
 
 
+class ShiftedNorm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(3)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x + self.shift)
+
+
 @on_ranks(2)
 def test_a_float32_buffer_meets_bfloat16(mesh):
     """With the words of docs/when-it-fails.md."""
@@ -536,6 +559,8 @@ def test_a_float32_buffer_meets_bfloat16(mesh):
 
     with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
         loss(Shifted())
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        loss(ShiftedNorm())
     with mock.patch.object(Shifted, "forward", lambda layer, x: (
             nn.Linear.forward(layer, x + layer.shift.to(x.dtype)))):
         loss(Shifted()).backward()

@@ -187,6 +187,9 @@ def test_targets_that_are_masked(tmp_path):
         with ends:
             for step, _ in run.steps([(0, None), (1, None)]):
                 run.after_step(step, losses[step], losses[step])
+    run = run_of(tmp_path / "skipped", small())  # by a recipe of docs/copying.md
+    for step, _ in run.steps([(0, None)]):
+        run.after_step(step, 0.0, 0.0, skipped=lambda: 1)
     samples = [(torch.arange(3.0), torch.tensor([5, -100, last])) for last in (-100, -1)]
     with pytest.raises(SettingError, match=r"sample 1 has the target \[-1\]: the mask is -100"):
         run_of(tmp_path / "new", small(), dataset=samples)

@@ -258,6 +258,11 @@ def test_a_mixture_has_its_proportions(weights, sizes):
     assert len(weights) == 1 or len({*map(tuple, blocks.tolist())}) > min(3, len(blocks) - 1)
 
 
+def test_a_mixture_is_described_without_its_samples():
+    mixture = Mixture([["a", "b"], Mixture([range(3000)], [1])], [3, 1])
+    assert str(mixture) == "mixed: 3 of 2 samples; 1 of mixed: 1 of 3,000 samples"
+
+
 @pytest.mark.parametrize("weights, words", [
     ([3], "1 weights of 2 datasets: give each one"), ([3, 1, 1], "3 weights of 2"),
     ([3, 0], "a dataset of 5 samples has the weight 0"), ([0.75, 0.25], "weight 0.75: .* whole"),

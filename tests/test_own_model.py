@@ -5,6 +5,7 @@ import argparse
 import copy
 import importlib
 import math
+import warnings
 from unittest import mock
 
 import pytest
@@ -207,6 +208,11 @@ def test_a_plan_reaches_all_of_the_model(mesh, rank):
     split(model, mesh)
     assert model.out.up.weight is model.first.up.weight
     assert (model.first.up.weight.to_local() == rank).all()  # its own part: nothing is sent
+    layers = nn.ModuleList([nn.ModuleDict({name: nn.Linear(4, 4)}) for name in "ab"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a pattern that some layers lack
+        tp.parallelize(nn.Sequential(layers), mesh, {"*.*.a": ColwiseParallel(),
+                                                     "*.*.b": RowwiseParallel()})
     model = nn.Sequential(nn.LayerNorm(4).requires_grad_(False))
     tp.parallelize(model, mesh, {"0": SequenceParallel()})  # which thaws it
     assert not any(parameter.requires_grad for parameter in model.parameters())
