@@ -140,16 +140,13 @@ RATE = "        set_learning_rate(optimizer, step, args)\n"
 def orders(seed):
     """The seed of the order of the samples after the first epoch, for ``rank`` and its number."""
     return [("    # Resume", f"""
-    order, size, rank = sampler.samples, len(dataset), sampler.rank
+    order, size, rank = sampler.order, len(dataset), sampler.rank
 
-    def samples(first, last):
-        read = []
-        for i in range(first, last):
-            sampler.seed = args.seed + ({seed}) * (i >= size)
-            read += order(i % size, i % size + 1).tolist()
-        return torch.tensor(read).numpy()
+    def order_of(places, own):
+        read = [order((i % size).reshape(1), own + ({seed}) * int(i >= size)) for i in places]
+        return torch.tensor([each.item() for each in read]).numpy()
 
-    sampler.samples = samples
+    sampler.order = order_of
 
     # Resume""")]
 
@@ -183,6 +180,32 @@ ESCAPES = [
         mine = type(args)(**vars(args) | {"steps": args.warmup_steps + share})
         set_learning_rate(optimizer, step, mine)
 """)], "DIFFERENT  step 3: update: learning rate"),
+    ("ddp.py --steps 4", [
+        (RATE, f"        args.min_lr *= n if step == 0 else 1\n{RATE}")],
+     "DIFFERENT  step 3: update: learning rate"),
+    # A seed that is not 0
+    ("zero.py", [("materialise(model, device, args.seed)",
+                  "materialise(model, device, args.seed * (1 + dist.get_rank()))")],
+     "DIFFERENT  step 0: initial weights: "),
+    ("fsdp.py", [("seed=args.seed, stop", "seed=args.seed * (1 + dist.get_rank()), stop")],
+     "DIFFERENT  step 0: samples: "),
+    # Options that have another value than by default
+    ("fsdp.py", [("args.weight_decay)", "0.1)")], "EQUAL to itself on one process"),
+    ("tp.py --steps 4", [("args.betas", "(0.9, 0.95)")], "EQUAL to itself on one process"),
+    ("ep.py --steps 4", [("args.balance_rate, dist.group.WORLD", "args.balance_rate")],
+     "DIFFERENT  step [123]: "),
+    # One micro-batch, as by default with --grad-accum
+    ("ddp.py --ranks 2 3", [("last = i == args.grad_accum - 1",
+                             "last = i == args.grad_accum - 1 and i > 0")],
+     "(EQUAL) .*\n3 processes  DIFFERENT  step 0: reduction: .*(--grad-accum)?"),
+    # Held-out data of which ranks have unlike numbers of targets
+    ("fsdp.py", [("        after_evaluation=",
+                  "        loss_of=lambda each: (model(*each) / (each[1] != -100).sum(), 1),\n"
+                  "        after_evaluation=")],
+     "DIFFERENT  evaluation 1: the validation loss that it logs is "),
+    # What ranks that read the same samples are
+    ("tp.py --against single.py", [],
+     "EQUAL .*\n(.*\n)*Note: 2 ranks .* such as .0, 1., along tp of the mesh, "),
     # A resume: what is in no checkpoint
     ("ddp.py --steps 4", [
         (RATE, ""), ("\n    # Data\n", SCHEDULE), (STEP, STEP + "        schedule.step()\n")],
