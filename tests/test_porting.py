@@ -97,7 +97,8 @@ PLAIN_HEAD = with_model("with_plain_head(Transformer(args.config))") + [
 TP_OF_HEAD = [
     ('torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), '
      'targets.flatten(), reduction="sum")', "loss_of_split_logits(model(inputs), targets)"),
-    ("    model.lm_head.loss = loss_of_split_logits  # TP: the logits are (B/accum, T, V/tp)\n", ""),
+    ("    model.lm_head.loss = loss_of_split_logits  # TP: the logits are (B/accum, T, V/tp)\n",
+     ""),
     ("output_layouts=Replicate()),\n    }", "output_layouts=Shard(-1),\n"
      "                                   use_local_output=False),\n    }"),
     ("loss += micro_loss.detach()", "loss += micro_loss.detach().full_tensor()")]
