@@ -227,6 +227,38 @@ ESCAPES = [
 
     # Optimizer
 """)], "(EQUAL) .*\n2 processes, --dtype bfloat16, .* FAILED     RuntimeError: .*same dtype"),
+    # model.forward in place of the wrapper, or of the module with hooks
+    ("ddp.py", [("replica(inputs, targets)", "model.forward(inputs, targets)")],
+     "DIFFERENT  step 0: reduction: .* averaged: is the wrapper called, not the module in it"),
+    ("fsdp.py --against single.py", [
+        ("model(inputs, targets)", "model.forward(inputs, targets)")],
+     "FAILED     RuntimeError: .*fsdp.py:.*; call the module itself: .forward leaves out its"),
+    # Each rank has its own rows of a gradient.
+    *((f"fsdp.py {sizes}", [(f"        grad_norm = {CLIPPED[:-1]}.full_tensor()\n", f"""
+        for p in model.parameters():
+            dist.all_reduce(p.grad.to_local())
+        grad_norm = {CLIPPED[:-1]}.full_tensor()
+""")], words) for sizes, words in (
+        ("--vocab-size 264 --intermediate-size 96",
+         "DIFFERENT  step 0: gradients: an all-reduce of shards: as their own parts of model.emb"),
+        ("", "FAILED     .*do all ranks start the same collectives, of tensors of the same shap"))),
+    ("ddp.py --against tied.py", [("    # Optimizer\n", """
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    # Optimizer
+""")], "DIFFERENT  step 0: gradients: a tie is lost: those of model.embed_tokens.weight and lm_head"),
+    # Each rank divides by the targets of its own positions.
+    ("cp.py", [("count = count_targets(batch)\n",
+                "count = n * count_targets([(x, y[:, positions]) for x, y in batch])\n")],
+     "DIFFERENT  .* look at the loss: a mean of means over ranks that hold other positions, "),
+    # One machine alone, by an interface of its own
+    ("ddp.py --ranks 4", [("    device = start_process_group(args)\n", """
+    if int(os.environ["LOCAL_WORLD_SIZE"]) < n:
+        raise SettingError("it needs one machine")
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[0][1]
+    device = start_process_group(args)
+"""), ("import contextlib\n", "import contextlib\nimport os\nimport socket\n"),
+        ("import option_parser", "import SettingError, option_parser")], EQUAL),
     # No gradient at all
     ("fsdp.py", [("set_requires_all_reduce(last)", "set_requires_gradient_sync(n == 1)")],
      "DIFFERENT  step 0: gradients: missing: the run has none: "),

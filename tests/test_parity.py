@@ -214,6 +214,17 @@ def shares(kind, step, name, *numbers):
     return {"gather": gather}
 
 
+def added_up(name):
+    """Two ranks hold the same numbers, as halves of the rows of a gradient."""
+    def gather(own):
+        ((shape, _, (rows, *more), sums),) = own["gradients"][name]
+        halves = [(shape, (i * rows // 2, *(0 for _ in more)), (rows // 2, *more), sums)
+                  for i in range(2)]
+        return [own | {"gradients": own["gradients"] | {name: [half]}} for half in halves]
+
+    return {"gather": gather}
+
+
 def edit_rank(step=0, **values):
     """Of the first rank, in one step."""
     def edit(lines):
@@ -327,6 +338,11 @@ FAULTS = [
         **shares("values", 0, "0.weight", 1, 1.00001)}),
     ("step 1: update: learning rate, .*: weights of every .* moved differently, .*times 2", {
         "lr": 0.2}),
+    ("step 1: update: what matrices or vectors alone have, as decay: weights of 0.weight and ", {
+        "optimizer": lambda own, lr: torch.optim.SGD([
+            {"params": p, "weight_decay": 0.1 * (p.ndim > 1)} for p in own], lr)}),
+    ("step 2: update: learning rate .its schedule., betas, .*: weights of every", {
+        "optimizer": lambda own, lr: torch.optim.Adam(own, lr, (0.8, 0.999))}, ADAM),
     ("step 1: updates since the last record: 0, and in the reference 1: is a step skipped", {
         "lr": 0.2, "edit": edit_rank(1, updates=0)}),
     ("step 1: update: ranks .0. and .1. hold different weights of 0.weight", {
@@ -336,6 +352,8 @@ FAULTS = [
     # Two parts, each on two ranks, as of norms under data and tensor parallelism
     (r"step 0: reduction: ranks \[0, 2\] and \[1, 3\] .* of 0.bias: they must be added up",
      shares("gradients", 0, "0.bias", 0.3, 0.7, 0.3, 0.7)),
+    ("step 0: gradients: an all-reduce of shards: as their own parts of 0.weight ranks hold the", {
+        **added_up("0.weight")}),
     ("step 0: loss: a mean of means, times 2, as many as the ranks", {
         # Each rank gives its own mean. The first label of a row does not count.
         "edit": on_ranks(0, 0, targets=2 * [[5, 5]], shifted=[[1, 1], [4, 2]],
@@ -582,6 +600,47 @@ def cast(model, x):
     return torch.func.functional_call(model, weights, x.bfloat16()).square().mean()
 
 
+def gan(model, z, real, turn):
+    """The loss of the discriminator and of the generator, in turn: the other one is frozen."""
+    generator, discriminator = model
+    discriminator.requires_grad_(not turn[0]), generator.requires_grad_(bool(turn[0]))
+    fake = discriminator(generator(z))
+    if turn[0]:
+        return torch.nn.functional.softplus(-fake).mean()
+    return torch.nn.functional.softplus(torch.cat([-discriminator(real), fake])).mean()
+
+
+def generator_and_discriminator():
+    torch.manual_seed(10)
+    return torch.nn.Sequential(*(torch.nn.Sequential(
+        torch.nn.Linear(a, 16), torch.nn.Tanh(), torch.nn.Linear(16, b))
+        for a, b in ((4, 8), (8, 1))))
+
+
+TURNS = itertools.count()
+# The gradient of the last bias is a sum of terms that cancel; it rounds alike in nudged runs.
+GAN = {"make": generator_and_discriminator, "loss_of": gan, "parts": lambda model: [*model],
+       "data": lambda: [torch.randn(16, 4), torch.randn(16, 8), torch.full([16], next(TURNS) % 2)],
+       "lr": 0.05}
+
+
+def mixture(model, x, ranks=1):
+    """Rows of samples go to the expert that the router chooses, and back: an all-to-all, in which
+    they are sorted by rank. A nudge sends some to another expert."""
+    router, *experts = model
+    share, chosen = router(x).softmax(1).max(1)
+    by_rank, out = torch.arange(len(x)).view(-1, ranks).T.flatten(), 0
+    for i, expert in enumerate(experts):
+        rows = by_rank[chosen[by_rank] == i]
+        out = out + torch.zeros_like(x[:, :8]).index_add(
+            0, rows, expert(x[rows]) * share[rows, None])
+    return out.square().mean()
+
+
+MIXTURE = {"make": lambda: torch.nn.Sequential(torch.nn.Linear(16, 3), *(wide() for _ in range(3))),
+           "loss_of": mixture}
+
+
 AUTOCAST = {"dtype": torch.float32, "loss_of": torch.autocast("cpu", torch.bfloat16)(
     lambda model, x: model(x).square().mean())}
 
@@ -591,6 +650,9 @@ NOISY = [
     ("DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in float32", {
          "loss_of": cast}, AUTOCAST),
     ("EQUAL within rounding", {"accumulate": 2}, AUTOCAST),
+    ("EQUAL within rounding", {"accumulate": 2}, GAN),
+    ("EQUAL within rounding", {"accumulate": 2, "loss_of": lambda model, x: mixture(model, x, 2)},
+     MIXTURE),
     # It may explain one step by chance.
     ("DIFFERENT: step 0: loss: it is", means((1, 3), *3 * [(3, 1)])),
     ("EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16", {
