@@ -120,7 +120,7 @@ def same_loss(lines, one, two):
     """Whether two ranks read the same samples, and have the same loss in all steps."""
     steps = [(line["ranks"][one], line["ranks"][two]) for line in lines]
     own, other = steps[0]
-    return bool(own["samples"]) and own["samples"] == other["samples"] and all(
+    return own["samples"] == other["samples"] and all(
         math.isclose(sum(a["losses"]), sum(b["losses"]), rel_tol=COPIES) for a, b in steps)
 
 
