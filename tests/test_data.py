@@ -3,7 +3,6 @@
 import collections
 import os
 import random
-import shutil
 import sysconfig
 import tracemalloc
 import types
@@ -16,8 +15,7 @@ from common import data
 from common.data import BatchSampler, Mixture, TokenDataset, fingerprint, load_steps, permute
 from common.options import SettingError
 from tests.support.compare import furthest
-from tests.support.processes import SMALL, edited
-from tests.support.sample import sampled
+from tests.support.processes import SMALL
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 
@@ -287,35 +285,7 @@ def test_samples_that_change_are_refused():
         fingerprint(Own(0, 40), "--data")
 
 
-AUGMENTED = [("    dataset = open_dataset(args)\n", """\
-    class Augmented(type(open_dataset(args))):
-        def __getitem__(self, index):
-            inputs, targets = super().__getitem__(index)
-            by = np.random.randint(9) + random.randrange(9) + int(torch.randint(9, ()))
-            return inputs.roll(by), targets
-    dataset = Augmented(args.data[0], args.seq_len)
-"""), ("\nimport torch\n", "\nimport random\nimport numpy as np\nimport torch\n")]
 TRAINING = f"{SMALL} --steps 6 --save-every 2 --log-every 1 --dtype float64"
-
-
-@pytest.mark.parametrize("command, world", sampled(
-    [("fsdp.py --workers 2", 2), ("single.py --grad-accum 2", 0), ("tp.py --workers 1", 2),
-     ("cp.py", 2), ("pp.py --workers 1", 2), ("zero.py", 3)],
-    [("fsdp.py --workers 2", 2), ("single.py --grad-accum 2", 0)]))
-def test_a_run_that_augments(server, tmp_path, corpus, command, world):
-    """It is as that of one process, and goes on after a stop."""
-    script, _, more = command.partition(" ")
-    single, copy = (edited(tmp_path / "copy", name, *AUGMENTED) for name in ("single.py", script))
-    batch = "--batch-size 12" if world == 3 else ""
-    options = f"{TRAINING} {batch} --data {corpus}"
-    expected = server.run(single, 0, options, folder=tmp_path)
-    found = server.run(copy, world, f"{options} {more}", folder=tmp_path, out="found")
-    assert furthest(found.curve(), expected.curve()) < 1e-10
-    shutil.rmtree(found.out / "step-00000006")
-    again = server.run(copy, world, f"{options} {more}", folder=tmp_path, out="found")
-    assert "resuming" in again.output and again.curve() == found.curve()
-    plain = server.run("single.py", 0, options, folder=tmp_path, out="plain")
-    assert furthest(plain.curve(), expected.curve()) > 1e-3
 
 
 def test_a_run_of_several_files(server, tmp_path, corpus):

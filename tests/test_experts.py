@@ -40,21 +40,26 @@ UNEVEN = """ignored(); after(common.materialise, 'materialise', lambda _, model,
 SIX = "--num-experts 6"
 # The head is more than a layer: the last of 2 stages has the head alone.
 NARROW = f"{SIX} --expert-size 8"
+# A command, its ranks, and in bytes what one rank holds of parameters and of gradients, and what it
+# sends, by the formulas of tests/support/oracles.py in commit 5735d77. ?: unknown. 4 ranks do not
+# divide the 6 rows of a router. Tokens do not travel with --ep 1. With --ep 2 on 2 ranks, rank 0
+# sends all of its tokens, and has no others to send back: as much as half of both. Otherwise it
+# depends on which tokens go where.
 ROWS = table(f"""
-* ep.py --ep 1 --no-reshard-after-forward --grad-accum 2 | 2
-* ep.py --ep 2 --grad-accum 2 {AGAIN} | 2
-* hybrid_3d.py --replicate 2 --tp 2 --ep 2 | 4
-hybrid_3d.py --tp 2 --ep 2 | 2
-hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2 | 4
-ep.py --ep 1 --grad-accum 2 | 2
-hybrid_3d.py --tp 2 --ep 2 --grad-accum 2 | 4
-ep.py | 4
-ep.py --ep 2 --grad-accum 2 {AGAIN} | 4
-ep.py --ep 2 {SIX} | 4
-hybrid_3d.py --cp 2 --ep 2 {SIX} | 4
-hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW} | 4
-hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2 | 16
-hybrid_3d.py --tp 2 --ep 2 --compile | 2
+* ep.py --ep 1 --no-reshard-after-forward --grad-accum 2 | 2 | 113984 | 342088
+* ep.py --ep 2 --grad-accum 2 {AGAIN} | 2 | 113984 | 405640
+* hybrid_3d.py --replicate 2 --tp 2 --ep 2 | 4 | 115328 | ?
+hybrid_3d.py --tp 2 --ep 2 | 2 | 115328 | ?
+hybrid_3d.py --replicate 2 --cp 2 --grad-accum 2 --microbatches 2 | 4 | 113984 | 1465352
+ep.py --ep 1 --grad-accum 2 | 2 | 113984 | 651144
+hybrid_3d.py --tp 2 --ep 2 --grad-accum 2 | 4 | 57664 | ?
+ep.py | 4 | 56992 | ?
+ep.py --ep 2 --grad-accum 2 {AGAIN} | 4 | 56992 | ?
+ep.py --ep 2 {SIX} | 4 | ? | ?
+hybrid_3d.py --cp 2 --ep 2 {SIX} | 4 | ? | ?
+hybrid_3d.py --pp 2 --ep 2 --microbatches 4 {AGAIN} {NARROW} | 4 | ? | ?
+hybrid_3d.py --replicate 2 --cp 2 --tp 2 --pp 2 --ep 2 | 16 | 28800 | ?
+hybrid_3d.py --tp 2 --ep 2 --compile | 2 | 115328 | ?
 """)
 
 
@@ -84,8 +89,8 @@ def options_of(command, dtype="float64"):  # what stands last counts
     return " ".join([OPTIONS, *reference(command).split()[1:], "--dtype", dtype])
 
 
-@pytest.mark.parametrize("command, world", ROWS)
-def test_every_row_trains_the_same(trained, command, world):
+@pytest.mark.parametrize("command, world, held, sent", ROWS)
+def test_every_row_trains_the_same(trained, command, world, held, sent):
     """Losses, norms, the share of the busiest expert, validation, weights and optimizer states; the
     biases are exactly the same. A resumed run has the same bits; one of hybrid_3d.py that goes on
     with what one process has saved follows the same curve."""
@@ -104,53 +109,38 @@ def test_every_row_trains_the_same(trained, command, world):
     for name, tensor in saved(expected).items():
         if name.endswith("mlp.bias"):
             assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name
-    holds_and_sends(found, command, world, options_of(command))
+    holds_and_sends(found.counts(), held, sent)
 
 
-def holds_and_sends(found, command, world, options):
-    """What oracles.py says. 4 ranks do not divide the 6 rows of a router. With --ep 1 no token
-    travels, and --experts-per-token 8 sends each to all experts. With --ep 2 on 2 ranks, rank 0
-    sends all of its tokens, and has no others to send back: as much as half of both. Otherwise it
-    depends on the data. On top is the norm for clipping: in hybrid_3d.py for each dimension of
+def holds_and_sends(counts, held, sent, size=8):
+    """On top is the norm for clipping: of ep.py two numbers; in hybrid_3d.py for each dimension of
     both meshes a number for each of at most 25 parameters."""
-    counts = found.counts()
-    theory = counts["theory"]
-    for kind in ("parameters", "gradients"):
-        assert counts["held"][kind] == theory[kind] > 0 or SIX in command
-    to_one = command.startswith("ep.py --ep 2") and world == 2
-    stay = "--ep 1" in command or command.startswith("hybrid_3d.py") and "--ep " not in command
-    if not (to_one or stay or BALANCED in options):
-        return
-    more = counts["sent"] - theory["sent"]
-    if command.startswith("hybrid_3d.py"):
-        assert 0 <= more <= 6 * 25 * 2 * 8
-        assert "dp_shard_cp" in {part["group"] for part in counts["collectives"]}
-    else:
-        size = 4 if "float32" in command else 8
-        assert more == pytest.approx(2 * size * (world - 1) / world, abs=1)
+    for kind in "parameters", "gradients":
+        assert held in ("?", counts["held"][kind])
+    assert sent == "?" or size <= counts["sent"] - sent <= 6 * 25 * 2 * size
 
 
 def test_experts_sum_gradients_in_float32(trained):
     """Also with --dtype bfloat16: half as many bytes are reduced as in float64."""
-    found, wide = (trained(*ROWS[0].values, dtype) for dtype in ("bfloat16", "float64"))
+    found, wide = (trained(*ROWS[0].values[:2], dtype) for dtype in ("bfloat16", "float64"))
     assert furthest(found.curve("loss"), wide.curve("loss")) < 0.05
-    apart = [trained(*ROWS[1].values, dtype).curve("loss") for dtype in ("bfloat16", "float64")]
+    apart = [trained(*ROWS[1].values[:2], dtype).curve("loss") for dtype in ("bfloat16", "float64")]
     assert furthest(*apart) < 0.05
     reduced, doubled = ([each["bytes"] for each in run.counts()["collectives"]
                          if each["collective"] == "reduce-scatter"] for run in (found, wide))
     assert [2 * size for size in reduced] == doubled and sum(reduced) > 0
 
 
-@pytest.mark.parametrize("command, n", table(f"""
-* ep.py --dtype float64 | 2
-ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32 | 4
-hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32 | 4
-* hybrid_3d.py --cp 2 --pp 2 --microbatches 2 --vocab-size 2048 --dtype float64 | 4
+@pytest.mark.parametrize("command, n, held, sent", table(f"""
+* ep.py --dtype float64 | 2 | 113984 | 628808
+ep.py --ep 2 --grad-accum 2 {AGAIN} --dtype float32 | 4 | 28496 | 464140
+hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32 | 4 | 28832 | 390792
+* hybrid_3d.py --cp 2 --pp 2 --microbatches 2 --vocab-size 2048 --dtype float64
+  | 4 | 212224 | 539264
 """))
-def test_bytes_are_exact_if_routing_is_balanced(once, tmp_path, command, n):
-    options = f"{OPTIONS} {BALANCED}"
-    result = once(command, n, options, inject="write_counts()")
-    holds_and_sends(result, command, n, options)
+def test_bytes_are_exact_if_routing_is_balanced(once, command, n, held, sent):
+    result = once(command, n, f"{OPTIONS} {BALANCED}", inject="write_counts()")
+    holds_and_sends(result.counts(), held, sent, 8 if "64" in command else 4)
 
 
 def test_a_model_whose_biases_are_0_is_exported(once, tmp_path):

@@ -143,3 +143,20 @@ pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN} --compile | 2 | aot_ea
 hybrid_3d.py --tp 2 {SELECTIVE} --compile | 2 | aot_eager
 """)
 EXACT = [row for row in (Row(*parameters.values) for parameters in ROWS) if row.exact]
+# Of hybrid_3d.py, in bytes: what one rank holds of parameters, and sends, by the formulas of
+# tests/support/oracles.py in commit 5735d77
+BYTES = {row.values[0]: row.values[1:] for row in table(f"""
+hybrid_3d.py --tp 2 --pp 2 --microbatches 2 | 126464 | 1992192
+hybrid_3d.py --replicate 2 --grad-accum 2 | 441088 | 441096
+hybrid_3d.py --grad-accum 3 | 441088 | 0
+hybrid_3d.py --dp 2 --cp 2 --microbatches 2 | 110272 | 2439176
+hybrid_3d.py --dp 2 --tp 2 | 110976 | 1948168
+hybrid_3d.py --dp 2 --pp 2 --grad-accum 2 | 125696 | 576520
+hybrid_3d.py --cp 2 --tp 2 {SELECTIVE} --deterministic | 110976 | 3238400
+hybrid_3d.py --tp 2 --pp 2 --no-sequence-parallel --microbatches 3 | 126464 | 2064384
+hybrid_3d.py --replicate 2 --cp 2 --pp 2 | 125696 | 745736
+hybrid_3d.py --tp 2 --cp 2 --pp 4 | 32000 | 580608
+hybrid_3d.py --tp 2 --cp 2 | 55488 | 1250560
+hybrid_3d.py --tp 2 --pp 2 | 63232 | 498432
+hybrid_3d.py --tp 2 {SELECTIVE} --compile | 221952 | 4366592
+""")}
