@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.support.processes import ROOT, SMALL, edited
-from tests.support.sample import needs, sampled
+from tests.support.sample import needs, sampled, thorough
 
 STAND_INS = """
 import types
@@ -63,6 +63,7 @@ def test_the_recipes(run, corpus, tmp_path):
                                for name, value in record.items()]
 
 
+@thorough
 def test_wandb_and_tensorboard_keep_all_that_they_get(tmp_path, corpus):
     """Each of 10 lines, in a run that ends as any other."""
     needs("wandb", "tensorboard")

@@ -11,15 +11,12 @@ import torch
 from torch import nn
 
 import cp
-import pp
 from common.data import load_steps
 from common.model import Attention, plain_attention
 from common.options import SettingError
+from tests.support import lifted
 from tests.support.compare import assert_near, furthest, saved
-from tests.support.lifted import (
-    MAX_NORM, Mixture, Parts, Sequences, context, ddp, expert, fully_sharded, hybrid_in_one_stage,
-    hybrid_in_stages, pipeline, plain, tensor, train, zero
-)
+from tests.support.lifted import MAX_NORM, Parts, hybrid_in_stages, plain, train, zero
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT, edited
 from tests.support.sample import table
@@ -61,14 +58,14 @@ AS_BEFORE = "returns a dict", "dicts in dicts", "a metric that is no mean", "an 
 * condition | tp.py | 2
 * norms | tp.py | 2
 * own stages | pp.py | 2
-* data that draws | single.py --grad-accum 4 | 0
+data that draws | single.py --grad-accum 4 | 0
 * data that draws | fsdp.py --workers 2 | 2
 * dicts in dicts | ddp.py | 2
 * z-loss | tp.py | 2
-* class weights | fsdp.py | 2
-* penalty | ddp.py | 2
+class weights | fsdp.py | 2
+penalty | ddp.py | 2
 * penalty | zero.py | 2
-* router | ep.py | 2
+router | ep.py | 2
 * two optimizers | single.py | 0
 * state in many places | fsdp.py | 2
 * a step that is skipped | fsdp.py | 2
@@ -76,8 +73,8 @@ AS_BEFORE = "returns a dict", "dicts in dicts", "a metric that is no mean", "an 
 * a metric that is no mean | fsdp.py | 2
 * a scheduler with a state | fsdp.py | 2
 * an average | fsdp.py | 2
-* noise and a norm | fsdp.py | 2
-* a gradient that is changed | fsdp.py | 2
+noise and a norm | fsdp.py | 2
+a gradient that is changed | fsdp.py | 2
 * thawed after the save | fsdp.py | 2
 frozen | tp.py | 2
 tied | tp.py | 2
@@ -211,110 +208,113 @@ def test_a_step_that_leaves_out_a_part_is_refused():
 # parameters of one process, also if a part of the model rests. Or the step is refused, as the table
 # in docs/strategies.md says.
 
-# What the samples of the micro-batches of each step use: see ``train`` and ``Choice`` of lifted.py
-NOBODY = ("cc cc", "cc cc")  # leaves out a part
-SOME_MICRO_BATCHES = ("aa bb", "bb aa", "aa bb")
-SOME_RANKS = ("ab bb", "bb ba", "aa ab")
-TAKEN = ("AB bb", "bb BA", "cc AB")  # all parts are computed, and each rank's loss takes one
-MORE = ("ac bb", "c- ca", "-b")  # other numbers of parts, or none
-NO_RANK = ("aa bb", "bb bb", "AA", "bb", "--")
-COLUMNS = [SOME_MICRO_BATCHES], [SOME_RANKS, TAKEN, MORE], [NO_RANK]
-
-EQUAL, CANNOT_BE = "equal", "cannot be"
-TORCH = "refused in the same step, in torch's words"
+# What the samples of the micro-batches of each step use: see ``train`` and ``Choice`` of lifted.py.
+# By the columns of the table: some micro-batches do not use a part; some ranks do not (in capitals:
+# all parts are computed, and each rank's loss takes one), also other numbers of parts or none; no
+# rank does.
+COLUMNS = [
+    ["aa bb, bb aa, aa bb"], ["ab bb, bb ba, aa ab", "AB bb, bb BA, cc AB", "ac bb, c- ca, -b"],
+    ["aa bb, bb bb, AA, bb, --"]]
 DROPPED = "equal with `drop_unused`, otherwise refused in the same step"
-OTHER_ORDER = "refused at the end of the step, if it ends: see below"
 OTHER_UNITS = "ranks used other units of FSDP"
 # What is refused: in the words, what is refused in the last of these steps
 REFUSED = {
-    TORCH: ("find_unused_parameters=True", [("ab",), ("cc", "aa"), ("cc cc", "cc ab")]),
+    "refused in the same step, in torch's words": (
+        "find_unused_parameters=True", ["ab", "cc, aa", "cc cc, cc ab"]),
     DROPPED: ("in step {} a rank left out parameters: call usage.drop_unused",
-              [("aa",), ("cc", "bb bb"), ("cc", "AA")]),
-    OTHER_ORDER: (f"in step {{}} {OTHER_UNITS}", [("ab",), ("cc", "ba")]),
+              ["aa", "cc, bb bb", "cc, AA"]),
+    "refused at the end of the step, if it ends: see below": (
+        f"in step {{}} {OTHER_UNITS}", ["ab", "cc, ba"]),
+    "equal": ("", []), "cannot be": ("", []),
 }
-
-
-def variants(function, make=Parts, **options):
-    """[(function with one of the values of the option, model)]"""
-    ((name, values),) = options.items()
-    return [(functools.partial(function, **{name: value}), make) for value in values]
-
-
-FIND = functools.partial(ddp, find_unused_parameters=True)
-TOGETHER = functools.partial(fully_sharded, together=True)
-GATHERED_ONCE = functools.partial(zero, together=True)
-PARTS_AND_EXPERTS = functools.partial(Mixture, rests=True)
-# The table in docs/strategies.md: its cells; what computes them on 2 ranks by default; what else;
-# what on 4 ranks.
-TABLE = {
-    "`ddp.py`, `cp.py`": (
-        [TORCH, TORCH, TORCH], [(ddp, Parts), (context, Sequences)],
-        variants(context, Sequences, attention=[cp.allgather_attention]), [(ddp, Parts)]),
-    "`ddp.py`, `cp.py` with `find_unused_parameters=True`": (
-        [EQUAL, EQUAL, EQUAL], [(FIND, Parts)],
-        variants(context, Sequences, find_unused_parameters=[True]), [(FIND, Parts)]),
-    "`zero.py`, `fsdp.py`, `ep.py`, `hybrid_3d.py`, each part a unit": (
-        [EQUAL, OTHER_ORDER, DROPPED],
-        variants(fully_sharded, replicas=[1]) + variants(zero, stage=[2]),
-        variants(functools.partial(fully_sharded, reshard=False), replicas=[2, 1])
-        + variants(fully_sharded, replicas=[2]) + variants(zero, stage=[1]),
-        variants(fully_sharded, replicas=[1, 2, 4])
-        + [(hybrid_in_one_stage, Parts)]),
-    "the parts in a module that is a unit": (
-        [EQUAL, DROPPED, DROPPED],
-        variants(TOGETHER, replicas=[1, 2]),
-        variants(functools.partial(TOGETHER, reshard=False), replicas=[1, 2])
-        + variants(GATHERED_ONCE, stage=[1, 2])
-        + variants(functools.partial(expert, together=True), PARTS_AND_EXPERTS, ep_ranks=[1, 2]),
-        variants(TOGETHER, replicas=[1, 2, 4]) + [(hybrid_in_stages, Parts)]),
-    "experts of `ep.py` that get no token": (
-        [EQUAL, EQUAL, EQUAL],
-        variants(expert, Mixture, ep_ranks=[2]), variants(expert, Mixture, ep_ranks=[1]),
-        variants(functools.partial(expert, replicas=2), Mixture, ep_ranks=[2, 1])),
-    "`tp.py`, `pp.py`": (
-        [EQUAL, CANNOT_BE, EQUAL], [(tensor, Parts)] + variants(pipeline, name=["zbv"]),
-        variants(pipeline, name=pp.SCHEDULES), []),
-}
+# The number of a row of the table; where this runs; a strategy, and a model
+STRATEGIES = """
+1 | sample | ddp(model) | Parts()
+1 | sample | context(model) | Sequences()
+1 | 2 ranks | context(model, cp.allgather_attention) | Sequences()
+1 | 4 ranks | ddp(model) | Parts()
+2 | sample | ddp(model, find_unused_parameters=True) | Parts()
+2 | 2 ranks | context(model, find_unused_parameters=True) | Sequences()
+2 | 4 ranks | ddp(model, find_unused_parameters=True) | Parts()
+3 | sample | fully_sharded(model) | Parts()
+3 | sample | zero(model) | Parts()
+3 | 2 ranks | zero(model, 2) | Parts()
+3 | 2 ranks | fully_sharded(model, 2) | Parts()
+3 | 2 ranks | zero(model, stage=1) | Parts()
+3 | 4 ranks | fully_sharded(model) | Parts()
+3 | 4 ranks | fully_sharded(model, 2) | Parts()
+3 | 4 ranks | fully_sharded(model, 4) | Parts()
+3 | 4 ranks | hybrid_in_one_stage(model) | Parts()
+4 | sample | fully_sharded(model, together=True) | Parts()
+4 | sample | fully_sharded(model, 2, together=True) | Parts()
+4 | 2 ranks | zero(model, together=True) | Parts()
+4 | 2 ranks | zero(model, 2, together=True) | Parts()
+4 | 2 ranks | zero(model, stage=1, together=True) | Parts()
+4 | 2 ranks | expert(model, 1, together=True) | Mixture(rests=True)
+4 | 2 ranks | expert(model, 2, together=True) | Mixture(rests=True)
+4 | 4 ranks | fully_sharded(model, together=True) | Parts()
+4 | 4 ranks | fully_sharded(model, 2, together=True) | Parts()
+4 | 4 ranks | fully_sharded(model, 4, together=True) | Parts()
+4 | 4 ranks | hybrid_in_stages(model) | Parts()
+5 | sample | expert(model, 2) | Mixture()
+5 | 2 ranks | expert(model, 1) | Mixture()
+5 | 4 ranks | expert(model, 2, replicas=2) | Mixture()
+5 | 4 ranks | expert(model, 1, replicas=2) | Mixture()
+6 | sample | tensor(model) | Parts()
+6 | sample | pipeline(model, "zbv") | Parts()
+6 | 2 ranks | pipeline(model, "gpipe") | Parts()
+6 | 2 ranks | pipeline(model, "1f1b") | Parts()
+6 | 2 ranks | pipeline(model, "interleaved1f1b") | Parts()
+6 | 2 ranks | pipeline(model, "loopedbfs") | Parts()
+6 | 2 ranks | pipeline(model, "zerobubble") | Parts()
+6 | 2 ranks | pipeline(model, "dualpipev") | Parts()
+"""
 
 
 @functools.cache
-def expected(steps, make):
-    return train(make, plain, steps)
+def expected(steps, model):
+    return train(eval(f"lambda: {model}", vars(lifted)), plain, steps.split(", "))
 
 
-def equal_steps(cells, make):
+def equal_steps(cells, model):
     """What a row trains as one process does, and whether with ``drop_unused``."""
-    yield NOBODY, False
-    for cell, all_steps in zip(cells, COLUMNS):
+    yield "cc cc, cc cc", False  # leaves out nothing
+    for number, cell in enumerate(cells):
         # The samples of ``context`` are alike: ranks with other positions are as those of ddp.
-        if cell in (EQUAL, DROPPED) and (make is not Sequences or all_steps is not COLUMNS[1]):
-            for steps in all_steps:
+        if cell in ("equal", DROPPED) and (model, number) != ("Sequences()", 1):
+            for steps in COLUMNS[number]:
                 yield steps, cell == DROPPED
 
 
-def compare(column):
-    for name, row in TABLE.items():
-        for strategy, make in row[column]:
-            for steps, dropped in equal_steps(row[0], make):
-                print(name, strategy, steps)
-                history, parameters = train(make, strategy, steps, dropped)
-                right, whole = expected(steps, make)
-                assert min(norm for _, norm in right) > MAX_NORM
-                torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
-                for key, value in parameters.items():
-                    torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-12)
-            for cell in dict.fromkeys(row[0]):
-                words, all_steps = REFUSED.get(cell, ("", []))
-                for steps in all_steps:
-                    print(name, strategy, cell, steps)
-                    match = words.format(len(steps))
-                    with pytest.raises((SettingError, RuntimeError), match=match):
-                        train(make, strategy, steps)
+def compare(where):
+    page = (ROOT / "docs" / "strategies.md").read_text().partition("\n## Parts that rest\n")[2]
+    table = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| (.*) \|$", page)
+    for row in STRATEGIES.strip().splitlines():
+        number, on, code, model = row.split(" | ")
+        if on != where:
+            continue
+        print(row)
+        make, strategy = (eval(text, vars(lifted)) for text in (f"lambda: {model}",
+                                                                f"lambda model: {code}"))
+        cells = table[int(number)]
+        for steps, dropped in equal_steps(cells, model):
+            history, parameters = train(make, strategy, steps.split(", "), dropped)
+            right, whole = expected(steps, model)
+            assert min(norm for _, norm in right) > MAX_NORM
+            torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
+            for key, value in parameters.items():
+                torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-12)
+        for cell in {*cells}:
+            words, refused = REFUSED[cell]
+            for steps in refused:
+                match = words.format(1 + steps.count(","))
+                with pytest.raises((SettingError, RuntimeError), match=match):
+                    train(make, strategy, steps.split(", "))
 
 
 @on_ranks(2)
 def test_a_sample_of_the_table():
-    compare(1)
+    compare("sample")
     # The calls are the same, and each rank's loss takes another part.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, zero, ("cc", "AB"))
@@ -322,23 +322,17 @@ def test_a_sample_of_the_table():
 
 @on_ranks(2, thorough=True)
 def test_the_rest_of_the_table():
-    compare(2)
+    compare("2 ranks")
 
 
 @on_ranks(4, thorough=True)
 def test_on_four_ranks():
-    compare(3)
+    compare("4 ranks")
     # Stages have other units; ranks of one stage have not.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, functools.partial(hybrid_in_stages, together=False), ("cc", "abba"))
     with pytest.raises(SettingError, match="drop_unused needs the group of the ranks of this"):
         train(Parts, lambda model: hybrid_in_stages(model)._replace(group=None), ("aa",), True)
-
-
-def test_the_table():
-    page = (ROOT / "docs" / "strategies.md").read_text()
-    for name, (cells, *_) in TABLE.items():
-        assert f"| {' | '.join([name, *cells])} |" in page
 
 
 # What cp.py refuses

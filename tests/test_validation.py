@@ -73,17 +73,17 @@ def test_what_it_evaluates(tmp_path):
 def test_when_it_is_due(tmp_path):
     """Every 3 steps and after the last; its time counts as no training, nor does that of a save."""
     run, _ = run_of(tmp_path, 8, f"--out {tmp_path}/out --save-every 3 --log-every 1",
-                    after_evaluation=lambda: time.sleep(1))
+                    after_evaluation=lambda: time.sleep(0.2))
     run.resume()
     for step, _ in run.steps((step, None) for step in range(7)):
         run.after_step(step, 1.0, 1.0)
     assert [record["step"] for record in run.history if "val_loss" in record] == [3, 6, 7]
     rates = [record["tokens_per_second"] for record in run.history if "loss" in record]
-    assert len(rates) == 7 and min(rates) > 8 * 4
+    assert len(rates) == 7 and min(rates) > 8 * 4 / 0.2
 
 
 @pytest.mark.parametrize("command, world, stop", sampled(
-    RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[:2]))
+    RUNS := [("ddp.py", 2, 2), ("single.py", 0, 4), ("pp.py", 2, 4)], RUNS[:1]))
 def test_a_step_is_saved_before_it_is_evaluated(run, once, corpus, held_out, command, world, stop):
     """The run dies while it evaluates. It goes on from that step, and only the evaluation is lost;
     also after its last step."""
