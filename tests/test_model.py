@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
 from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
 )
 from common.step import decay_groups
+from tests.support.sample import table
 from tools.counting.counter import StepCounter
 
 CONFIG = ModelConfig(
@@ -59,25 +59,22 @@ def test_angles_of_llama_3_1():
 def test_a_part_of_an_initial_weight(monkeypatch):
     """No more blocks of 64 rows are drawn than it touches. The sizes are GPT-2's: what enters the
     residual stream is smaller. Another name, or another seed, makes another weight."""
-    drawn, randn = [], torch.randn
-    monkeypatch.setattr(common.materialise.torch, "randn", lambda rows, *more, **options: (
-        drawn.append(rows), randn(rows, *more, **options)
-    )[1])
+    drawn = mock.Mock(wraps=torch.randn)
+    monkeypatch.setattr(torch, "randn", drawn)
     config, shape = dataclasses.replace(CONFIG, initializer_range=0.05), (200, 256)
     everything = slice(0, 200), slice(0, 256)
-    for name, std in ("0.self_attn.o_proj.weight", 0.025), ("0.mlp.down_proj.weight", 0.025), (
-        "q_proj.weight", 0.05
-    ):
+    for name, std in {"0.self_attn.o_proj.weight": 0.025, "0.mlp.down_proj.weight": 0.025,
+                      "v_proj.weight": 0.05, "q_proj.weight": 0.05}.items():
         whole = draw_weight(name, everything, shape, config, 0)
-        for other, seed in ("v_proj.weight", 0), (name, 1):
-            assert draw_weight(other, everything, shape, config, seed)[0, 0] != whole[0, 0]
         assert whole.std().item() == pytest.approx(std, rel=0.02)
-        assert len({block.sum().item() for block in whole.split(64)}) == 4
-        for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 0):
-            drawn.clear()
-            part = slice(first, last), slice(8, 40)
-            assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])
-            assert sum(drawn) == rows
+        assert draw_weight(name, everything, shape, config, 1)[0, 0] != whole[0, 0]
+    assert len({block.sum().item() for block in whole.split(64)}) == 4
+    assert draw_weight("v_proj.weight", everything, shape, config, 0)[0, 0] != whole[0, 0]
+    for first, last, blocks in (63, 65, 2), (64, 128, 1), (130, 200, 2), (200, 200, 0):
+        drawn.reset_mock()
+        part = slice(first, last), slice(8, 40)
+        assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])
+        assert drawn.call_count == blocks
 
 
 def test_only_matrices_decay():
@@ -166,14 +163,18 @@ def test_bytes_per_logit(monkeypatch, dtype):
         assert least < counter.peak["activations"] / 2**21 < most
 
 
-def test_large_presets_have_their_size():
-    for preset, billions in (("llama3-1b", 1.5), ("llama3-8b", 8.0), ("llama3-70b", 70.6),
-                             ("llama3-405b", 405.9)):
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
-        assert round(parameters / 1e9, 1) == billions
-        assert (PRESETS[preset].rope_theta, PRESETS[preset].rms_norm_eps) == (500_000, 1e-5)
-    assert not PRESETS["llama3-70b"].rope_scaling
-    assert PRESETS["llama3-405b"].rope_scaling == {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}
+@pytest.mark.parametrize("preset, billions", table("""
+llama3-1b | 1.5
+llama3-8b | 8.0
+llama3-70b | 70.6
+llama3-405b | 405.9
+"""))
+def test_large_presets_have_their_size(preset, billions):
+    config = PRESETS[preset]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(config).parameters())
+    assert f"{parameters / 1e9:.1f}" == billions
+    assert (config.rope_theta, config.rms_norm_eps) == (500_000, 1e-5)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert config.rope_scaling == (scaling if preset == "llama3-405b" else None)
