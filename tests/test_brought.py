@@ -29,14 +29,6 @@ from tests.test_checkpoint import run_of
 from tests.test_checkpoint import train as train_steps
 from tests.test_porting import OPTIONS, port
 
-def test_it_ends_early(once, tmp_path):
-    """One rank alone asks for it. The step is saved, and the run can go on."""
-    copy = edited(tmp_path / "copies", "fsdp.py", *port("an early end"))
-    found = once(copy, 2, f"{OPTIONS} --save-every 9")
-    assert len(found.curve()) == 2 and (found.out / "step-00000002").exists()
-    assert "stopped after step 2 of 3, saved" in found.output
-
-
 @pytest.mark.parametrize("script, world", table("""
 * fsdp.py | 2
 ddp.py | 2
