@@ -5,7 +5,6 @@ import contextlib
 import os
 import pickle
 import random
-import resource
 import shutil
 import subprocess
 
@@ -64,26 +63,30 @@ def test_an_average_of_sharded_weights(folder, mesh):
     """It is sharded as they are, and saved whole, beside them, also as views of one storage while
     training goes on. Of one number rank 1 has nothing."""
     model = nn.Module()
-    for name, x in {"weight": torch.arange(5.0), "scale": torch.ones(1)}.items():
-        model.register_parameter(name, nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])))
+    model.weight, model.scale = (nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+                                 for x in (torch.arange(5.0), torch.ones(1)))
     state = model.state_dict(keep_vars=True)
-    half = model.weight.detach().to_local() / 2
-    half = DTensor.from_local(torch.cat((half, half))[len(half) :], mesh, [Shard(0)],
-                              shape=(5,), stride=(1,))
+    half = model.weight.detach().to_local().div(2).repeat(2)[len(model.weight.to_local()) :]
+    half = DTensor.from_local(half, mesh, [Shard(0)], shape=(5,), stride=(1,))
     train(run_of(folder, model, options="--async-save", tensors=state | {"ema": half}), 1)
     average = torch.zeros_like(model.weight).detach()
     assert run_of(folder, model, tensors=state | {"ema": average}).sampler.start == 1
     assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
 
 
+def ones():
+    """The same on each rank."""
+    model = small()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    return model
+
+
 @on_ranks(2)
 def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
     """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. But
     buffers may differ, as BatchNorm's do: those of one rank are saved."""
-    model, other = small(), torch.tensor([[1.0], [1.0 + rank]]).T
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
+    model, other = ones(), torch.tensor([[1.0], [1.0 + rank]]).T
     model.norm.running_mean.fill_(rank)
     for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
         state = model.state_dict(keep_vars=True) | {name: tensor}
@@ -97,42 +100,22 @@ def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
 
 
 @on_ranks(2)
-def test_ranks_that_differ(folder, rank):
-    """In data, or each with a folder of its own."""
-    model = small()
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    with pytest.raises(SettingError, match="hash of --data is .* on rank 0, .* on rank 1"):
-        run_of(folder, model, dataset=range(rank, 9 + rank))
+def test_each_rank_with_a_folder_of_its_own(folder, rank):
     with pytest.raises(SettingError, match="is not one folder for all machines: here it has no"):
-        train(run_of(folder / str(rank), model), 1)
+        train(run_of(folder / str(rank), ones()), 1)
 
 
 @on_ranks(2)
-def test_all_ranks_hear_what_one_rank_knows(folder, rank):
-    """A signal that comes to one rank stops all after the same step; a save that fails on one rank
-    fails on all. What is there stays whole. Of its files each rank checks a share."""
-    model = small()
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    run = run_of(folder, model)
-    train(run, 9, lambda step: step == 2 and rank == 1 and os.kill(os.getpid(), 10))  # SIGUSR1
-    assert run.stopping and run.done in (2, 3) and steps(folder)[-1] == run.done
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    full = f"cannot read or write in {folder}: .*File too large"
-    with pytest.raises(SettingError, match=full):  # rank 1's disk is full
-        train(run_of(folder, model), 9, lambda step: rank == 1 and resource.setrlimit(
-            resource.RLIMIT_FSIZE, (100, limits[1])))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (newest,) = list_checkpoints(folder)[-1:]
-    assert steps(folder)[-1] == run.done and open_checkpoint(newest)
+def test_each_rank_checks_a_share_of_the_files(folder, rank):
+    """And all hear what one of them finds. What all hear of a signal or a disk: test_run.py."""
+    train(run_of(folder, ones()), 1)
     dist.barrier()
     if rank == 0:
-        with open(newest / "SHA256SUMS", "a") as file:
+        with open(folder / "step-00000001" / "SHA256SUMS", "a") as file:
             file.write("0  third\n")
+    dist.barrier()
     with pytest.raises(SettingError, match="/third is damaged or missing"):
-        run_of(folder, model)
+        run_of(folder, ones())
 
 
 # Alone
@@ -212,28 +195,28 @@ def test_a_checkpoint_of_another_run(tmp_path):
     fewer.linear.bias = fewer.norm.running_var = None
     more = nn.ModuleDict({**small(), "x": nn.Linear(1, 1)})
     larger = nn.ModuleDict({"linear": nn.Linear(4, 5), "norm": nn.BatchNorm1d(4)})
-    for other, optimizer, change, words in [
-        (model, adam, {"options": "--seed 1"}, "--seed is 0 in .*step-00000002 and 1 in this run: "
-                                               "resume with the same; for a new run take another"),
-        (model, adam, {"dataset": range(10)}, "samples in --data is 9 in .* and 10"),
-        (model, adam, {"dataset": range(1, 10)}, "hash of --data is "),
-        (model, sgd, {}, "optimizer is AdamW in .* and SGD in this run"),
-        (fewer, adam, {}, "is of another model: see model.(linear.bias|norm.running_var)"),
-        (more, adam, {}, "is of another model: see model.x"),
-        (larger, adam, {}, "is of another model: see model.linear"),
+    for other, make, data, more_options, words in [
+        (model, adam, 9, "--seed 1", "--seed is 0 in .*step-00000002 and 1 in this run: resume "
+                                     "with the same; for a new run take another"),
+        (model, adam, 10, "", "samples in --data is 9 in .* and 10"),
+        (model, sgd, 9, "", "optimizer is AdamW in .* and SGD in this run"),
+        (fewer, adam, 9, "", "is of another model: see model.(linear.bias|norm.running_var)"),
+        (more, adam, 9, "", "is of another model: see model.x"),
+        (larger, adam, 9, "", "is of another model: see model.linear"),
     ]:
-        optimizer = optimizer([p for p in other.parameters() if p is not None])
-        for source in "", f"--from {tmp_path}/step-00000002 --out {tmp_path}/new":
+        for source in "", f" --from {tmp_path}/step-00000002 --out {tmp_path}/new":
             with pytest.raises(SettingError, match=words):
-                run_of(tmp_path, other, optimizer, **change | {
-                    "options": f"{change.get('options', '')} {source}"})
+                run_of(tmp_path, other, make(other.parameters()), more_options + source,
+                       range(data))
+    with pytest.raises(SettingError, match="hash of --data is "):
+        run_of(tmp_path, model, adam(model.parameters()), dataset=range(1, 10))
     # Tensors and optimizers that do not belong together
-    for other, optimizer, words in [
-        (model, sgd(model.linear.parameters()), "norm.weight is trained, but by none of the"),
-        (model.norm, sgd(model.parameters()), "updates a tensor that is not among those to be"),
+    for other, trained, words in [
+        (model, model.linear, "norm.weight is trained, but by none of the"),
+        (model.norm, model, "updates a tensor that is not among those to be"),
     ]:
         with pytest.raises(SettingError, match=words):
-            run_of(tmp_path, other, optimizer)
+            run_of(tmp_path, other, sgd(trained.parameters()))
     assert steps(tmp_path) == [1, 2]
 
 

@@ -158,15 +158,19 @@ def test_the_diffs_of_the_lesson(script, tmp_path):
 
 def test_the_code_of_the_pages():
     """The header of a loop without ``Run`` in README.md; the loop of single.py in the lesson,
-    indented by 8 blanks less; and what to lift are lines of the trainers in
-    tests/support/lifted.py, which a test runs."""
+    indented by 8 blanks less; and what to lift or to change are lines of tests/support/lifted.py
+    and tests/ports.md, which tests run, and which test_loggers.py takes from its section."""
     (line,) = re.findall("`(for step, batch in .*:)`", README)
     assert all(f"\n    {line}\n" in without_run(source) for source in SOURCES.values())
     (loop,) = blocks(PAGES["docs/lesson.md"], "python")
     assert in_order(loop.splitlines(), [line[8:] for line in main_of("single.py").splitlines()])
-    lifted = (ROOT / "tests" / "support" / "lifted.py").read_text()
-    found = blocks(section(PAGES["docs/copying.md"], "Only the functions"), "python")
-    assert len(found) > 2 and not [block for block in found if block not in lifted]
+    page = PAGES["docs/copying.md"].replace("patience=9", "patience=0, threshold=9")
+    found = blocks(page.replace(section(page, "Your own logger"), ""), "python")
+    assert len(found) == 11
+    lifted = (ROOT / "tests" / "support" / "lifted.py").read_text().splitlines()
+    ported = (ROOT / "tests" / "ports.md").read_text().replace("\n+", "\n").splitlines()
+    for block in found:
+        assert any(in_order(block.splitlines(), lines) for lines in (lifted, ported)), block
 
 
 def test_the_functions_to_take_are_complete():

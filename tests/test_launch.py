@@ -76,20 +76,22 @@ def test_what_run_sh_starts(tmp_path):
     assert sorted(lines) == [
         str([rank, "2", "127.0.0.1", f"mine:{ROOT}", *words]) for rank in "01"]
     assert shlex.split(shown)[-4:] == ["code/show.py", *words]
+
+
+# Words for run.sh; PYTHONPATH, and how its Python is called
+@pytest.mark.parametrize("words, called", [*table("""
+ddp.py | mine:ROOT -P -m torch.distributed.run --standalone --local-addr=127.0.0.1
+  --nproc-per-node=1 ... =600 ROOT/ddp.py$
+share fsdp.py | mine:ROOT -P -m torch.distributed.run --standalone --local-addr=127.0.0.1
+  --nproc-per-node=1 ... =600 ROOT/tools/share_gpu.py ROOT/fsdp.py$
+single.py --lr 1 | mine:ROOT ROOT/single.py --lr 1$
+test -k cp | mine -m pytest -k cp$
+"""), *((f"{tool} --help", f"ROOT:mine -P -m {TOOLS[tool]} --help$") for tool in TOOLS)])
+def test_how_run_sh_calls_python(tmp_path, words, called):
     write_program(tmp_path / "python", PRETENDED)
-    one = "--standalone --local-addr=127.0.0.1 --nproc-per-node"
-    for words, path, expected in [
-        (["code/show.py"], f"mine:{ROOT}", f"-P -m torch.distributed.run {one}=1 "),
-        (["share", "fsdp.py"], f"mine:{ROOT}", f"-P -m torch.distributed.run {one}=1 "),
-        *[([tool, "--help"], f"{ROOT}:mine", f"-P -m {TOOLS[tool]} --help") for tool in TOOLS],
-        (["single.py", "--lr", "1"], f"mine:{ROOT}", f"{ROOT}/single.py --lr 1"),
-        (["test", "-k", "cp"], "mine", "-m pytest -k cp"),
-    ]:
-        output = finish(start([*RUN, *words], tmp_path, PYTHON=f"{tmp_path}/python",
-                              PYTHONPATH="mine"))
-        assert f"{output.splitlines()[-1]} ".startswith(f"{path} {expected}"), output
-        if words[0] == "share":
-            assert output.endswith(f"=600 {ROOT}/tools/share_gpu.py {ROOT}/fsdp.py\n")
+    output = finish(start([*RUN, *words.split()], tmp_path, PYTHON=f"{tmp_path}/python",
+                          PYTHONPATH="mine"))
+    assert in_order(f"^{called}".replace("ROOT", str(ROOT)), f"^{output.splitlines()[-1]}$"), output
 
 
 def test_a_script_uses_the_common_beside_it(tmp_path):

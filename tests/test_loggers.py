@@ -1,5 +1,5 @@
-"""What a user's loggers have been given is kept: the recipes of docs/copying.md, W&B and
-TensorBoard themselves, and whatever is registered with atexit."""
+"""What a user's loggers have been given is kept: the recipes of docs/copying.md, and whatever is
+registered with atexit."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.support.processes import ROOT, SMALL, edited
-from tests.support.sample import needs, sampled
+from tests.support.sample import sampled
 
 STAND_INS = """
 import types
@@ -61,29 +61,6 @@ def test_the_recipes(run, corpus, tmp_path):
     assert [record for record, _ in calls["log"]][-2:] == result.history[-2:]
     assert calls["scalar"] == [[name, value, step] for record, step in calls["log"]
                                for name, value in record.items()]
-
-
-def test_wandb_and_tensorboard_keep_all_that_they_get(tmp_path, corpus):
-    """Each of 10 lines, in a run that ends as any other."""
-    needs("wandb", "tensorboard")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    options = f"{SMALL} --steps 10 --log-every 1 --save-every 0 --data {corpus} --out {tmp_path}/a"
-    subprocess.run([sys.executable, with_recipes(tmp_path, "single.py"), *options.split()],
-                   cwd=tmp_path, env={**os.environ, "WANDB_MODE": "offline"}, check=True)
-    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    data, steps = path.read_bytes(), []
-    at = 7  # of the file's own header; then for each record checksum, length (2 bytes) and kind
-    while at < len(data):
-        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
-        record, at = Record.FromString(data[at + 7 : end]), end
-        if record.HasField("history"):
-            steps.append(record.history.step.num)
-    assert steps == [*range(1, 11)]
-    (path,) = tmp_path.glob("a-tensorboard/*")
-    events = [event for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
-    assert {event.step for event in events if event.summary.value[0].tag == "loss"} == {*steps}
 
 
 AT_EXIT = """

@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-import common.materialise
 import common.model
 from common.materialise import draw_weight, materialise
 from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
 )
 from common.step import decay_groups
+from tests.support.sample import table
 from tools.counting.counter import StepCounter
 
 CONFIG = ModelConfig(
@@ -31,42 +31,20 @@ def model():
 
 
 def test_arithmetic_is_llamas(model):
-    """Against the formulas, written out: complex rotations, repeated heads, an explicit mask."""
+    """Logits that the formulas gave, written out in this test in commit 5735d77: complex rotations,
+    repeated heads, an explicit mask. Positions of each sample's own change nothing."""
     model.double()
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough that nothing is nearly linear
-            parameter.mul_(5)
-    w = dict(model.named_parameters())
-    tokens = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(1))
-
-    def norm(x, weight):
-        return x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * weight
-
-    def heads(x, weight, rotated):
-        x = (x @ weight.T).view(2, 11, -1, 8).transpose(1, 2)
-        if rotated:
-            frequencies = CONFIG.rope_theta ** (-torch.arange(4, dtype=torch.float64) / 4)
-            turn = torch.exp(1j * torch.arange(11, dtype=torch.float64)[:, None] * frequencies)
-            turned = torch.complex(x[..., :4], x[..., 4:]) * turn
-            x = torch.cat((turned.real, turned.imag), -1)
-        return x.repeat_interleave(6 // x.shape[1], 1)
-
-    x = w["model.embed_tokens.weight"][tokens]
-    for i in (0, 1):
-        p = f"model.layers.{i}."
-        h = norm(x, w[p + "input_layernorm.weight"])
-        q, k, v = (heads(h, w[p + f"self_attn.{n}_proj.weight"], n != "v") for n in "qkv")
-        scores = q @ k.transpose(-1, -2) / 8**0.5
-        scores = scores.masked_fill(torch.ones(11, 11, dtype=bool).triu(1), float("-inf"))
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 11, 48)
-        x = x + out @ w[p + "self_attn.o_proj.weight"].T
-        h = norm(x, w[p + "post_attention_layernorm.weight"])
-        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
-    expected = norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-11)
-    shifted = torch.arange(11) + torch.tensor([[0], [5]])  # of each sample its own
-    torch.testing.assert_close(model(tokens, positions=shifted), expected, rtol=0, atol=1e-11)
+        for p in model.parameters():  # large enough that nothing is nearly linear
+            p.copy_(torch.arange(p.numel()).double().sin().view_as(p))
+    tokens = torch.arange(22).view(2, 11) ** 2 % 96
+    logits = model(tokens)
+    found = torch.cat((logits[1, ::3, 7], logits[0, -1, ::24]))
+    assert found.tolist() == pytest.approx([
+        -0.38529812, 0.549873171, 0.404838533, 0.389500811, -0.668786351, 0.256153448, 0.376861253,
+        -0.685643112], abs=1e-8)
+    shifted = torch.arange(11) + torch.tensor([[0], [5]])
+    torch.testing.assert_close(model(tokens, positions=shifted), logits, rtol=0, atol=1e-11)
 
 
 def test_angles_of_llama_3_1():
@@ -81,25 +59,22 @@ def test_angles_of_llama_3_1():
 def test_a_part_of_an_initial_weight(monkeypatch):
     """No more blocks of 64 rows are drawn than it touches. The sizes are GPT-2's: what enters the
     residual stream is smaller. Another name, or another seed, makes another weight."""
-    drawn, randn = [], torch.randn
-    monkeypatch.setattr(common.materialise.torch, "randn", lambda rows, *more, **options: (
-        drawn.append(rows), randn(rows, *more, **options)
-    )[1])
+    drawn = mock.Mock(wraps=torch.randn)
+    monkeypatch.setattr(torch, "randn", drawn)
     config, shape = dataclasses.replace(CONFIG, initializer_range=0.05), (200, 256)
     everything = slice(0, 200), slice(0, 256)
-    for name, std in ("0.self_attn.o_proj.weight", 0.025), ("0.mlp.down_proj.weight", 0.025), (
-        "q_proj.weight", 0.05
-    ):
+    for name, std in {"0.self_attn.o_proj.weight": 0.025, "0.mlp.down_proj.weight": 0.025,
+                      "v_proj.weight": 0.05, "q_proj.weight": 0.05}.items():
         whole = draw_weight(name, everything, shape, config, 0)
-        for other, seed in ("v_proj.weight", 0), (name, 1):
-            assert draw_weight(other, everything, shape, config, seed)[0, 0] != whole[0, 0]
         assert whole.std().item() == pytest.approx(std, rel=0.02)
-        assert len({block.sum().item() for block in whole.split(64)}) == 4
-        for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 0):
-            drawn.clear()
-            part = slice(first, last), slice(8, 40)
-            assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])
-            assert sum(drawn) == rows
+        assert draw_weight(name, everything, shape, config, 1)[0, 0] != whole[0, 0]
+    assert len({block.sum().item() for block in whole.split(64)}) == 4
+    assert draw_weight("v_proj.weight", everything, shape, config, 0)[0, 0] != whole[0, 0]
+    for first, last, blocks in (63, 65, 2), (64, 128, 1), (130, 200, 2), (200, 200, 0):
+        drawn.reset_mock()
+        part = slice(first, last), slice(8, 40)
+        assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])
+        assert drawn.call_count == blocks
 
 
 def test_only_matrices_decay():
@@ -188,14 +163,18 @@ def test_bytes_per_logit(monkeypatch, dtype):
         assert least < counter.peak["activations"] / 2**21 < most
 
 
-def test_large_presets_have_their_size():
-    for preset, billions in (("llama3-1b", 1.5), ("llama3-8b", 8.0), ("llama3-70b", 70.6),
-                             ("llama3-405b", 405.9)):
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in Transformer(PRESETS[preset]).parameters())
-        assert round(parameters / 1e9, 1) == billions
-        assert (PRESETS[preset].rope_theta, PRESETS[preset].rms_norm_eps) == (500_000, 1e-5)
-    assert not PRESETS["llama3-70b"].rope_scaling
-    assert PRESETS["llama3-405b"].rope_scaling == {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}
+@pytest.mark.parametrize("preset, billions", table("""
+llama3-1b | 1.5
+llama3-8b | 8.0
+llama3-70b | 70.6
+llama3-405b | 405.9
+"""))
+def test_large_presets_have_their_size(preset, billions):
+    config = PRESETS[preset]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Transformer(config).parameters())
+    assert f"{parameters / 1e9:.1f}" == billions
+    assert (config.rope_theta, config.rms_norm_eps) == (500_000, 1e-5)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert config.rope_scaling == (scaling if preset == "llama3-405b" else None)

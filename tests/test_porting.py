@@ -3,6 +3,7 @@ trainer, is trained as by one process, or refused in words."""
 
 import functools
 import importlib
+import re
 from unittest import mock
 
 import pytest
@@ -10,202 +11,76 @@ import torch
 from torch import nn
 
 import cp
-import pp
 from common.data import load_steps
 from common.model import Attention, plain_attention
 from common.options import SettingError
+from tests.support import lifted
 from tests.support.compare import assert_near, furthest, saved
-from tests.support.lifted import (
-    MAX_NORM, Mixture, Parts, Sequences, context, ddp, expert, fully_sharded, hybrid_in_one_stage,
-    hybrid_in_stages, pipeline, plain, tensor, train, zero
-)
+from tests.support.lifted import MAX_NORM, Parts, hybrid_in_stages, plain, train, zero
 from tests.support.on_ranks import on_ranks
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, table
+from tests.support.sample import table
 
 OPTIONS = ("--hidden-size 48 --intermediate-size 80 --num-hidden-layers 2 --num-attention-heads 4 "
-           "--num-key-value-heads 2 --seq-len 32 --batch-size 12 --steps 3 --log-every 1 "
-           "--warmup-steps 3 --save-every 2 --dtype float64")
+           "--num-key-value-heads 2 --seq-len 32 --batch-size 8 --grad-accum 2 --steps 3 "
+           "--log-every 1 --warmup-steps 3 --save-every 2 --dtype float64")
+PORTED = "\nimport torch\n", "\nimport torch\nfrom tests.support.ported import *\n"
+HEADINGS = re.findall(r"(?m)^## \w+: ([^;\n]*)(?:; (.*))?((?:\n[^#\n].*|\n)*)",
+                      (ROOT / "tests" / "ports.md").read_text())
 
 
-def with_model(new):
-    """The edits that put the model ``new``, of tests/support/ported.py, in place of ours."""
-    return [("\nimport torch\n", "\nimport torch\nfrom tests.support.ported import *\n"),
-            ("Transformer(args.config)", new)]
+def port(kind, script=""):
+    """The edits of ports.md that bring a kind to a script: pairs (text that it has once, new)."""
+    edits = [PORTED]
+    for kinds, scripts, body in HEADINGS:
+        if kind in kinds.split(", ") and script in (scripts.split() or [script]):
+            for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", body):
+                edits.append([re.sub(r"(?m)^[-+]", "", text)[:-1] for text in pair])
+    return edits
 
 
-TIE = [("        model = Transformer(args.config).to(args.param_dtype)\n",
-        "        model = Transformer(args.config).to(args.param_dtype)\n"
-        "        model.lm_head.weight = model.model.embed_tokens.weight\n")]
-TIED_UNITS = [("        [model.model.embed_tokens], *([layer]", "        *([layer]"),
-              ("[model.model.norm, model.lm_head],",
-               "[model.model.embed_tokens, model.model.norm, model.lm_head],")]
-
-# Attention of one's own: a sliding window, a soft cap, and ALiBi's slopes of a rank's own heads
-WINDOWS = with_model("with_own_attention(Transformer(args.config))")
-OWN_HEADS = [
-    ("replaces=plain_attention", "replaces=own_attention"),
-    (" attention=plain_attention)", " attention=functools.partial(own_attention, first_head="
-     "cp_rank * args.config.num_attention_heads // n))"),
-]
-
-# Parts that some samples do not use: a micro-batch of one sample uses one of the heads. They are
-# compared with one process in test_check.py
-HEADS = with_model("with_heads(Transformer(args.config))")
-UNITS = "        [model.model.norm, model.lm_head],\n"
-DATA_PARALLEL = {
-    "ddp.py": [("gradient_as_bucket_view=True",
-                "gradient_as_bucket_view=True, find_unused_parameters=True")],
-    **{f"{name.lower()}.py": [(f"        # {name}: the norm",
-                               f"        usage.drop_unused()\n        # {name}: the norm")]
-       for name in ("ZeRO", "FSDP")},
-}
-
-# A condition: in a pipeline it is the first token of what travels. Under tensor parallelism every
-# rank computes it, and adds it to a part of the sequence
-CONDITIONED = with_model("Conditioned(args.config)")
-CONDITION = "inputs[:, 0] % 4"
-IN_ONE = [("model(inputs, targets)", f"model(inputs, {CONDITION}, targets)")]
-IN_STAGES = [
-    ("    check_stages(whole,", "    for stage, part in zip(stages, parts):\n        if stage:\n"
-     "            del part.model.classes\n    check_stages(whole,"),
-    ("        hidden = torch.empty(*tokens.shape, args",
-     "        classes = torch.empty(len(tokens), dtype=torch.int64)\n"
-     "        hidden = torch.empty(len(tokens), 1 + args.seq_len, args"),
-    ("len(stage_layers), M, tokens, hidden", "len(stage_layers), M, (tokens, classes), hidden"),
-    ("schedule.eval(inputs, ", f"schedule.eval(inputs, {CONDITION}, "),
-    ("                inputs, targets=", f"                inputs, {CONDITION}, targets="),
-]
-TP_OF_CONDITION = [
-    ('    return {\n        "model.embed', """    return {
-        "model.classes": Replicated(),
-        "model.layers.*.shift": Replicated(partial_gradients=sequence_parallel),
-        "model.embed"""), *IN_ONE,
-]
-
-# Norms of queries and keys. Of (B, T, heads, K) a rank has its own heads
-NORMS = with_model("with_norms(Transformer(args.config))")
-TP_OF_NORMS = [('        "model.layers.*.self_attn.o_proj"', """\
-        "model.layers.*.self_attn.[qk]_norm": SequenceParallel(
-            sequence_dim=2, use_local_output=True),
-        "model.layers.*.self_attn.o_proj\"""")]
-
-# A plain head: the loop computes the loss of its logits, under tensor parallelism in shards
-PLAIN_HEAD = with_model("with_plain_head(Transformer(args.config))") + [
-    ("model(inputs, targets)", 'torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), '
-     'targets.flatten(), reduction="sum")'), (", head=model.lm_head)\n", ")\n")]
-TP_OF_HEAD = [
-    ('torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), '
-     'targets.flatten(), reduction="sum")', "loss_of_split_logits(model(inputs), targets)"),
-    ("    model.lm_head.loss = loss_of_split_logits  # TP: the logits are (B/accum, T, V/tp)\n",
-     ""),
-    ("output_layouts=Replicate()),\n    }", "output_layouts=Shard(-1),\n"
-     "                                   use_local_output=False),\n    }"),
-    ("loss += micro_loss.detach()", "loss += micro_loss.detach().full_tensor()")]
-
-# A recurrence: each rank adds what comes from the parts of the sequence before its own
-RECURRENCE = with_model("with_recurrence(Transformer(args.config))")
-CP_OF_RECURRENCE = [("    # CP: the positions in", """    for layer in layers if n > 1 else []:
-        layer.mesh = mesh["cp"]
-    # CP: the positions in""")]
-
-# LoRA: A and B are split as their base is
-LORA = with_model("with_lora(Transformer(args.config))") + [
-    ("decay_groups(model.parameters(),", "decay_groups(filter(lambda p: p.requires_grad, "
-     "model.parameters()),")]
-TP_OF_LORA = [
-    ('        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),\n', """\
-        "model.layers.*.self_attn.o_proj.base": RowwiseParallel(output_layouts=stream),
-        "model.layers.*.self_attn.o_proj.A": RowwiseParallel(output_layouts=Replicate()),
-        "model.layers.*.self_attn.o_proj.B": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=stream),
-        "model.layers.*.mlp.up_proj.base": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj.A": ColwiseParallel(output_layouts=Replicate()),
-        "model.layers.*.mlp.up_proj.B": ColwiseParallel(),
-"""),
-    ('        "model.layers.*.mlp.up_proj": ColwiseParallel(),\n', "")]
-
-# A model of one's own in a pipeline: six places name its parts
-OWN = with_model("Own(args.config)")
-OWN_IN_ONE = [("model.model.layers.values()", "model.blocks.values()"),
-              (", head=model.lm_head)", ")")]
-OWN_STAGES = [
-    ("len(whole.model.layers), n * v", "len(whole.blocks), n * v"),
-    ("layers = part.model.layers.values()", "layers = part.blocks.values()"),
-    (", head=part.lm_head)", ")"),
-    ("(model.lm_head, model.model.layers[\"0\"])", "(model.head, model.blocks[\"0\"])"),
-    ("""    for name in list(model.model.layers):
-        if int(name) not in layers[stage]:
-            del model.model.layers[name]
-    if stage > 0:
-        model.model.embed_tokens = nn.Identity()
-    if stage < len(layers) - 1:
-        model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
-""", """    for name in list(model.blocks):
-        if int(name) not in layers[stage]:
-            del model.blocks[name]
-    if stage > 0:
-        model.embed, model.places = nn.Identity(), nn.Identity()
-    if stage < len(layers) - 1:
-        model.norm, model.head = nn.Identity(), nn.Identity()
-"""),
-]
+# Of these test_check.py compares copies with one process.
+HEADS, UNITS = port("heads"), "        [model.model.norm, model.lm_head],\n"
+DATA_PARALLEL = {script: port("heads of ranks", script)[1:]
+                 for script in ("ddp.py", "zero.py", "fsdp.py")}
+EVALUATED = " --val-data {val} --val-batches 1 --val-every 1"
+OPTIONS_OF = {"a metric that is no mean": EVALUATED, "an average": EVALUATED}
+INFINITE = "gradients_times(float('inf'), 2)"
+INJECT = {"a step that is skipped": INFINITE, "a scaler": INFINITE}
+AS_BEFORE = "returns a dict", "dicts in dicts", "a metric that is no mean", "an average"
 
 
-# Optimizers
-def optimizers(new, parameters="model.parameters()"):
-    """The edits that put the list ``new`` in place of AdamW; P stands for the parameters."""
-    return [
-        (f"""    optimizer = torch.optim.AdamW(
-        decay_groups({parameters}, args.weight_decay), args.lr, args.betas, fused=True
-    )
-""", f"    optimizer = {new}\n".replace("P", parameters)),
-        ("        optimizer.step()\n", "        [each.step() for each in optimizer]\n"),
-        ("        optimizer.zero_grad()\n", "        [each.zero_grad() for each in optimizer]\n"),
-    ]
-
-
-TWO = ("[torch.optim.SGD([p for p in P if p.ndim == 2], 0.05, 0.9, nesterov=True), "
-       "torch.optim.AdamW([p for p in P if p.ndim < 2], args.lr)]")
-
-TRAINED_IF = ("after(common.model.Transformer, '__init__', lambda _, model, config: ["
-              "p.requires_grad_({}) for name, p in model.named_parameters()])")
-
-KINDS = {  # edits of all scripts; more of single.py and others; what is injected
-    "frozen": ([], {}, TRAINED_IF.format("p.ndim == 2 and not {'1', 'embed_tokens'} & "
-                                         "set(name.split('.'))")),
-    "tied": (TIE, {"zero.py": TIED_UNITS}, ""),
-    "only layer 1": ([], {}, TRAINED_IF.format("'layers.1.' in name")),
-    "windows": (WINDOWS, {"cp.py": OWN_HEADS}, ""),
-    "condition": (CONDITIONED,
-                  {"single.py": IN_ONE, "pp.py": IN_STAGES, "tp.py": TP_OF_CONDITION}, ""),
-    "lora": (LORA, {"tp.py": TP_OF_LORA}, ""),
-    "norms": (NORMS, {"tp.py": TP_OF_NORMS}, ""),
-    "plain head": (PLAIN_HEAD, {"tp.py": TP_OF_HEAD}, ""),
-    "recurrence": (RECURRENCE, {"cp.py": CP_OF_RECURRENCE}, ""),
-    "own stages": (OWN, {"single.py": OWN_IN_ONE, "pp.py": OWN_STAGES}, ""),
-    "two optimizers": ([], {
-        "single.py": optimizers(TWO), "zero.py": optimizers(TWO),
-    }, ""),
-}
-
-
-# test_check.py has ties, and heads that some samples do not use
 @pytest.mark.parametrize("kind, command, world", table("""
 * frozen | zero.py | 2
 * only layer 1 | pp.py | 2
 * windows | cp.py --attention ulysses | 2
 * condition | pp.py | 2
 * condition | tp.py | 2
-* two optimizers | single.py | 0
 * norms | tp.py | 2
 * own stages | pp.py | 2
+data that draws | single.py --grad-accum 4 | 0
+* data that draws | fsdp.py --workers 2 | 2
+* dicts in dicts | ddp.py | 2
+* z-loss | tp.py | 2
+class weights | fsdp.py | 2
+penalty | ddp.py | 2
+* penalty | zero.py | 2
+router | ep.py | 2
+* two optimizers | single.py | 0
+* state in many places | fsdp.py | 2
+* a step that is skipped | fsdp.py | 2
+* a scaler | fsdp.py | 2
+* a metric that is no mean | fsdp.py | 2
+* a scheduler with a state | fsdp.py | 2
+* an average | fsdp.py | 2
+noise and a norm | fsdp.py | 2
+a gradient that is changed | fsdp.py | 2
+* thawed after the save | fsdp.py | 2
 frozen | tp.py | 2
 tied | tp.py | 2
 tied | zero.py | 2
 only layer 1 | hybrid_3d.py --pp 2 | 2
 condition | tp.py --no-sequence-parallel | 2
-two optimizers | zero.py | 2
 lora | tp.py | 2
 lora | tp.py --no-sequence-parallel | 2
 norms | tp.py --no-sequence-parallel | 2
@@ -213,54 +88,97 @@ plain head | tp.py | 2
 plain head | tp.py --no-sequence-parallel | 2
 recurrence | cp.py --attention ulysses | 2
 own stages | pp.py --schedule zbv | 2
+data that draws | zero.py | 4
+data that draws | tp.py --workers 1 | 2
+data that draws | cp.py | 2
+data that draws | pp.py --workers 1 | 2
+dicts in dicts | single.py | 0
+dicts in dicts | zero.py | 2
+dicts in dicts | fsdp.py | 2
+dicts in dicts | tp.py | 2
+dicts in dicts | cp.py | 2
+dicts in dicts | pp.py | 2
+dicts in dicts | hybrid_3d.py | 2
+dicts in dicts | ep.py | 2
+z-loss | ddp.py | 2
+z-loss | zero.py | 2
+z-loss | fsdp.py --replicate 2 | 4
+z-loss | cp.py | 2
+z-loss | pp.py | 2
+z-loss | hybrid_3d.py --tp 2 --pp 2 | 4
+class weights | ddp.py | 2
+class weights | cp.py | 2
+class weights | pp.py | 2
+penalty | fsdp.py --replicate 2 | 4
+penalty | fsdp.py --no-reshard-after-forward | 2
+penalty | tp.py | 2
+penalty | cp.py | 2
+penalty | pp.py | 2
+penalty | hybrid_3d.py --tp 2 --pp 2 | 4
+penalty | hybrid_3d.py --cp 2 --tp 2 | 4
+returns a dict | fsdp.py | 2
+returns a dict | tp.py | 2
+returns a dict | pp.py | 2
+returns a dict | hybrid_3d.py --tp 2 --pp 2 | 4
+returns a dict | hybrid_3d.py --cp 2 | 2
+router | ep.py --ep 2 | 4
+router | ep.py --ep 1 --activation-checkpointing | 2
+two optimizers | zero.py | 2
+state in many places | ddp.py | 2
+state in many places | zero.py | 2
+state in many places | tp.py | 2
+state in many places | hybrid_3d.py | 2
+a step that is skipped | ddp.py | 2
+a step that is skipped | zero.py | 2
+a step that is skipped | pp.py | 2
+a scaler | zero.py | 2
+a metric that is no mean | ddp.py | 2
+a metric that is no mean | zero.py | 2
+a scheduler with a state | ddp.py | 2
+a scheduler with a state | zero.py | 2
+a scheduler with a state | tp.py | 2
+an average | ddp.py | 2
+an average | zero.py | 2
+an average | tp.py | 2
+noise and a norm | ddp.py | 2
+noise and a norm | zero.py | 2
+a gradient that is changed | ddp.py | 2
+a gradient that is changed | zero.py | 2
+a gradient that is changed | tp.py | 2
+thawed before the save | ddp.py | 2
+thawed before the save | zero.py | 2
+thawed before the save | fsdp.py | 2
+thawed before the save | tp.py | 2
+thawed after the save | ddp.py | 2
+thawed after the save | zero.py | 2
+thawed after the save | tp.py | 2
 """))
 def test_it_is_trained_as_by_one_process(once, tmp_path_factory, kind, command, world):
-    """Losses, norms and weights; those of the plain model differ. Then it resumes its own
-    checkpoint and that of one process."""
+    """All that is logged, weights and optimizer states; those of the plain model differ. Then it
+    resumes its own checkpoint of step 2, in the same bits, and that of one process."""
     script, _, more = command.partition(" ")
-    edits, own_edits, inject = KINDS[kind]
+    one, experts = ("ep.py", " --num-experts 4") if script == "ep.py" else ("single.py", "")
+    options, inject = OPTIONS + experts + OPTIONS_OF.get(kind, ""), INJECT.get(kind, "")
     folder = tmp_path_factory.getbasetemp() / kind.replace(" ", "-")
-    single, copy = (edited(folder, name, *edits, *own_edits.get(name, []))
-                    for name in ("single.py", script))
-    expected = once(single, 0, OPTIONS, inject=inject)
-    found = once(copy, world, f"{OPTIONS} {more}",
+    single, copy = (edited(folder, name, *port(kind, name)) for name in (one, script))
+    expected = once(single, 0, options, inject=inject)
+    found = once(copy, world, f"{options} {more}",
                  inject=f"{inject}; resumed(['{expected.out}'])".strip("; "))
-    plain = once("single.py", 0, OPTIONS).curve()
-    assert furthest(expected.curve(), plain) > 1e-3
-    assert furthest(found.curve(), expected.curve()) < 1e-10
+    plain = once(one, 0, options)
+    assert kind in AS_BEFORE or furthest(expected.curve(), plain.curve()) > 1e-4
+    for name in set().union(*expected.history) - {"tokens_per_second"}:
+        assert furthest(found.curve(name), expected.curve(name)) < 1e-10, name
     assert_near(saved(found), saved(expected))
-    if kind == "two optimizers":
-        assert expected.history[2]["lr"] == 0.05  # of the first group, at its peak
-    own, of_one = (found.again(i).curve() for i in (0, 1))
-    assert own == found.curve()[2:]  # bit for bit
-    assert furthest(of_one, expected.curve()[2:]) < 1e-10
+    assert found.again().curve() == found.curve()[2:]  # bit for bit
+    assert furthest(found.again(1).curve(), expected.curve()[2:]) < 1e-10
 
 
-NESTED = [("\nimport torch\n", "\nimport torch\nfrom tests.support.ported import *\n"),
-          ("dataset = open_dataset(args)", "dataset = Nested(open_dataset(args))")]
-UNPACKED = [("        seed_step(", "        batch = [(x['text']['tokens'], x['targets']) "
-             "for x in batch]\n        seed_step(")]
-FIRST = [("in dataset[0])", "in (dataset[0]['text']['tokens'], dataset[0]['targets']))")]
-KEYWORDS = [("Transformer(args.config)", "TakesText(args.config)"),
-            ("(batch, dist", "([(None, x['targets']) for x in batch], dist"),
-            ("(inputs, targets) in enum", "micro_batch in enum"),
-            ("x, y = (row.expand(samples, -1).to(device) for row in dataset[0])",
-             "sample = default_collate([dataset[0]] * samples)"),
-            ("replica.eval()(x, y)", "replica.eval()(**sample)"),
-            ("replica(inputs, targets)", "replica(**micro_batch)")]
-OF_SCRIPTS = {"single.py": 0, **dict.fromkeys(
-    "ddp.py zero.py fsdp.py tp.py cp.py pp.py hybrid_3d.py ep.py".split(), 2)}
-
-
-@pytest.mark.parametrize("script", sampled([*OF_SCRIPTS], ["ddp.py"]))
-def test_samples_may_be_dicts_in_dicts(once, tmp_path, script):
-    """In ddp.py the model takes them as keywords, elsewhere the loop takes out what it needs."""
-    more = " --num-experts 4" if script == "ep.py" else ""
-    edits = {"ddp.py": KEYWORDS, "cp.py": UNPACKED + FIRST}.get(script, UNPACKED)
-    copy = edited(tmp_path / "copy", script, *NESTED, *edits)
-    found = once(copy, OF_SCRIPTS[script], OPTIONS + more)
-    single = once("ep.py" if more else "single.py", 0, OPTIONS + more)
-    assert furthest(found.curve(), single.curve()) < 1e-10
+def test_zero_with_muon(once, tmp_path):
+    """Of examples/fsdp_muon.py, beside torch's, whose states have other names."""
+    one, found = (once(edited(tmp_path / "copies", script, *port("Muon", script)), world, OPTIONS,
+                       inject="unrounded_muon()").curve()
+                  for script, world in (("single.py", 0), ("zero.py", 2)))
+    assert furthest(one, found) < 1e-10
 
 
 @on_ranks(2)
@@ -290,110 +208,113 @@ def test_a_step_that_leaves_out_a_part_is_refused():
 # parameters of one process, also if a part of the model rests. Or the step is refused, as the table
 # in docs/strategies.md says.
 
-# What the samples of the micro-batches of each step use: see ``train`` and ``Choice`` of lifted.py
-NOBODY = ("cc cc", "cc cc")  # leaves out a part
-SOME_MICRO_BATCHES = ("aa bb", "bb aa", "aa bb")
-SOME_RANKS = ("ab bb", "bb ba", "aa ab")
-TAKEN = ("AB bb", "bb BA", "cc AB")  # all parts are computed, and each rank's loss takes one
-MORE = ("ac bb", "c- ca", "-b")  # other numbers of parts, or none
-NO_RANK = ("aa bb", "bb bb", "AA", "bb", "--")
-COLUMNS = [SOME_MICRO_BATCHES], [SOME_RANKS, TAKEN, MORE], [NO_RANK]
-
-EQUAL, CANNOT_BE = "equal", "cannot be"
-TORCH = "refused in the same step, in torch's words"
+# What the samples of the micro-batches of each step use: see ``train`` and ``Choice`` of lifted.py.
+# By the columns of the table: some micro-batches do not use a part; some ranks do not (in capitals:
+# all parts are computed, and each rank's loss takes one), also other numbers of parts or none; no
+# rank does.
+COLUMNS = [
+    ["aa bb, bb aa, aa bb"], ["ab bb, bb ba, aa ab", "AB bb, bb BA, cc AB", "ac bb, c- ca, -b"],
+    ["aa bb, bb bb, AA, bb, --"]]
 DROPPED = "equal with `drop_unused`, otherwise refused in the same step"
-OTHER_ORDER = "refused at the end of the step, if it ends: see below"
 OTHER_UNITS = "ranks used other units of FSDP"
 # What is refused: in the words, what is refused in the last of these steps
 REFUSED = {
-    TORCH: ("find_unused_parameters=True", [("ab",), ("cc", "aa"), ("cc cc", "cc ab")]),
+    "refused in the same step, in torch's words": (
+        "find_unused_parameters=True", ["ab", "cc, aa", "cc cc, cc ab"]),
     DROPPED: ("in step {} a rank left out parameters: call usage.drop_unused",
-              [("aa",), ("cc", "bb bb"), ("cc", "AA")]),
-    OTHER_ORDER: (f"in step {{}} {OTHER_UNITS}", [("ab",), ("cc", "ba")]),
+              ["aa", "cc, bb bb", "cc, AA"]),
+    "refused at the end of the step, if it ends: see below": (
+        f"in step {{}} {OTHER_UNITS}", ["ab", "cc, ba"]),
+    "equal": ("", []), "cannot be": ("", []),
 }
-
-
-def variants(function, make=Parts, **options):
-    """[(function with one of the values of the option, model)]"""
-    ((name, values),) = options.items()
-    return [(functools.partial(function, **{name: value}), make) for value in values]
-
-
-FIND = functools.partial(ddp, find_unused_parameters=True)
-TOGETHER = functools.partial(fully_sharded, together=True)
-GATHERED_ONCE = functools.partial(zero, together=True)
-PARTS_AND_EXPERTS = functools.partial(Mixture, rests=True)
-# The table in docs/strategies.md: its cells; what computes them on 2 ranks by default; what else;
-# what on 4 ranks.
-TABLE = {
-    "`ddp.py`, `cp.py`": (
-        [TORCH, TORCH, TORCH], [(ddp, Parts), (context, Sequences)],
-        variants(context, Sequences, attention=[cp.allgather_attention]), [(ddp, Parts)]),
-    "`ddp.py`, `cp.py` with `find_unused_parameters=True`": (
-        [EQUAL, EQUAL, EQUAL], [(FIND, Parts)],
-        variants(context, Sequences, find_unused_parameters=[True]), [(FIND, Parts)]),
-    "`zero.py`, `fsdp.py`, `ep.py`, `hybrid_3d.py`, each part a unit": (
-        [EQUAL, OTHER_ORDER, DROPPED],
-        variants(fully_sharded, replicas=[1]) + variants(zero, stage=[2]),
-        variants(functools.partial(fully_sharded, reshard=False), replicas=[2, 1])
-        + variants(fully_sharded, replicas=[2]) + variants(zero, stage=[1]),
-        variants(fully_sharded, replicas=[1, 2, 4])
-        + [(hybrid_in_one_stage, Parts)]),
-    "the parts in a module that is a unit": (
-        [EQUAL, DROPPED, DROPPED],
-        variants(TOGETHER, replicas=[1, 2]),
-        variants(functools.partial(TOGETHER, reshard=False), replicas=[1, 2])
-        + variants(GATHERED_ONCE, stage=[1, 2])
-        + variants(functools.partial(expert, together=True), PARTS_AND_EXPERTS, ep_ranks=[1, 2]),
-        variants(TOGETHER, replicas=[1, 2, 4]) + [(hybrid_in_stages, Parts)]),
-    "experts of `ep.py` that get no token": (
-        [EQUAL, EQUAL, EQUAL],
-        variants(expert, Mixture, ep_ranks=[2]), variants(expert, Mixture, ep_ranks=[1]),
-        variants(functools.partial(expert, replicas=2), Mixture, ep_ranks=[2, 1])),
-    "`tp.py`, `pp.py`": (
-        [EQUAL, CANNOT_BE, EQUAL], [(tensor, Parts)] + variants(pipeline, name=["zbv"]),
-        variants(pipeline, name=pp.SCHEDULES), []),
-}
+# The number of a row of the table; where this runs; a strategy, and a model
+STRATEGIES = """
+1 | sample | ddp(model) | Parts()
+1 | sample | context(model) | Sequences()
+1 | 2 ranks | context(model, cp.allgather_attention) | Sequences()
+1 | 4 ranks | ddp(model) | Parts()
+2 | sample | ddp(model, find_unused_parameters=True) | Parts()
+2 | 2 ranks | context(model, find_unused_parameters=True) | Sequences()
+2 | 4 ranks | ddp(model, find_unused_parameters=True) | Parts()
+3 | sample | fully_sharded(model) | Parts()
+3 | sample | zero(model) | Parts()
+3 | 2 ranks | zero(model, 2) | Parts()
+3 | 2 ranks | fully_sharded(model, 2) | Parts()
+3 | 2 ranks | zero(model, stage=1) | Parts()
+3 | 4 ranks | fully_sharded(model) | Parts()
+3 | 4 ranks | fully_sharded(model, 2) | Parts()
+3 | 4 ranks | fully_sharded(model, 4) | Parts()
+3 | 4 ranks | hybrid_in_one_stage(model) | Parts()
+4 | sample | fully_sharded(model, together=True) | Parts()
+4 | sample | fully_sharded(model, 2, together=True) | Parts()
+4 | 2 ranks | zero(model, together=True) | Parts()
+4 | 2 ranks | zero(model, 2, together=True) | Parts()
+4 | 2 ranks | zero(model, stage=1, together=True) | Parts()
+4 | 2 ranks | expert(model, 1, together=True) | Mixture(rests=True)
+4 | 2 ranks | expert(model, 2, together=True) | Mixture(rests=True)
+4 | 4 ranks | fully_sharded(model, together=True) | Parts()
+4 | 4 ranks | fully_sharded(model, 2, together=True) | Parts()
+4 | 4 ranks | fully_sharded(model, 4, together=True) | Parts()
+4 | 4 ranks | hybrid_in_stages(model) | Parts()
+5 | sample | expert(model, 2) | Mixture()
+5 | 2 ranks | expert(model, 1) | Mixture()
+5 | 4 ranks | expert(model, 2, replicas=2) | Mixture()
+5 | 4 ranks | expert(model, 1, replicas=2) | Mixture()
+6 | sample | tensor(model) | Parts()
+6 | sample | pipeline(model, "zbv") | Parts()
+6 | 2 ranks | pipeline(model, "gpipe") | Parts()
+6 | 2 ranks | pipeline(model, "1f1b") | Parts()
+6 | 2 ranks | pipeline(model, "interleaved1f1b") | Parts()
+6 | 2 ranks | pipeline(model, "loopedbfs") | Parts()
+6 | 2 ranks | pipeline(model, "zerobubble") | Parts()
+6 | 2 ranks | pipeline(model, "dualpipev") | Parts()
+"""
 
 
 @functools.cache
-def expected(steps, make):
-    return train(make, plain, steps)
+def expected(steps, model):
+    return train(eval(f"lambda: {model}", vars(lifted)), plain, steps.split(", "))
 
 
-def equal_steps(cells, make):
+def equal_steps(cells, model):
     """What a row trains as one process does, and whether with ``drop_unused``."""
-    yield NOBODY, False
-    for cell, all_steps in zip(cells, COLUMNS):
+    yield "cc cc, cc cc", False  # leaves out nothing
+    for number, cell in enumerate(cells):
         # The samples of ``context`` are alike: ranks with other positions are as those of ddp.
-        if cell in (EQUAL, DROPPED) and (make is not Sequences or all_steps is not COLUMNS[1]):
-            for steps in all_steps:
+        if cell in ("equal", DROPPED) and (model, number) != ("Sequences()", 1):
+            for steps in COLUMNS[number]:
                 yield steps, cell == DROPPED
 
 
-def compare(column):
-    for name, row in TABLE.items():
-        for strategy, make in row[column]:
-            for steps, dropped in equal_steps(row[0], make):
-                print(name, strategy, steps)
-                history, parameters = train(make, strategy, steps, dropped)
-                right, whole = expected(steps, make)
-                assert min(norm for _, norm in right) > MAX_NORM
-                torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
-                for key, value in parameters.items():
-                    torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-12)
-            for cell in dict.fromkeys(row[0]):
-                words, all_steps = REFUSED.get(cell, ("", []))
-                for steps in all_steps:
-                    print(name, strategy, cell, steps)
-                    match = words.format(len(steps))
-                    with pytest.raises((SettingError, RuntimeError), match=match):
-                        train(make, strategy, steps)
+def compare(where):
+    page = (ROOT / "docs" / "strategies.md").read_text().partition("\n## Parts that rest\n")[2]
+    table = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| (.*) \|$", page)
+    for row in STRATEGIES.strip().splitlines():
+        number, on, code, model = row.split(" | ")
+        if on != where:
+            continue
+        print(row)
+        make, strategy = (eval(text, vars(lifted)) for text in (f"lambda: {model}",
+                                                                f"lambda model: {code}"))
+        cells = table[int(number)]
+        for steps, dropped in equal_steps(cells, model):
+            history, parameters = train(make, strategy, steps.split(", "), dropped)
+            right, whole = expected(steps, model)
+            assert min(norm for _, norm in right) > MAX_NORM
+            torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
+            for key, value in parameters.items():
+                torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-12)
+        for cell in {*cells}:
+            words, refused = REFUSED[cell]
+            for steps in refused:
+                match = words.format(1 + steps.count(","))
+                with pytest.raises((SettingError, RuntimeError), match=match):
+                    train(make, strategy, steps.split(", "))
 
 
 @on_ranks(2)
 def test_a_sample_of_the_table():
-    compare(1)
+    compare("sample")
     # The calls are the same, and each rank's loss takes another part.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, zero, ("cc", "AB"))
@@ -401,23 +322,17 @@ def test_a_sample_of_the_table():
 
 @on_ranks(2, thorough=True)
 def test_the_rest_of_the_table():
-    compare(2)
+    compare("2 ranks")
 
 
 @on_ranks(4, thorough=True)
 def test_on_four_ranks():
-    compare(3)
+    compare("4 ranks")
     # Stages have other units; ranks of one stage have not.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, functools.partial(hybrid_in_stages, together=False), ("cc", "abba"))
     with pytest.raises(SettingError, match="drop_unused needs the group of the ranks of this"):
         train(Parts, lambda model: hybrid_in_stages(model)._replace(group=None), ("aa",), True)
-
-
-def test_the_table():
-    page = (ROOT / "docs" / "strategies.md").read_text()
-    for name, (cells, *_) in TABLE.items():
-        assert f"| {' | '.join([name, *cells])} |" in page
 
 
 # What cp.py refuses

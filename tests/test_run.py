@@ -124,25 +124,25 @@ def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, n
         goes_on(run(command, world, options), last, once(command, world, OPTIONS))
 
 
-ONCE = "sent = []\n{} and not sent and (sent.append(1), signal_self('SIGTERM')))"
-DURING_SAVE = ONCE.format("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('*{}.tmp')]")
+DURING_SAVE = ("sent = []; before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('*{}.tmp')] "
+               "and not sent and (sent.append(1), signal_self('SIGTERM')))")
 
 
 # In a save, also of the last step, and in an evaluation: the run ends after the next step
-@pytest.mark.parametrize("options, inject, last_line, left", [
-    ("", "at(8, signal_self, 'SIGTERM')", "final loss ... saved in", [3, 6, 8]),
-    ("", DURING_SAVE.format(6), "stopped after step 7 of 8, saved", [3, 6, 7]),
-    ("", DURING_SAVE.format(8), "final loss ... saved in", [3, 6, 8]),
-    ("--val-data {val} --val-every 4 --val-batches 1",
-     ONCE.format("before(Run, 'validation_loss', lambda *_: True"), "stopped after step 5", [3, 5]),
-    ("--save-every 0", "at(4, signal_self, 'SIGTERM')", "stopped after step 4 ... nothing is saved",
-     []),
-])
+@pytest.mark.parametrize("options, inject, last_line, left", table(f"""
+| at(8, signal_self, 'SIGTERM') | final loss ... saved in | 3 6 8
+| {DURING_SAVE.format(6)} | stopped after step 7 of 8, saved | 3 6 7
+| {DURING_SAVE.format(8)} | final loss ... saved in | 3 6 8
+--val-data {{val}} --val-every 4 --val-batches 1
+  | before(Run, 'validation_loss', lambda run: run.done < 5 and signal_self('SIGTERM'))
+  | stopped after step 5 | 3 5
+--save-every 0 | at(4, signal_self, 'SIGTERM') | stopped after step 4 ... nothing is saved |
+"""))
 def test_when_a_signal_comes(run, corpus, held_out, options, inject, last_line, left):
     options = f"{OPTIONS} --data {corpus} {options}".replace("{val}", held_out)
     result = run("single.py", 0, options, inject=inject)
     assert in_order(last_line, result.lines[-1]), result.lines[-1]
-    assert steps(result.out) == left
+    assert steps(result.out) == [*map(int, str(left).split())]
     assert [record["step"] for record in run("single.py", 0, options).history
             if "loss" in record] == list(range(1, 9))
 
@@ -193,9 +193,10 @@ def test_a_folder_that_is_moved_or_replaced(run, corpus, tmp_path, loses):
     assert steps(kept) == [3] and (kept == result.out or not list(result.out.glob("*")))
 
 
-def test_a_run_goes_on(run, corpus, tmp_path, capsys):
-    """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
-    half a line; a run without a checkpoint begins again. The process has its own handlers again."""
+@pytest.fixture
+def start(corpus, tmp_path, capsys):
+    """Run single.py in this process: gives what it prints, and the steps in its metrics.jsonl."""
+
     def start(options, out="out"):
         options = f"{SMALL} --data {corpus} --log-every 1 --out {tmp_path / out} {options}"
         single.main(options.split())
@@ -203,6 +204,12 @@ def test_a_run_goes_on(run, corpus, tmp_path, capsys):
         numbers = [json.loads(line)["step"] for line in lines if "step" in line]
         return capsys.readouterr().out, numbers
 
+    return start
+
+
+def test_a_run_goes_on(start, run, corpus, tmp_path):
+    """The first lines say what has changed. Lines of metrics.jsonl after the checkpoint go, and
+    half a line; a run without a checkpoint begins again. The process has its own handlers again."""
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
     handlers = [*map(signal.getsignal, numbers)]
     start("--steps 2")
@@ -211,29 +218,29 @@ def test_a_run_goes_on(run, corpus, tmp_path, capsys):
         file.write('{"step": 3}\n\na note\n{"step": 4')
     (tmp_path / "out" / "step-00000009.tmp").mkdir()
     said, lines = start("--steps 4 --lr 0.1")
-    (line,) = re.findall("resuming .*", said)
-    resuming = f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4"
-    assert line.startswith(resuming) and "; --lr was 0.002, is 0.1" in line
-    assert lines == [1, 2, 3, 4]
-    assert not (tmp_path / "out" / "step-00000009.tmp").exists()
+    assert in_order(f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4 ... "
+                    "; --lr was 0.002, is 0.1", said)
+    assert lines == [1, 2, 3, 4] and not (tmp_path / "out" / "step-00000009.tmp").exists()
     said, lines = start("--steps 4")
     nothing = f"nothing to train: {tmp_path}/out has done all of --steps 4: raise it, or for a new"
     assert said.endswith(f"{nothing} run take another --out\n") and lines == [1, 2, 3, 4]
-
-    source = tmp_path / "out" / "step-00000002"
-    said, lines = start(f"--steps 3 --from {source} --rope-theta 99", "new")  # for longer texts
-    assert f"resuming {source} after step 2" in said and lines == [3]
-    assert "; rope_theta was 10000.0, is 99.0" in said
-    with pytest.raises(SettingError, match="rope_theta is 99.0 in .* and 10000.0 in this run"):
-        start("--steps 5", "new")
-    said, lines = start(f"--steps 5 --from {source} --rope-theta 99", "new")  # its own comes first
-    assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]
-    assert steps(tmp_path / "out") == [2, 4] and steps(tmp_path / "new") == [3, 5]
-
     again = run("hybrid_3d.py", 2, f"{SMALL} --data {corpus} --steps 5")
     (line,) = re.findall("resuming .*", again.output)
     assert "Config(" not in line  # a mixture's, of which both have the same
-
     for number in 3, 2:
         said, lines = start(f"--steps {number} --save-every 0", "unsaved")
         assert lines == [1, 2, 3][:number] and said.endswith("nothing is saved\n")
+
+
+def test_a_run_goes_on_from_another(start, tmp_path):
+    start("--steps 2")
+    source = tmp_path / "out" / "step-00000002"
+    options = f"--from {source} --rope-theta 99"  # for longer texts
+    said, lines = start(f"--steps 3 {options}", "new")
+    assert in_order(f"resuming {source} after step 2 ... ; rope_theta was 10000.0, is 99.0", said)
+    assert lines == [3]
+    with pytest.raises(SettingError, match="rope_theta is 99.0 in .* and 10000.0 in this run"):
+        start("--steps 5", "new")
+    said, lines = start(f"--steps 5 {options}", "new")  # its own comes first
+    assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]
+    assert steps(tmp_path / "out") == [2] and steps(tmp_path / "new") == [3, 5]

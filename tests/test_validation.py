@@ -22,12 +22,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.frozen = nn.BatchNorm1d(1), nn.BatchNorm1d(1).eval()
-        self.weight, self.modes, self.first = nn.Parameter(torch.ones(())), [], []
+        self.weight, self.first = nn.Parameter(torch.ones(())), []
 
     def forward(self, inputs, targets):
-        self.modes.append((self.training, self.norm.training, self.frozen.training))
+        assert not (self.training or self.norm.training or torch.is_grad_enabled())
         self.first += inputs[:, 0].tolist()
-        assert not (inputs * self.weight).requires_grad
         return inputs.double().sum()
 
 
@@ -52,38 +51,36 @@ def test_what_it_evaluates(tmp_path):
     run, model = run_of(tmp_path, 31)
     found = [run.validation_loss() for _ in range(2)]
     first = model.first[:24]
-    assert model.first == 2 * first and len(set(first)) == 24
-    mean = sum(4 * byte + 6 for byte in first) / (24 * 4)
-    assert found == [pytest.approx(mean, rel=1e-12)] * 2
-    assert set(model.modes) == {(False, False, False)}
+    assert model.first == 2 * first and len({*first}) == 24
+    assert found == [pytest.approx(sum(first) / 24 + 1.5, rel=1e-12)] * 2  # of 4 bytes in a row
     assert model.training and model.norm.training and not model.frozen.training
     assert torch.equal(torch.get_rng_state(), random_state)
-
     other, of_other = run_of(tmp_path, 31, "--seed 5 --grad-accum 2 --val-batches 2 --workers 1")
     other.validation_loss()
-    assert of_other.first == first[:16] and len(of_other.modes) == 4
-    with pytest.raises(SettingError, match="no held-out sample has a target: all are -100"):
-        run_of(tmp_path, 31, loss_of=lambda batch: (0, 0))[0].validation_loss()
-    with pytest.raises(SettingError, match="less than one batch of --batch-size 8: give more data"):
-        run_of(tmp_path, 7)
-    with pytest.raises(SettingError, match="--val-data: this script gives Run no held-out data"):
-        run_of(tmp_path, 31, has=False)
+    assert of_other.first == first[:16]
+    for held_out, options, words in (
+        (31, {"loss_of": lambda batch: (0, 0)}, "no held-out sample has a target: all are -100"),
+        (7, {}, "less than one batch of --batch-size 8: give more data"),
+        (31, {"has": False}, "--val-data: this script gives Run no held-out data"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            run_of(tmp_path, held_out, **options)[0].validation_loss()
 
 
 def test_when_it_is_due(tmp_path):
     """Every 3 steps and after the last; its time counts as no training, nor does that of a save."""
     run, _ = run_of(tmp_path, 8, f"--out {tmp_path}/out --save-every 3 --log-every 1",
-                    after_evaluation=lambda: time.sleep(1))
+                    after_evaluation=lambda: time.sleep(0.2))
     run.resume()
     for step, _ in run.steps((step, None) for step in range(7)):
         run.after_step(step, 1.0, 1.0)
     assert [record["step"] for record in run.history if "val_loss" in record] == [3, 6, 7]
     rates = [record["tokens_per_second"] for record in run.history if "loss" in record]
-    assert len(rates) == 7 and min(rates) > 8 * 4
+    assert len(rates) == 7 and min(rates) > 8 * 4 / 0.2
 
 
 @pytest.mark.parametrize("command, world, stop", sampled(
-    RUNS := [("single.py", 0, 4), ("ddp.py", 2, 2), ("pp.py", 2, 4)], RUNS[:2]))
+    RUNS := [("ddp.py", 2, 2), ("single.py", 0, 4), ("pp.py", 2, 4)], RUNS[:1]))
 def test_a_step_is_saved_before_it_is_evaluated(run, once, corpus, held_out, command, world, stop):
     """The run dies while it evaluates. It goes on from that step, and only the evaluation is lost;
     also after its last step."""

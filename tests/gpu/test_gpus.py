@@ -1,9 +1,7 @@
-"""What test_cuda.py runs on GPUs, and what a machine without a GPU can check of it: its commands,
-and its test of kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
+"""What test_cuda.py runs on GPUs, and what a machine without a GPU can check of it: its test of
+kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 
-import importlib
 import itertools
-import os
 import types
 
 import pytest
@@ -17,7 +15,6 @@ import pp
 from common.options import SettingError
 from tests.gpu import kernels
 from tests.support.sample import thorough
-from tests.test_refusals import Started, started
 
 # A model that takes little time, and whose sizes can be split over 8 ranks
 SMALL = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-attention-heads 8 "
@@ -61,39 +58,20 @@ def llama_1b(n):
             "--lr 1e-4 --activation-checkpointing --save-every 0")
 
 
-def test_commands_are_accepted(monkeypatch):
-    """As the scripts parse and check them on a machine with GPUs, up to where they take one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for n in (1, 2, 4, 8):
-        for command in [
-            *[f"{command} {SMALL} {more}" for command, more in curves(n).items()],
-            *[f"{command} {llama_1b(n)}" for command in (*each_script(n), *UNCOUNTED_1B)],
-        ]:
-            script, *options = f"{command} --device cuda".split()
-            ranks = {} if script == "single.py" else {"RANK": "0", "WORLD_SIZE": str(n)}
-            monkeypatch.setattr(os, "environ", ranks)
-            module = importlib.import_module(script.removesuffix(".py"))
-            for name in ("start_process", "start_process_group"):
-                monkeypatch.setattr(module, name, started, raising=False)
-            with pytest.raises(Started):
-                module.main(options)
-
-
 def test_directions_of_a_pipeline(monkeypatch):
     """Only NCCL has a communicator for each; torch 2.13 has no such option."""
     monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
     monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
-    stage, hidden = torch.nn.Identity(), torch.empty(1)
     for name, backends, expected in (
         ("pipeline_per_direction_p2p", "cpu:gloo,cuda:nccl", True),
         ("pipeline_per_edge_p2p", "nccl", True), ("pipeline_per_edge_p2p", "gloo", False),
         ("other", "nccl", False),
     ):
-        config = types.SimpleNamespace(**{name: False})
-        monkeypatch.setattr(pp, "config", config)
+        monkeypatch.setattr(pp, "config", types.SimpleNamespace(**{name: False}))
         monkeypatch.setattr(dist, "get_backend", lambda group: backends)
-        pp.make_schedule("1f1b", [stage], [0], 2, 2, None, hidden, None, None, None, None)
-        assert vars(config) == {name: expected}
+        hidden = [torch.empty(1)] * 3
+        pp.make_schedule("1f1b", [torch.nn.Identity()], [0], 2, 2, *hidden, *[None] * 3)
+        assert vars(pp.config) == {name: expected}
 
 
 @pytest.mark.parametrize("undefined", [False, True])

@@ -1,15 +1,19 @@
-"""Models of docs/copying.md that no script trains. tests/test_porting.py brings each of them
-to the scripts."""
+"""Models of docs/copying.md that no script trains, optimizers, a metric. tests/test_porting.py
+brings each of them to the scripts."""
+
+import re
+import runpy
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.data import Dataset, default_collate  # noqa: F401
 
 from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotary_table
-from common.model import plain_attention, rotate
+from common.model import next_token_loss, plain_attention, rotate  # noqa: F401
+from tests.support.processes import ROOT
 
 # A condition, such as a class or the time of a diffusion model
 
@@ -44,6 +48,13 @@ class Conditioned(Transformer):
         if isinstance(self.lm_head, nn.Identity):  # not the last stage
             return torch.cat((condition, x), dim=1)  # (B, 1+T, D)
         return self.lm_head(self.model.norm(x), targets=targets)
+
+
+def train_only(model, names):
+    """Only the parameters whose names fit this regular expression."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(bool(re.search(names, name)))
+    return model
 
 
 # Attention of one's own
@@ -136,16 +147,15 @@ class Recurrent(Layer):
 
     def scan(self, x, decay=0.7):
         """h[t] = decay h[t-1] + x[t], (B, T, D)."""
-        states = [torch.zeros_like(x[:, 0])]
-        for row in x.unbind(1):
-            states.append(decay * states[-1] + row)
-        h = torch.stack(states[1:], 1)
+        T = x.shape[1]
+        since = torch.arange(T)[:, None] - torch.arange(T)
+        h = torch.where(since >= 0, decay ** since.clamp(min=0), 0).to(x.dtype) @ x
         if self.mesh is None:
             return h
-        ends = DTensor.from_local(states[-1][None], self.mesh, [Shard(0)], run_check=False)
+        ends = DTensor.from_local(h[None, :, -1], self.mesh, [Shard(0)], run_check=False)
         ends = ends.full_tensor(grad_placements=[Partial()])  # (ranks, B, D): the last states
         # Times 0, not left out: the backward pass of this gather is a collective of all ranks.
-        T, later = x.shape[1], self.mesh.get_local_rank() - 1 - torch.arange(len(ends))
+        later = self.mesh.get_local_rank() - 1 - torch.arange(len(ends))
         shares = torch.where(later >= 0, decay ** (T * later.clamp(min=0)), 0).to(x.dtype)
         before = (shares[:, None, None] * ends).sum(0)
         return h + decay ** torch.arange(1, T + 1)[:, None].to(x.dtype) * before[:, None]
@@ -308,3 +318,77 @@ def returns_tensor(model):
     """For a pipeline, whose stages return tensors."""
     model.register_forward_hook(
         lambda model, _, out: out["logits"] if isinstance(out, dict) else out)
+
+
+# Optimizers
+
+
+class Scattered(torch.optim.Optimizer):
+    """It keeps its state in many places: numbers in its groups, as schedule-free AdamW, Prodigy
+    and apex do, one of which is there only after the first step; and of each parameter a number, a
+    list, and a tensor in float32 or wider. Each changes what a step does."""
+
+    def __init__(self, parameters, lr):
+        start = {"lr": lr, "k": 0, "d": 1.0, "warm": False}
+        super().__init__(parameters, start)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 0.7
+            group["step"] = group.get("step", 0) + 1
+            rate = group["lr"] * group["d"] / (1 + group["k"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    wide = torch.promote_types(p.dtype, torch.float32)
+                    z = state.setdefault("z", p.to(wide, copy=True))
+                    state["calls"] = state.get("calls", 0) + 1
+                    past = state.setdefault("past", [])
+                    past.append(float(len(past)))
+                    share = (1 + group["warm"]) / group["step"] / (state["calls"] + sum(past))
+                    z -= rate * share * p.grad
+                    p.copy_(z)
+            group["warm"] = True
+
+
+class Listing(torch.optim.SGD):
+    """It keeps a list of tensors of each parameter."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["past"] = [p.detach().clone()]
+
+
+# Noise
+
+
+def normal_like(p, generator):
+    """Normal numbers in the shape of ``p``, the same however it is split."""
+    whole = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    if not hasattr(p, "placements"):
+        return whole
+    return distribute_tensor(whole, p.device_mesh, p.placements)
+
+
+# A metric that is no mean: does the model expect a blank?
+
+
+def pairs(logits, targets):
+    """(N, 2): the score of a blank and whether there is one, of each target."""
+    blank = ord(" ")
+    return torch.stack((logits[..., blank].flatten(), (targets == blank).flatten()), dim=1)
+
+
+def roc_auc_score(scores, labels):
+    """The share of pairs of a right and a wrong one in which the right one has more."""
+    right, wrong = scores[labels > 0], scores[labels == 0]
+    return (right[:, None] > wrong).double().mean().item()
+
+
+def muon_of_the_example(*arguments):
+    """An optimizer of the class of examples/fsdp_muon.py."""
+    return runpy.run_path(str(ROOT / "examples" / "fsdp_muon.py"))["Muon"](*arguments)
