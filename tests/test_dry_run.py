@@ -11,10 +11,10 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from tools.timing.mfu import flops_per_token
 from tests.support.processes import ROOT, edited
 from tests.support.sample import needs, sampled, table, thorough
 from tools import dry_run as tool
+from tools.bench import flops_per_token
 from tools.counting.counter import formula_of
 from tools.counting.stand_ins import equal_counts, pipeline
 
