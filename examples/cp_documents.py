@@ -3,11 +3,10 @@
 Read it beside cp.py: `diff cp.py examples/cp_documents.py`. A document ends with ``--separator``;
 it may begin on one rank and end on another. A mask by document comes on top of the causal one:
 
-- ring: blocks of keys still travel past every rank, so that all ranks send and receive alike. A
-  rank skips a block if none of its queries sees a key of it; otherwise a bias of -1e30 hides the
-  keys of other documents. A query may then see no key of a block. Its log-sum-exp there is about
-  -1e30, so it weighs nothing when the block is merged: the rank's own block comes first, and there
-  each query sees itself.
+- ring: blocks of keys travel past every rank, and a bias of -1e30 hides the keys of other
+  documents. A query may then see no key of a block. Its log-sum-exp there is about -1e30, so it
+  weighs nothing when the block is merged: the rank's own block comes first, and there each query
+  sees itself.
 - ulysses: after the all-to-all a rank has whole sequences, for its heads. That is a ring of one
   rank, so the same function attends to them. With more ranks than key/value heads, each of these
   heads is sent to several ranks, as in cp.py.
@@ -17,10 +16,7 @@ allgather is left out: it would need the same lines as the ring.
     torchrun --nproc_per_node=2 examples/cp_documents.py
     bash run.sh examples/cp_documents.py --attention ulysses --data FOLDER --separator 0
 
-Sent: what cp.py sends. Computed: if no document is longer than a chunk of the zig-zag, a rank
-attends to at most 3 of the n blocks: its own, and those with the chunks just before its two. With
-one long document it attends to all blocks, as in cp.py. In between, ranks may have unequal work.
-Once in each micro-batch the CPU waits for the GPU, to learn which blocks to skip.
+Sent and computed: what cp.py sends and computes, however short the documents are.
 
 Masks on a GPU (torch's sources, aten/src/ATen/native/transformers): the flash-attention kernel has
 no argument for a mask (sdp_utils_cpp.h, check_for_attn_mask). The memory-efficient kernel adds a
@@ -93,7 +89,7 @@ def main(argv=None):
         "ring": (ring_attention, True, group),
         "ulysses": (functools.partial(ulysses_attention, attention=ring_of_one), False, alone),
     }[args.attention]
-    documents = None  # of the micro-batch: see documents_in_sight
+    documents = None  # of the micro-batch: see documents_of
 
     @torch.compiler.disable  # since documents change
     def within_documents(q, k, v, **keywords):
@@ -130,7 +126,7 @@ def main(argv=None):
 
     def find_documents(tokens):  # CP: each rank has the tokens of whole sequences, (B/accum, T)
         nonlocal documents
-        documents = documents_in_sight(tokens, args.separator, shards, ring)
+        documents = documents_of(tokens, args.separator, shards)
 
     def loss_of_shard(micro_batch):  # CP: of the positions of this rank, for validation
         find_documents(micro_batch[0])
@@ -176,40 +172,19 @@ def main(argv=None):
     return run.history
 
 
-def documents_in_sight(tokens, separator, shards, group):
-    """For each of the n ranks in ``group`` the number of the document that each of its tokens is
-    in, (B, T/n); None for a rank if no query of this rank sees a key of it.
+def documents_of(tokens, separator, shards):
+    """For each of the n ranks the number of the document that each of its tokens is in, (B, T/n).
 
     tokens: (B, T). ``separator``: the token that is the last one of a document. ``shards``: the
-    positions of each rank, (n, T/n). The CPU waits for the device: call it once in a micro-batch.
+    positions of each rank, (n, T/n).
     """
     ends = (tokens == separator).long()
-    documents = list((ends.cumsum(1) - ends)[:, shards].unbind(1))
-    seen = []
-    for source, numbers in enumerate(documents):
-        queries, keys, _ = in_sight(source, group, shards.shape[1], is_causal=True)
-        # The keys of another rank that are in sight are before the queries. So the last key and the
-        # first query are in one document, if any two are.
-        last, first = numbers[:, keys][:, -1], documents[group.rank()][:, queries][:, 0]
-        seen.append((last == first).any())
-    for source, is_seen in enumerate(read_seen(seen)):
-        if source != group.rank() and not is_seen:
-            documents[source] = None
-    return documents
-
-
-def read_seen(seen):
-    """``seen`` as booleans."""
-    return torch.stack(seen).tolist()
-
-
-# For tools/dry_run.py, where tokens have no values: it counts one long document.
-WITHOUT_VALUES = {"read_seen": lambda seen: [True] * len(seen)}
+    return (ends.cumsum(1) - ends)[:, shards].unbind(1)
 
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
-    """Ring attention over a ProcessGroup, causal, within ``documents_in_sight``. The positions of a
+    """Ring attention over a ProcessGroup, causal, within ``documents_of``. The positions of a
     rank must be zig-zag chunks: see ``shard_positions``.
 
     Raises:
@@ -225,10 +200,7 @@ def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others
 
 
 def same_document(source, group, documents, heads, dtype):
-    """``in_sight``, and a bias (B, H, Q, S) that hides the keys of other documents; None: no key of
-    rank ``source`` is in sight."""
-    if documents[source] is None:
-        return None
+    """``in_sight``, and a bias (B, H, Q, S) that hides the keys of other documents."""
     queries, keys, causal = in_sight(source, group, documents[source].shape[1], is_causal=True)
     ours, theirs = documents[group.rank()][:, queries], documents[source][:, keys]
     visible = ours[:, None, :, None] == theirs[:, None, None, :]  # (B, 1, Q, S)

@@ -30,11 +30,9 @@ common weights and of their momentum, 2P/s, and in a meeting P/s more.
 
 A checkpoint has the common weights under their usual names, which `bash run.sh export` writes for
 transformers, and those of each replica, with the states of all. So a run resumes as it was, also
-between two meetings, with the same --replicas, on any number of ranks. A new run starts from random
-weights, or with --from-pretrained from those of a folder of Hugging Face.
+between two meetings, with the same --replicas, on any number of ranks.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -52,7 +50,6 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from fsdp import reduce_by_sum, shard
-from tools.huggingface.weights import load_weights
 
 
 def main(argv=None):
@@ -67,11 +64,6 @@ def main(argv=None):
                         metavar="LR", help="learning rate of the outer optimizer")
     parser.add_argument("--outer-momentum", type=at_least(0, float, below=1), default=0.9,
                         metavar="X", help="Nesterov momentum of the outer optimizer")
-    parser.add_argument("--from-pretrained", metavar="FOLDER", help="start from the weights in "
-                        "FOLDER, of a Llama that has the dimensions of --model")
-    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
-                        default=True, help="free the gathered parameters of a layer after its "
-                        "forward pass, and gather them again for the backward pass")
     Run.add_options(parser)
     args = parse_options(parser, argv)
     args.config = model_config(args)
@@ -98,12 +90,9 @@ def main(argv=None):
     usage = shard(
         model, units, mesh["dp_shard"],
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
-        reshard_after_forward=args.reshard_after_forward,
     )
     reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over this replica
     materialise(model, device, args.seed)  # the rows of this rank
-    if args.from_pretrained:
-        load_weights(model, args.from_pretrained)
 
     # Optimizer
     optimizer = torch.optim.AdamW(
@@ -137,9 +126,7 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, mesh.get_group("dp_shard"))  # DiLoCo: of this replica
-        for i, (inputs, targets) in enumerate(batch):  # (B/n/accum, T)
-            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
-                model.set_reshard_after_backward(i == args.grad_accum - 1)
+        for inputs, targets in batch:  # (B/n/accum, T)
             micro_loss = model(inputs, targets) / count
             micro_loss.backward()
             loss += micro_loss.detach() / R  # DiLoCo: the mean of the replicas' means is logged

@@ -1,12 +1,14 @@
 """fsdp.py with LoRA: a frozen base of Hugging Face in bfloat16, and trained adapters in float32.
 
     pip install -r examples/requirements.txt
-    torchrun --nproc_per_node=2 examples/fsdp_lora.py --from-pretrained FOLDER --lr 2e-4
-    bash run.sh examples/fsdp_lora.py --from-pretrained FOLDER --lr 2e-4 --export ADAPTERS
+    bash run.sh import_hf FOLDER runs/llama
+    bash run.sh examples/fsdp_lora.py --model runs/llama/model.json --base runs/llama/step-00000000 \\
+        --lr 2e-4 --export ADAPTERS
 
-FOLDER is a Llama that ``save_pretrained`` wrote. Every start loads it, also a resume: checkpoints
-hold the adapters only. PEFT reads what --export writes: PeftModel.from_pretrained(base, ADAPTERS).
-With --dtype float32 or float64 the base has that type too.
+FOLDER is a Llama that ``save_pretrained`` wrote; but any checkpoint can be the base. Every start
+loads it, also a resume: checkpoints hold the adapters only. PEFT reads what --export writes:
+PeftModel.from_pretrained(base, ADAPTERS). With --dtype float32 or float64 the base has that type
+too.
 
 A layer and its adapters are one unit of FSDP, which may hold two types. In a micro-batch each layer
 costs 2 all-gathers and 1 reduce-scatter: 4 and 2 for two layers. The common advice to wrap the
@@ -16,8 +18,6 @@ parameters, A/n of gradients and 2A/n of optimizer states, and sends (2G - F + A
 micro-batch. With more ranks than --lora-rank, A is sent with padding.
 """
 
-import argparse
-import hashlib
 import json
 import pathlib
 import sys
@@ -29,50 +29,35 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(1, str(pathlib.Path(__file__).parents[1]))  # where common/ and fsdp.py are
-from common.checkpoint import hash_of
+from common.checkpoint import hash_of, load, open_checkpoint
 from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
 from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
-from common.model import Transformer, wrap_layers
+from common.model import Transformer, add_model_options, model_config, wrap_layers
 from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from fsdp import check, reduce_by_sum, shard
-from tools.huggingface.config import read_config
-from tools.huggingface.weights import load_weights
+from fsdp import reduce_by_sum, shard
 
 
 def main(argv=None):
     parser = option_parser(__doc__)
+    add_model_options(parser)
     add_text_options(parser)
-    parser.add_argument("--from-pretrained", required=True, metavar="FOLDER",
-                        help="folder of the base")
+    parser.add_argument("--base", required=True, type=pathlib.Path, metavar="CHECKPOINT",
+                        help="a checkpoint of the base")
     parser.add_argument("--lora-rank", type=at_least(1), default=16, help="rank r of the adapters")
     parser.add_argument("--lora-alpha", type=at_least(1), default=32,
                         help="the output of an adapter is multiplied by alpha / r")
     parser.add_argument("--export", type=pathlib.Path, metavar="FOLDER",
                         help="write the trained adapters to this folder, for PEFT")
-    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
-                        default=True, help="free the gathered parameters of a layer after its "
-                        "forward pass, and gather them again for the backward pass")
-    parser.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
-                        help="replicas of the model, each sharded over world size / R ranks")
-    parser.add_argument("--cpu-offload", action="store_true",
-                        help="keep parameters, gradients and optimizer states in host memory")
     Run.add_options(parser)
     args = parse_options(parser, argv)
-    args.config = read_config(args.from_pretrained)
-    n = world_size()
-    check(args, n)  # before the ranks connect
+    args.config = model_config(args)
     if args.export and args.export.exists():
         raise SettingError(f"--export {args.export} exists: name a new folder")
     device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp_shard",))
-    if args.replicate > 1:  # FSDP: the ranks of a replica are adjacent: they communicate most
-        mesh = init_device_mesh(
-            device.type, (args.replicate, n // args.replicate),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
-        )
+    mesh = init_device_mesh(device.type, (world_size(),), mesh_dim_names=("dp_shard",))
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
@@ -87,15 +72,15 @@ def main(argv=None):
     ]
     usage = shard(
         model, units, mesh, dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
-        reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over all ranks
     # LoRA: no gradient reaches the embedding; FSDP would gather it again ahead of its turn.
     first, *_ = layers
     first.set_modules_to_backward_prefetch([first])
-    materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
+    materialise(model, device, args.seed)  # the rows of this rank
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    load_weights(model, args.from_pretrained, added=adapters)
+    base = {name: p for name, p in model.state_dict().items() if name not in adapters}
+    hash_of_base = load_base(base, args.base)
     for name, parameter in adapters.items():
         if name.endswith("lora_B.weight"):  # drawn too, but training starts from the base
             nn.init.zeros_(parameter)
@@ -114,9 +99,7 @@ def main(argv=None):
 
     # Resume: the step number is the only state of the data
     # LoRA: no checkpoint has the base, nor alpha: a resume needs the same
-    vars(args.config).update(
-        lora_alpha=args.lora_alpha, hash_of_base=hash_of_base(args.from_pretrained)
-    )
+    vars(args.config).update(lora_alpha=args.lora_alpha, hash_of_base=hash_of_base)
     run = Run(
         args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
         tensors=adapters,  # LoRA: what a checkpoint holds
@@ -131,12 +114,7 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
-        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
-            # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
-            last = i == args.grad_accum - 1
-            model.set_requires_all_reduce(last)
-            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
-                model.set_reshard_after_backward(last)
+        for inputs, targets in batch:  # (B/dp/accum, T)
             micro_loss = model(inputs, targets) / count
             micro_loss.backward()
             loss += micro_loss.detach()
@@ -147,9 +125,7 @@ def main(argv=None):
         optimizer.zero_grad()
         run.after_step(step, loss, grad_norm)
     if args.export and not (run.stopping and run.done < args.steps):  # LoRA: not if it was stopped
-        save_for_peft(
-            adapters, args.export, args.from_pretrained, args.lora_rank, args.lora_alpha
-        )
+        save_for_peft(adapters, args.export, args.lora_rank, args.lora_alpha)
     return run.history
 
 
@@ -180,14 +156,13 @@ def add_adapters(model, layers, r, alpha, dtype):
                 layer.set_submodule(name, LoraLinear(linear, r, alpha, dtype))
 
 
-def save_for_peft(adapters, folder, base, r, alpha):
+def save_for_peft(adapters, folder, r, alpha):
     """Write the adapters, {name: parameter}, into a new ``folder``, from which PEFT reads them.
-    ``base``: the folder of the base. All ranks call it, and hold all adapters for a moment."""
+    All ranks call it, and hold all adapters for a moment."""
     tensors = {f"base_model.model.{name}": parameter.detach().full_tensor().cpu()
                for name, parameter in adapters.items()}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r, "lora_alpha": alpha,
-        "base_model_name_or_path": str(pathlib.Path(base).resolve()),
         "target_modules": sorted({name.split(".")[-3] for name in adapters}),
     }
     if dist.get_rank() == 0:
@@ -196,14 +171,15 @@ def save_for_peft(adapters, folder, base, r, alpha):
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-def hash_of_base(folder):
-    """The hash of all weights in ``folder``. Each rank reads its files whole: ranks on different
-    machines might have different ones, of which each would load some rows."""
-    hashes = [hash_of(path) for path in sorted(pathlib.Path(folder).glob("*.safetensors"))]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+def load_base(tensors, checkpoint):
+    """Load ``tensors``, by their names, from a checkpoint. Returns its hash: machines might see
+    different ones, of which each would load some rows."""
+    reader, _ = open_checkpoint(checkpoint)
+    load(reader, tensors, {})
+    return hash_of(checkpoint / "SHA256SUMS")
 
 
-WITHOUT_VALUES = {"hash_of_base": lambda folder: ""}  # tools/dry_run.py reads no weights
+WITHOUT_VALUES = {"load_base": lambda tensors, checkpoint: ""}  # tools/dry_run.py reads no weights
 
 
 if __name__ == "__main__":

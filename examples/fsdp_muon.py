@@ -13,12 +13,11 @@ Sent in a step, on top of fsdp.py: two all-to-alls. M: bytes of the matrices. Ea
 (2M/n)(n-1)/n, if all own equally much. torch.optim.Muon under FSDP2 has 15 all-gathers for each
 matrix that is wide or square, and 10 all-reduces for each tall one. For llama3-8b in float32 on 8
 ranks that is 109 GB in a step; here it is 6.1 GB. It also computes in bfloat16, and so its updates
-depend on the number of ranks. Here Newton-Schulz has the type of the parameters. With --replicate
-each replica computes all updates. With more ranks than matrices some ranks own none. Exposed: both
-all-to-alls, and what the owner with most work computes.
+depend on the number of ranks. Here Newton-Schulz has the type of the parameters. With more ranks
+than matrices some ranks own none. Exposed: both all-to-alls, and what the owner with most work
+computes.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -31,35 +30,21 @@ from common.data import BatchSampler, add_text_options, load_steps, open_dataset
 from common.launch import launch, start_process_group, world_size
 from common.materialise import materialise
 from common.model import Transformer, add_model_options, model_config, wrap_layers
-from common.options import at_least, option_parser, parse_options
+from common.options import option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from fsdp import check, reduce_by_sum, shard
+from fsdp import reduce_by_sum, shard
 
 
 def main(argv=None):
     parser = option_parser(__doc__)
     add_model_options(parser)
     add_text_options(parser)
-    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction,
-                        default=True, help="free the gathered parameters of a layer after its "
-                        "forward pass, and gather them again for the backward pass")
-    parser.add_argument("--replicate", type=at_least(1), default=1, metavar="R",
-                        help="replicas of the model, each sharded over world size / R ranks")
-    parser.add_argument("--cpu-offload", action="store_true",
-                        help="keep parameters, gradients and optimizer states in host memory")
     Run.add_options(parser)
     args = parse_options(parser, argv)
     args.config = model_config(args)
-    n = world_size()
-    check(args, n)  # before the ranks connect
     device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("dp_shard",))
-    if args.replicate > 1:  # FSDP: the ranks of a replica are adjacent: they communicate most
-        mesh = init_device_mesh(
-            device.type, (args.replicate, n // args.replicate),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
-        )
+    mesh = init_device_mesh(device.type, (world_size(),), mesh_dim_names=("dp_shard",))
 
     # Model: built on the meta device, then materialised; each parameter is drawn from its own seed.
     with torch.device("meta"):
@@ -73,10 +58,9 @@ def main(argv=None):
     ]
     usage = shard(
         model, units, mesh, dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
-        reshard_after_forward=args.reshard_after_forward, cpu_offload=args.cpu_offload,
     )
     reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over all ranks
-    materialise(model, "cpu" if args.cpu_offload else device, args.seed)  # the rows of this rank
+    materialise(model, device, args.seed)  # the rows of this rank
 
     # Optimizer: Muon for the matrices of the layers, AdamW for embedding, norms and head
     inner = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -108,12 +92,7 @@ def main(argv=None):
         set_learning_rate(optimizer, step, args)
         loss = 0.0  # this rank's part of the mean
         count = count_targets(batch, dist.group.WORLD)  # FSDP: of all ranks
-        for i, (inputs, targets) in enumerate(batch):  # (B/dp/accum, T)
-            # FSDP: each micro-batch adds to sharded gradients; replicas are reduced after the last.
-            last = i == args.grad_accum - 1
-            model.set_requires_all_reduce(last)
-            if not args.reshard_after_forward:  # FSDP: gather once for all micro-batches
-                model.set_reshard_after_backward(last)
+        for inputs, targets in batch:  # (B/dp/accum, T)
             micro_loss = model(inputs, targets) / count
             micro_loss.backward()
             loss += micro_loss.detach()

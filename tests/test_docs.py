@@ -27,13 +27,12 @@ DOCSTRINGS = {f"{name}.py": ast.get_docstring(ast.parse((ROOT / f"{name}.py").re
 README = PAGES["README.md"]
 HISTORY = "CHANGELOG.md"  # it names options and files that are gone
 FOLDERS = ["", "common/", "parity/", "tools/", "tools/counting/",
-           "tools/timing/", "tools/huggingface/", "examples/", "docs/", "tests/",
-           "tests/support/", "tests/gpu/"]
-# Options of torchrun, Slurm, Docker, accelerate and run.sh, and of a trainer in tests/
+           "tools/huggingface/", "examples/", "docs/", "tests/", "tests/support/", "tests/gpu/"]
+# Of torchrun, Slurm, Docker, accelerate, run.sh, tools/bench.py, and of a trainer in tests/
 FOREIGN = {f"--{name}" for name in """all cap-add exclusive fsdp gpus-per-node help hsdp ipc
     local-rank master_addr mem multi_gpu nnodes node_rank nodes nproc_per_node ntasks-per-node
     num_processes output pid prefix query-norm rdzv-backend rdzv-endpoint requeue separator shm-size
-    shutdown-timeout signal signals-to-handle standalone tied ulimit""".split()}
+    shutdown-timeout signal signals-to-handle standalone tied trace ulimit""".split()}
 
 
 def section(text, heading):
@@ -87,7 +86,7 @@ def test_commands_and_options_exist(page):
             name = word.removeprefix("tools.").removesuffix(".py")
             if word in DOCSTRINGS or before in ("run.sh", "-m") and name in TOOLS:
                 owner = name
-                allowed = options(name) | (options("single") if name == "bench" else set())
+                allowed = options(name) | ({"--trace"} if "tools/bench.py" in words else set())
                 allowed |= options("check") if "check" in words else set()
             elif word.startswith("tests/"):
                 assert (ROOT / word).exists(), word

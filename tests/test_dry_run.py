@@ -11,10 +11,10 @@ import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS
-from tools.timing.mfu import flops_per_token
 from tests.support.processes import ROOT, edited
 from tests.support.sample import needs, sampled, table, thorough
 from tools import dry_run as tool
+from tools.bench import flops_per_token
 from tools.counting.counter import formula_of
 from tools.counting.stand_ins import equal_counts, pipeline
 
@@ -229,7 +229,7 @@ def test_it_reads_and_writes_nothing(dry_run, tmp_path):
 
 
 def test_a_folder_of_hugging_face(dry_run, tmp_path):
-    """Its config.json is the model. An example that loads its weights reads none: here are none."""
+    """Its config.json is the model. An example that loads a base reads none: here is none."""
     config = vars(PRESETS["tiny"]) | {"model_type": "llama", "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
     single = ROOT / "single.py"
@@ -238,7 +238,7 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
         "description": [f"model {tmp_path}: 815,232 parameters, bfloat16", found["description"][1]]}
     needs("safetensors")  # fsdp_lora.py needs it
     script = ROOT / "examples" / "fsdp_lora.py"
-    _, found = dry_run("--rank", 0, 2, script, "--from-pretrained", tmp_path)
+    _, found = dry_run("--rank", 0, 2, script, "--model", tmp_path, "--base", "no/such/checkpoint")
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 

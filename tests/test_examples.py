@@ -5,7 +5,6 @@ import difflib
 import functools
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from common.checkpoint import hash_of, load, open_checkpoint
 from common.data import BatchSampler, TokenDataset, add_text_options
 from common.materialise import draw_weight, materialise
 from common.model import Transformer, add_model_options, model_config
@@ -26,8 +26,6 @@ from tests.support.processes import BARE, ROOT
 from tests.support.sample import needs, sampled, table, thorough
 from tools.counting import theory
 from tools.huggingface import export
-from tools.huggingface.config import read_config
-from tools.huggingface.weights import load_weights
 
 NEEDS = {"fsdp_gpt2": ["transformers"], "tp_llama": ["transformers", "safetensors"],
          "fsdp_lora": ["safetensors"]}
@@ -40,12 +38,18 @@ LAST = "step-00000004"
 
 
 @pytest.fixture(scope="module")
-def base(once, tmp_path_factory):
-    """A folder with a Llama."""
+def checkpoint(once):
+    """Of a Llama."""
+    options = f"{MODEL} --num-hidden-layers {LAYERS} --seq-len 32 --batch-size 8 --steps 20"
+    return once("single.py", 0, options).out / "step-00000020"
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint, tmp_path_factory):
+    """A folder with the same Llama."""
     needs("safetensors")
     folder = tmp_path_factory.mktemp("base") / "llama"
-    options = f"{MODEL} --num-hidden-layers {LAYERS} --seq-len 32 --batch-size 8 --steps 20"
-    export.main([str(once("single.py", 0, options).out), str(folder)])
+    export.main([str(checkpoint), str(folder)])
     return folder
 
 
@@ -67,15 +71,16 @@ def start(server, request, lines, corpus, tmp_path_factory):
         "ddp_convnet": "", "fsdp_gpt2": f"--data {lines} --seq-len 24",
         "tp_llama": f"--from-pretrained BASE {text} --seq-len 32",
         "cp_documents": f"--data {lines} {val} {lines} {DOCUMENTS}",
-        "fsdp_lora": f"--from-pretrained BASE {text} --seq-len 24 --lora-rank 4 --lora-alpha 6",
+        "fsdp_lora": f"--base CHECKPOINT {text} {MUON} --lora-rank 4 --lora-alpha 6",
         "fsdp_muon": f"{text} {MUON}",
     }
 
     def start(name, world, options="", folder=None, inject="write_counts()", **kwargs):
         needs(*NEEDS.get(name, ()))
         options = f"{TRAINING} --log-every 1 --save-every 2 {own[name]} {options}"
-        if "BASE" in options:
-            options = options.replace("BASE", str(request.getfixturevalue("base")))
+        for word in "BASE", "CHECKPOINT":
+            if word in options:
+                options = options.replace(word, str(request.getfixturevalue(word.lower())))
         return server.run(f"examples/{name}.py", world, options, inject=inject,
                           folder=folder or tmp_path_factory.mktemp(name), **kwargs)
 
@@ -100,10 +105,8 @@ tp_llama | 2 | |
 tp_llama | 2 | | --no-sequence-parallel
 fsdp_gpt2 | 4 | --dropout 0 | --replicate 2
 cp_documents | 4 | | --activation-checkpointing selective
-fsdp_lora | 4 | | --replicate 2
-fsdp_lora | 4 | | --no-reshard-after-forward
-fsdp_lora | 3 | | --no-reshard-after-forward --activation-checkpointing
-fsdp_muon | 4 | --num-hidden-layers 4 | --replicate 2
+fsdp_lora | 4 | | --activation-checkpointing
+fsdp_muon | 4 | --num-hidden-layers 4 |
 fsdp_muon | 8 | --num-hidden-layers 1 --num-key-value-heads 1 | --grad-accum 1
 """))
 def test_follows_one_process(example, request, name, world, model, more):
@@ -124,39 +127,36 @@ def test_follows_one_process(example, request, name, world, model, more):
         args = settings(f"{DOCUMENTS} --grad-accum 2", attention="ring")
         assert found.counts()["sent"] == theory.cp(args, world)["sent"][1]
     if name in ("fsdp_lora", "fsdp_muon") and world in (2, 4):
-        replicate, reshard = 1 + ("-rep" in more), "-no" not in more
         sizes = lora_sizes if name == "fsdp_lora" else muon_sizes
-        args = settings(f"{MUON} --grad-accum 2 {model}", replicate=replicate, cpu_offload=False,
-                        reshard_after_forward=reshard)
-        states, sent, trained, counted = sizes(args, world, request)
+        args = settings(f"{MUON} --grad-accum 2 {model}", replicate=1, cpu_offload=False,
+                        reshard_after_forward=True)
+        states, sent, trained, counted = sizes(args, world)
         # On top: AdamW's count of steps; for clipping, a number for each tensor that is trained.
-        s, counts = world // replicate, found.counts()
+        counts = found.counts()
         assert counts["held"]["optimizer states"] == states + 4 * counted
-        norms = 2 * trained * 8 * (s - 1) / s
+        norms = 2 * trained * 8 * (world - 1) / world
         assert counts["sent"] == pytest.approx(sent + norms, abs=1)
 
 
-def lora_sizes(args, n, request):
+def lora_sizes(args, n):
     """Bytes of optimizer states, bytes sent, tensors that are trained, and by AdamW."""
     from examples.fsdp_lora import add_adapters
 
     with torch.device("meta"):
-        model = Transformer(read_config(request.getfixturevalue("base"))).double()
+        model = Transformer(args.config).double()
     add_adapters(model, model.model.layers.values(), 4, 6, torch.float64)
     P, A = (sum(p.nbytes for p in model.parameters() if p.requires_grad or frozen)
             for frozen in (True, False))
     F = theory.bytes_of(model.model.embed_tokens, model.model.norm, model.lm_head)
-    R, s, a, tensors = args.replicate, n // args.replicate, 2, 2 * MATRICES * LAYERS
-    sent = a * (2 * P - F + A) if args.reshard_after_forward else P + a * A
-    sent = sent * (s - 1) / s + 2 * A / s * (R - 1) / R + 16 * (n - 1) / n
-    return 2 * A / s, sent, tensors, tensors
+    tensors, sent = 2 * MATRICES * LAYERS, (2 * (2 * P - F + A) + 16) * (n - 1) / n
+    return 2 * A / n, sent, tensors, tensors
 
 
-def muon_sizes(args, n, request):
+def muon_sizes(args, n):
     matrices = [p for name, p in plain_model(args).named_parameters() if "_proj." in name]
-    layers, s = args.config.num_hidden_layers, n // args.replicate
+    layers = args.config.num_hidden_layers
     M, parts = sum(p.nbytes for p in matrices), theory.fsdp(args, n)
-    return (parts["optimizer_states"][1] - M / s, parts["sent"][1] + 2 * M / s * (s - 1) / s,
+    return (parts["optimizer_states"][1] - M / n, parts["sent"][1] + 2 * M / n * (n - 1) / n,
             9 * layers + 3, 2 * layers + 3)
 
 
@@ -183,8 +183,8 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 
 # How many lines of its script's ``main`` an example has not
 OTHERWISE = {
-    "diloco": 21, "cp_documents": 8, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 4,
-    "fsdp_muon": 5, "tp_llama": 13, "trainer_fsdp": 4,
+    "diloco": 24, "cp_documents": 8, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 24,
+    "fsdp_muon": 27, "tp_llama": 13, "trainer_fsdp": 4,
 }
 
 
@@ -276,15 +276,15 @@ def documents_by_hand(request, corpus):
 
 def lora_by_hand(request, corpus):
     """Without adapters as modules: the changes are added to the weights."""
-    base = request.getfixturevalue("base")
-    args, config = settings("--seq-len 24"), read_config(base)
-    model, pairs = Transformer(config).double(), {}
-    load_weights(model, base)
+    args, pairs = settings(MUON), {}
+    model = Transformer(args.config).double()
+    reader, _ = open_checkpoint(request.getfixturevalue("checkpoint"))
+    load(reader, dict(model.named_parameters()), {})
     for name, weight in model.requires_grad_(False).named_parameters():
         if "_proj." in name:
             shape = 4, weight.shape[1]
             slices = tuple(slice(0, size) for size in shape)
-            A = draw_weight(name.replace(".weight", ".lora_A.weight"), slices, shape, config,
+            A = draw_weight(name.replace(".weight", ".lora_A.weight"), slices, shape, args.config,
                             args.seed)
             pairs[name] = (A.double().requires_grad_(),
                            torch.zeros(len(weight), 4, dtype=torch.float64, requires_grad=True))
@@ -324,18 +324,20 @@ def test_one_process_is_a_plain_loop(example, request, corpus, name, loop):
 # fsdp_lora.py
 
 
-def test_another_base_is_refused(example, start, base, tmp_path):
-    """One number is enough, in a resume or on one of two ranks."""
+def test_another_base_is_refused(example, start, checkpoint, tmp_path):
+    """One byte is enough, in a resume or on one of two ranks."""
     resumed = example("fsdp_lora", 1, "--grad-accum 2").out.parent
     for rank in range(2):
-        shutil.copytree(base, tmp_path / f"rank{rank}" / "base")
-    path, *_ = (tmp_path / "rank1" / "base").glob("*.safetensors")
-    with open(path, "r+b") as weights:
-        weights.seek(-4, os.SEEK_END)
-        weights.write(b"9999")
+        shutil.copytree(checkpoint, tmp_path / f"rank{rank}" / "base")
+    other = tmp_path / "rank1" / "base"
+    with open(other / "run.json", "a") as file:
+        file.write(" ")
+    sums = {path: hash_of(path) for path in other.iterdir() if path.name != "SHA256SUMS"}
+    (other / "SHA256SUMS").write_text("".join(
+        f"{digest}  {path.name}\n" for path, digest in sums.items()))
     for world, folder, options, code in (
-        (1, resumed, f"--from-pretrained {tmp_path}/rank1/base", ""),
-        (2, tmp_path, "--from-pretrained base", "os.chdir(f'rank{rank}')"),
+        (1, resumed, f"--base {other}", ""),
+        (2, tmp_path, "--base base", "os.chdir(f'rank{rank}')"),
     ):
         result = start("fsdp_lora", world, options, folder, inject=code, expect_ok=False)
         assert not result.ok and "hash_of_base is " in result.output

@@ -280,5 +280,5 @@ def test_the_router_computes_in_float32():
 
 def test_biases_are_not_exported(trained, tmp_path):
     needs("safetensors")
-    with pytest.raises(SettingError, match="0.mlp.bias, which chooses experts and is not 0"):
+    with pytest.raises(SettingError, match="0.mlp.bias, which chooses experts, is not 0"):
         export.export(trained("ep.py", 0).out / "step-00000003", tmp_path / "exported")

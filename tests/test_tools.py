@@ -3,17 +3,16 @@
 import ast
 import importlib
 import json
-import signal
+import re
 
 import numpy as np
 import pytest
 
 from common.data import TokenDataset
 from common.options import SettingError
-from tests.support.commands import RUN, finish, start
-from tests.support.processes import TOOLS
-from tests.support.sample import needs, table, thorough
-from tools import bench, command, flatten, prepare
+from tests.support.processes import SMALL, TOOLS
+from tests.support.sample import needs, table
+from tools import command, flatten, prepare
 
 
 @pytest.fixture(scope="module")
@@ -101,31 +100,14 @@ def test_split_is_by_document(run_prepare, bpe, tmp_path):
     assert [set(side) for side in sides] == [set(train), set(validation)]
 
 
-def test_what_is_a_document_in_text_files(run_prepare, tmp_path, monkeypatch):
-    """The whole file; only a block that goes to val.bin divides it."""
-    monkeypatch.setattr(prepare.read_texts, "__defaults__", (2**8,))
+def test_what_is_a_document_in_text_files(run_prepare, tmp_path):
+    """The whole file, without a byte-order mark, between its tokens."""
     short, long = tmp_path / "a.txt", tmp_path / "b.txt"
-    short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # a byte-order mark is no text
-    lines = [*(f"猫 {i:07}\n" for i in range(100)), "🦊" * 2**10]
-    long.write_text("".join(lines))
-    train, _, output = run_prepare(short, long, "--val", 0)
-    assert train == ["one\r\ntwo", "".join(lines)] and "has the </s> that the token" in output
-    train, validation, output = run_prepare(short, long, "--val", 0.5, "--bos", "</s>", out="bos")
-    assert "the tokenizer itself adds" not in output
-    blocks = train[1::2], validation[1::2]  # each document begins and ends with a token
-    assert not any(train[::2]) and not any(validation[::2]) and all(map(len, blocks))
-    assert sum(map(len, map("".join, blocks))) == len("one\r\ntwo" + "".join(lines))
-    assert all(block.endswith("\n") or block in "".join(lines) for block in blocks[1])
-
-
-def test_bad_lines_can_be_left_out(run_prepare, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": null}\n{"text": "\\ud83d"}\n{"text": "\xff"}\n{\n'
-                     b'[1]\n{"text": "b"}')
-    train, _, output = run_prepare(path, "--val", 0, "--skip-bad-lines")
-    assert train == ["a", "b"] and "left out: 5 bad lines" in output
-    with pytest.raises(SettingError, match="a.jsonl.gz is compressed: unpack it first"):
-        next(prepare.read_texts("a.jsonl.gz", None, None))
+    short.write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    long.write_text("猫 🦊\n" * 2**10)
+    assert run_prepare(short, long, "--val", 0)[:2] == (["one\r\ntwo", "猫 🦊\n" * 2**10], [])
+    train, *_ = run_prepare(short, long, "--val", 0, "--bos", "</s>", out="bos")
+    assert train == ["", "one\r\ntwo", "", "猫 🦊\n" * 2**10]  # each begins and ends with a token
 
 
 def the_line(main, words):
@@ -143,12 +125,13 @@ b'{"text": "good"}\n{"body": "x"}' | | bad.jsonl, line 2 is not
 b'{"text": "\xff"}' | | bad.jsonl, line 1 is not
 b'{"text": "x"}' | --tokenizer {} | bad.jsonl is no tokenizer.json (
 b'\xff\xfe{\0}\0' | | line 1 is not {"text": "..."} in UTF-8 (
-b'{"text": null}' | | write each line so, or leave such out by --skip-bad-lines
-b' \n' | | bad.jsonl: no text
-b'{"text": " "}' | | bad.jsonl: no text
-b'{"text": "x"}' | --val 0.999999 | --val 0.999999: all documents are in val.bin
-b'{"text": "x"}' | --val nan | --val nan:
-b'{"text": "x"}' | --val 1 | --val 1.0:
+b'{"text": null}' | | line 1 is not
+b'{"text": "\\ud83d"}' | | line 1 is not
+b' \n' | | no document is in train.bin, 0 tokens in val.bin
+b'{"text": " "}' | | no document is in train.bin
+b'{"text": "x"}' | --val 0.999999 | no document is in train.bin, 2 tokens in val.bin: see --val 0.999999
+b'{"text": "x"}' | --val 1.5 | no document is in train.bin
+b'{"text": "x"}' | --val 1 | no document is in train.bin
 b'{"text": "x"}' | --eod <eos> | --eod <eos>: the tokenizer has no such
 b'{"text": "x"}' | --out {} | bad.jsonl exists
 b'{"text": "x"}' | --bos <s> | --bos <s>: the tokenizer has no such
@@ -178,7 +161,6 @@ dry_run | 1 folder | folder is no script
 dry_run | --rank 0 1 broken.py | cannot be imported: SyntaxError
 plan | --model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py --json no/plan.json
   | No such file or directory: 'no/plan.json'
-bench | --only fsdp.py --trace no/trace.json | No such file or directory: 'no/trace.json'
 export | folder out | folder is neither a checkpoint nor a run folder
 export | run out | run is no checkpoint
 import_hf | folder out | No such file or directory: 'folder/config.json'
@@ -209,43 +191,23 @@ def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys
 # The benchmark
 
 
-@pytest.mark.parametrize("words, said", table("""
---no-such-option | unrecognized arguments: --no-such-option
---only fsdp.py --cpu-offload | unrecognized arguments: --cpu-offload
---hidden-size 60 | num_attention_heads 8 does not divide hidden_size 60
---steps=9 | --steps is the sum of --warm-up and --timed
---only no.py | no.py is no script
---trace trace.json | give a name that ends in .json, and --only SCRIPT
+@pytest.mark.parametrize("script, words, said", table("""
+* fsdp.py | --steps 7 --trace {}/trace.json | seconds per step
+single.py | --steps 7 | seconds per step
+ddp.py | --steps 5 | ddp.py: error: 5 steps: the first 5 are a warm-up; raise --steps
+ddp.py | --steps 7 --trace no/trace.json | error: --trace no/trace.json cannot be
+no.py | | no.py is no script
 """))
-def test_what_a_benchmark_refuses(monkeypatch, words, said):
-    """Before its first round."""
-    monkeypatch.setattr(bench, "measure", None)
-    assert said in the_line(bench.main, ["--nproc", "2", *words.split()])
-
-
-@thorough
-def test_the_benchmark_runs(tmp_path):
-    """A script of one process, one of two, and a copy. It leaves no file. What fails says so in a
-    line; Ctrl-C ends it."""
-    def bench(words):
-        return start([*RUN, "bench", "--nproc", 2, "--rounds", 1, "--warm-up", 1, "--timed", 1,
-                      *words.split()], tmp_path, TMPDIR=str(tmp_path))
-
-    (tmp_path / "my.py").write_text((command.ROOT / "ddp.py").read_text())
-    output = finish(bench("--only single.py tp.py my.py --vocab-size 512 --seq-len 32"))
-    rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| `")]
-    assert [row[0] for row in rows] == ["| `single.py`", "| `tp.py`", "| `my.py`"], output
-    assert all(float(row[2].split()[0]) > 0 for row in rows)
-    (tmp_path / "my.py").unlink()
-    output = finish(bench("--only ddp.py --batch-size 3"))
-    assert "ddp.py failed: " in output.splitlines()[-1]
-    assert "--batch-size 3 cannot be shared evenly by 2" in output.splitlines()[-1]
-    assert {path.name[:14] for path in tmp_path.iterdir()} <= {"torchinductor_"}  # torch's cache
-    process = bench("--only single.py")
-    while "timed steps; --vocab-size 32000" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert finish(process).splitlines()[-1] == "bench.py: error: stopped"
-    finish(bench("--only ddp.py --vocab-size 512 --seq-len 32 --trace trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert any("all_reduce" in event.get("name", "") for event in events)
+def test_what_a_benchmark_says(run, tmp_path, script, words, said):
+    """Of a script of one process, or of two; a trace of its steps after the warm-up."""
+    world = 0 if script == "single.py" else 2
+    words = [script, *SMALL.split(), *words.format(tmp_path).split()]
+    result = run("tools/bench.py", world, words, pass_out=False, expect_ok=False)
+    (line,) = {line for line in result.lines if said in line}
+    assert result.ok == (said == "seconds per step"), result.output
+    if result.ok:
+        rate, seconds = (float(word.replace(",", "")) for word in re.findall(r"\d[\d,.]*", line)[:2])
+        assert rate == pytest.approx(8 * 32 / seconds, rel=0.01)
+    if "--trace" in words and result.ok:
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum("Optimizer.step" in event.get("name", "") for event in events) == 2

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from common.model import PRESETS
-from tools.timing.mfu import flops_per_token, peak_tflops
 from tests.support.processes import SMALL
 from tests.test_checkpoint import steps
+from tools.bench import flops_per_token, peak_tflops
 
 
 @pytest.fixture(scope="module")

@@ -1,177 +1,102 @@
-"""Time the steps of every script, or of your own beside them.
+"""Time the steps of a script: tokens per second, MFU, and a trace of where their time goes.
 
-    bash run.sh bench
-    bash run.sh bench --model small --dtype bfloat16 --compile --rounds 3
-    bash run.sh bench --only fsdp.py my_fsdp.py
-    bash run.sh bench --only fsdp.py --trace trace.json     where the time of a step goes
+    bash run.sh tools/bench.py fsdp.py --model small --dtype bfloat16 --compile --steps 25
+    NPROC=1 bash run.sh tools/bench.py single.py --vocab-size 32000 --steps 25
+    bash run.sh tools/bench.py fsdp.py --steps 8 --trace trace.json
 
-All scripts train the same model on the same samples, with the options that all of them share, such
-as those of the model. A model with a smaller vocabulary than 32,000 tokens gets one of 32,000,
-unless --vocab-size is given: head and loss are then a part of what is measured, as they are for a
-model that people train.
-
-Steps are timed after the warm-up, so that start-up does not count. Machines are noisy: the table
-has the median, minimum and maximum of several rounds. A row is printed when its rounds are done.
-CPU seconds are summed over all processes; on a GPU look at tokens/s and MFU.
+The script is one of this repository, or yours, if it takes Run from common/; it gets all options.
+Its first 5 steps are a warm-up, and do not count: the first ones start and compile. Head and loss
+are a part of what is measured as they are for a model that people train if the vocabulary has some
+32,000 tokens. Machines are noisy: start it several times, in turn with what you compare.
 """
 
-import json
-import os
 import pathlib
-import statistics
-import subprocess
+import re
 import sys
-import tempfile
+import time
 
 import torch
-from tqdm import tqdm
 
-from common.data import add_text_options
-from common.experts import MixtureConfig
-from common.model import add_model_options, model_config
-from common.options import at_least, option_parser, parse_options
-from tools.command import ROOT, fail, find, make_parser, run
-from tools.timing.mfu import flops_per_token, peak_tflops
+from common.launch import launch
+from common.options import SettingError, opening
+from common.run import Run
+from tools.command import load
 
-VOCABULARY = 32_000
-COMMANDS = [
-    "single.py", "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py",
-    "cp.py --attention ulysses", "cp.py --attention allgather", "pp.py",
-    "ep.py --num-experts 8 --expert-size 256", "hybrid_3d.py --tp {n}",
-]
+WARM_UP = 5
+# Dense matrix products in bfloat16, from NVIDIA's data sheets, in 10^12 operations per second.
+PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
+               "H100": 989, "H20": 148, "A100": 312, "A40": 150, "A10G": 70, "L40S": 362, "L4": 121}
 
 
-def measure(command, args, options):
-    """Run a command. Returns the seconds of a step, and its CPU seconds in all processes."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        run_timed(command, args, options, folder, folder)
-        costs = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("rank-*.json")]
-    seconds, cpu_seconds = zip(*costs)
-    return max(seconds), sum(cpu_seconds)
+class Timed(Run):
+    """Run, which also says how long a step takes after the warm-up."""
+
+    @staticmethod
+    def add_options(parser):
+        Run.add_options(parser)
+        parser.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="a .json file for a "
+                            "trace of rank 0, for chrome://tracing or https://ui.perfetto.dev")
+
+    def steps(self, numbered):
+        profiler, steps = None, 0
+        if self.args.trace and self.rank == 0:
+            profiler = torch.profiler.profile()
+            with opening(f"--trace {self.args.trace}"):
+                self.args.trace.touch()  # the profiler does not say that it cannot write
+        for each in super().steps(numbered):
+            yield each
+            steps += 1
+            if steps == WARM_UP:
+                start = self.now()
+                if profiler:
+                    profiler.start()
+        if steps <= WARM_UP:
+            raise SettingError(f"{steps} steps: the first {WARM_UP} are a warm-up; raise --steps")
+        self.say(self.summary((self.now() - start) / (steps - WARM_UP)))
+        if profiler:
+            profiler.stop()
+            profiler.export_chrome_trace(str(self.args.trace))
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def summary(self, seconds):
+        rate = self.units / seconds
+        words = f"{rate:,.0f} {self.unit}/s, {seconds:.4g} seconds per step"
+        if self.device.type == "cuda" and self.unit == "tokens":
+            peak = peak_tflops(torch.cuda.get_device_name()) * 1e12 * self.ranks
+            operations = rate * flops_per_token(self.args.config, self.args.seq_len)
+            words += f", MFU {operations / peak:.1%}" if peak else ""
+        return words
 
 
-def run_timed(command, args, options, folder, result):
-    """Run a command on its processes, which write their costs, or a trace, to ``result``. The
-    output of torchrun comes to ``folder``. Raises SettingError: it has failed."""
-    script, *given = command.split()
-    last = args.warm_up + args.timed
-    environment = {  # as run.sh sets them
-        "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        **os.environ, "OMP_NUM_THREADS": "1",
-        "TMPDIR": folder,  # torchrun leaves a folder of its own behind if it is stopped
-    }
-    environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}"
-    words = [
-        "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
-        f"--nproc-per-node={processes(command, args)}", ROOT / "tools/timing/timed.py",
-        str(args.warm_up), str(last), result, find(script).resolve(), *given, *options,
-        "--steps", str(last), "--log-every", "1000000",
-    ]
-    with open(pathlib.Path(folder, "output"), "w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words], env=environment, stdout=output, stderr=output)
-        try:
-            status = process.wait()
-        finally:
-            process.terminate()  # torchrun ends its processes
-            process.wait()
-        output.seek(0)
-        lines = output.read().splitlines() or ["it said nothing"]
-    if status:
-        said = [line for line in lines if "error: " in line] or lines[-1:]
-        fail(f"{command} failed: {said[0]}")
+def flops_per_token(config, seq_len):
+    """Floating-point operations per token of a forward and a backward pass, as PaLM counts them
+    (arXiv:2204.02311, appendix B): 6 for each parameter of a matrix product that a token meets, and
+    for attention 12 x layers x heads x head_dim x T, of which a causal mask leaves half."""
+    width, mlp = config.num_attention_heads * config.head_dim, 3 * config.intermediate_size
+    if getattr(config, "num_experts", 0):
+        mlp = config.num_experts + 3 * config.experts_per_token * config.expert_size
+    attention = 2 * width + 2 * config.num_key_value_heads * config.head_dim
+    layers = config.num_hidden_layers * config.hidden_size * (attention + mlp)
+    products = layers + config.hidden_size * config.vocab_size
+    return 6 * products + 6 * config.num_hidden_layers * width * seq_len
 
 
-def processes(command, args):
-    return 1 if "single" in command else args.nproc
+def peak_tflops(name):
+    """That of a GPU; 0: it is not known."""
+    return next((peak for known, peak in PEAK_TFLOPS.items()
+                 if re.search(rf"\b{known}\b", name)), 0)  # an L40 is no L4
 
 
-def parse(argv):
-    """The parsed options of the tool; those of the scripts, in words and parsed."""
-    parser, whole = make_parser("bench", __doc__), at_least(1)
-    parser.usage = "%(prog)s [options] [options that all scripts share]"
-    parser.add_argument("--nproc", type=whole, default=torch.cuda.device_count() or 2, metavar="N",
-                        help="processes of each command (default: one per GPU, or 2 without GPUs)")
-    parser.add_argument("--rounds", type=whole, default=5, metavar="N",
-                        help="rounds (default: 5)")
-    parser.add_argument("--warm-up", type=whole, default=5, metavar="STEPS",
-                        help="steps before the timed ones; the first compiles (default: 5)")
-    parser.add_argument("--timed", type=whole, default=20, metavar="STEPS",
-                        help="steps that are timed (default: 20)")
-    parser.add_argument("--only", nargs="+", action="extend", metavar="SCRIPT",
-                        help="time these scripts only, ours or paths of your own")
-    parser.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="instead of timing, run "
-                        "the first of --only, and write a trace of its timed steps on rank 0 by "
-                        "torch.profiler: for chrome://tracing or https://ui.perfetto.dev")
-    args, options = parser.parse_known_args(argv)
-    if any(word.partition("=")[0] == "--steps" for word in options):
-        fail("--steps is the sum of --warm-up and --timed here: give these")
-    if args.trace and (args.trace.suffix != ".json" or not args.only):
-        fail(f"--trace {args.trace}: give a name that ends in .json, and --only SCRIPT")
-    shared = option_parser("")
-    add_model_options(shared, MixtureConfig)
-    add_text_options(shared)
-    settings = parse_options(shared, options)
-    settings.config = model_config(settings, MixtureConfig)
-    if "vocab_size" not in settings and settings.config.vocab_size < VOCABULARY:
-        options += ["--vocab-size", str(VOCABULARY)]
-        settings.vocab_size = VOCABULARY
-        settings.config = model_config(settings, MixtureConfig)
-    return args, options, settings
-
-
-def commands_of(args):
-    """The commands to time. Raises SettingError: --only names no script."""
-    commands = []
-    for script in args.only or [None]:
-        ours = [command.format(n=args.nproc) for command in COMMANDS
-                if script in (None, command.split()[0])]
-        commands += ours or [str(find(script))]
-    return commands
-
-
-def main(argv=None):
-    args, options, settings = parse(argv)
-    commands = commands_of(args)
-    if args.trace:
-        args.trace.touch()  # torch.profiler does not say that it cannot write
-        args.timed = min(args.timed, 3)
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            run_timed(commands[0], args, options, folder, args.trace.resolve())
-        print(f"{args.trace}: {args.timed} steps of rank 0 of {commands[0]}")
-        return
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"torch {torch.__version__}, --nproc {args.nproc} on {device}, {os.cpu_count()} cores; "
-          f"--rounds {args.rounds} of {args.timed} timed steps; {' '.join(options)}", flush=True)
-    with tqdm(total=args.rounds * len(commands), unit=" runs", dynamic_ncols=True) as bar:
-        for command in commands:
-            bar.set_description(command)
-            costs = []
-            for _ in range(args.rounds):
-                costs.append(measure(command, args, options))
-                bar.update()
-            cells = row(command, costs, args, settings)
-            if command == commands[0]:
-                tqdm.write(f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|")
-            tqdm.write(f"| {' | '.join(cells.values())} |")
-            sys.stdout.flush()
-
-
-def row(command, costs, args, settings):
-    """The cells of a row, by the heads of their columns. ``costs``: of each round, as of
-    ``measure``."""
-    seconds, cpu_seconds = zip(*costs)
-    median = statistics.median(seconds)
-    rate = settings.batch_size * settings.seq_len / median
-    cells = {"command": f"`{command}`", "tokens/s": f"{rate:,.0f}"}
-    peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else 0
-    if peak:
-        operations = rate * flops_per_token(settings.config, settings.seq_len)
-        cells["MFU"] = f"{operations / (peak * 1e12 * processes(command, args)):.1%}"
-    cells["seconds per step"] = f"{median:.4g} ({min(seconds):.4g} to {max(seconds):.4g})"
-    cells["CPU seconds per step"] = f"{statistics.median(cpu_seconds):.4g}"
-    return cells
+def main():
+    script = load(sys.argv[0], ("main", "Run"))
+    script.Run = Timed
+    script.main()
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.argv = sys.argv[1:] or ["nothing"]  # the name and the options of the script
+    launch(main)

@@ -27,4 +27,7 @@ part 110 "each script over NCCL, on ranks that share the card, beside one proces
   $tests $workers -k "not llama and not host_memory and not records"
 part 60 "predicted and held bytes" $tests -k "llama and (single or fsdp) and not compile"
 part 50 "replicas in host memory, three times" $tests -k host_memory
-part 140 "speed" python3 -m tools.bench $model --only single.py fsdp.py
+for script in single fsdp; do
+  part 70 "speed of $script.py" python3 -m torch.distributed.run --standalone \
+    --nproc-per-node=1 tools/bench.py $script.py $model --steps 25
+done

@@ -115,30 +115,6 @@ def unrounded_muon():
         tensor.clone() if kwargs.get("dtype") == torch.bfloat16 else to(tensor, *args, **kwargs))
 
 
-# Weights of Hugging Face
-
-def load_again(folder):
-    """What a rank has resumed from the weights that were imported from ``folder`` is, to the bit,
-    what load_weights gives it. And load_weights reads no more than that."""
-    from tools.huggingface import weights  # not beside a copy of a script
-
-    models, read = [], []
-    after(common.materialise, "materialise", lambda _, model, *args: models.append(model))
-    after(weights.Weights, "read", lambda part, *args: read.append(part.numel()))
-
-    def load(*args, **options):
-        own = [weights.local_part(p.detach()) for model in models for p in model.parameters()]
-        resumed = [part.clone() for part in own]
-        for part in own:
-            part.fill_(float("nan"))
-        for model in models:
-            weights.load_weights(model, folder)
-        assert own and all(map(torch.equal, own, resumed))
-        assert sum(read) == sum(part.numel() for part in own)
-
-    after(Run, "resume", load)
-
-
 # Faults
 
 def at(number, do, *arguments, on=None):

@@ -27,10 +27,9 @@ SMALL = "--hidden-size 32 --num-hidden-layers 2 --seq-len 32 --batch-size 8"
 BARE = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
 # What run.sh calls a tool, and its module
 TOOLS = {
-    "bench": "tools.bench", "check": "tools.check", "dry_run": "tools.dry_run",
-    "export": "tools.huggingface.export", "flatten": "tools.flatten",
-    "import_hf": "tools.huggingface.import_hf", "parity": "parity", "plan": "tools.plan",
-    "prepare": "tools.prepare",
+    "check": "tools.check", "dry_run": "tools.dry_run", "export": "tools.huggingface.export",
+    "flatten": "tools.flatten", "import_hf": "tools.huggingface.import_hf", "parity": "parity",
+    "plan": "tools.plan", "prepare": "tools.prepare",
 }
 PATIENCE = 600  # seconds after which what runs is taken to hang, however busy the machine is
 

@@ -47,7 +47,6 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
         "start_process": functools.partial(start_process, start, world_size),
         "init_device_mesh": pretend.outside(init_device_mesh),  # it reads the ranks' numbers
         "materialise": allocate, "wrap_layers": wrap_uncompiled,
-        "load_weights": lambda *_, **__: None,  # the values of a base model
         "CPUOffloadPolicy": functools.partial(CPUOffloadPolicy, pin_memory=False),
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,

@@ -1,4 +1,4 @@
-"""The dimensions in a Hugging Face config.json, of a Llama or a Mixtral, as our ModelConfig.
+"""The dimensions in a Hugging Face config.json, of a Llama or a Mixtral, and our ModelConfig.
 
 A script's --model reads a JSON file with our own names, which import_hf.py writes.
 """
@@ -30,13 +30,6 @@ def config_file(path):
     return path / "config.json" if path.is_dir() else path
 
 
-def read_config(path):
-    """The ModelConfig of a config.json, or of its folder; of a Mixtral a MixtureConfig. Raises
-    SettingError if it lacks a dimension, or is of another architecture."""
-    path = config_file(path)
-    return config_from(read_json(path), path)
-
-
 def read_json(path):
     """The JSON object in a file. Raises SettingError if there is something else."""
     try:
@@ -48,18 +41,15 @@ def read_json(path):
     return content
 
 
-def config_from(content, path):
-    """The ModelConfig that a dict describes, the content of the config.json ``path``."""
-    kind, inner = content.get("model_type"), content.get("text_config") or {}
-    if kind != "llama" and inner.get("model_type") == "llama":
-        raise SettingError(
-            f"{path} has model_type {kind!r}; its text is a Llama: with transformers set llama = "
-            f"LlamaForCausalLM(model.config.text_config), llama.model = model.model.language_model,"
-            f" llama.lm_head = model.lm_head, and save that by llama.save_pretrained")
+def read_config(path):
+    """The ModelConfig of a config.json, or of its folder; of a Mixtral a MixtureConfig. Raises
+    SettingError if it lacks a dimension, or is of another architecture."""
+    path = config_file(path)
+    content, config_class = read_json(path), ModelConfig
+    kind = content.get("model_type")
     if kind not in ("llama", "mixtral"):
         raise SettingError(f"{path} has model_type {kind!r}: only 'llama' and 'mixtral' are "
                            f"supported")
-    config_class = ModelConfig
     if kind == "mixtral":
         config_class, content = MixtureConfig, MIXTRAL | content
         content["num_experts"] = content["num_local_experts"]
@@ -72,12 +62,9 @@ def config_from(content, path):
     for field in dataclasses.fields(ModelConfig)[:5]:  # the sizes of a Llama
         if content.get(field.name) is None:
             raise SettingError(f"{path} lacks {field.name}, which that of a Llama has")
-    values = {}
-    for field in dataclasses.fields(config_class):
-        if (value := content.get(field.name)) is not None:
-            values[field.name] = value
+    names = [field.name for field in dataclasses.fields(config_class)]
     try:
-        return config_class(**values)
+        return config_class(**{x: content[x] for x in names if content.get(x) is not None})
     except SettingError as error:
         raise SettingError(f"{path}: {error}") from None
 
@@ -97,6 +84,20 @@ def rope_of(content, path):
             f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' (Llama "
             f"3.1) is supported, with {', '.join(LLAMA_3_1)}")
     return inner | {"rope_scaling": {"rope_type": kind, **rope}}
+
+
+def described(config):
+    """What a config.json says of a ModelConfig. Names are from before transformers 5, which still
+    reads them."""
+    values, kind = dict(vars(config)), "Llama"
+    if values.pop("num_experts", 0):
+        kind = "Mixtral"
+        values["num_local_experts"] = config.num_experts
+        values["num_experts_per_tok"] = values.pop("experts_per_token")
+        values["intermediate_size"] = values.pop("expert_size")
+    return values | {
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
 
 
 def add_preset(name):

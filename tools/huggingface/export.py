@@ -1,36 +1,33 @@
 """Write a checkpoint as a folder that Hugging Face's ``from_pretrained`` reads.
 
     bash run.sh export runs/fsdp exported
-    bash run.sh export runs/fsdp/step-00000200 exported --dtype bfloat16
+    bash run.sh export runs/mine/step-00000200 exported --like llama --dtype bfloat16
 
 From a run folder it takes the newest checkpoint. Any script may have saved it, on any number of
-ranks. It writes config.json, and a safetensors file for each layer, with their index. If the run
-began with imported weights, config.json is the imported one, with what the run has changed, and
-generation_config.json comes too. Checkpoints contain no tokenizer: copy one into the folder. One
-process is enough, without a GPU, with memory for a layer. It needs one more package: ``pip install
-safetensors``.
+ranks. It writes config.json and model.safetensors. ``--like`` names the folder of the model from
+which the run began: what its config.json and generation_config.json say beyond dimensions, such as
+which token ends a text, is taken over. Copy the tokenizer yourself. One process is enough, without
+a GPU, with memory for the weights. It needs one more package: ``pip install safetensors``.
 """
 
 import ast
 import dataclasses
-import itertools
 import json
 import pathlib
-import re
 import shutil
 
 import torch
 import torch.distributed.checkpoint as dcp
-from tqdm import tqdm
 
+from common.checkpoint import list_checkpoints, open_checkpoint
 from common.experts import MixtureConfig
 from common.model import ModelConfig
-from common.checkpoint import list_checkpoints, open_checkpoint
 from tools.command import fail, make_parser, new_folder, run
-from tools.huggingface.config import config_from, read_json
-from tools.huggingface.weights import check_shapes, parts_of, shapes_of
+from tools.huggingface.config import described, read_json
+from tools.huggingface.weights import empty_state, is_bias, their_names
 
-GENERATION = "generation_config.json"
+
+GENERATION = "generation_config.json"  # when ``generate`` of transformers stops
 
 
 def find_checkpoint(path):
@@ -42,24 +39,6 @@ def find_checkpoint(path):
     return found[-1]
 
 
-def folder_of_import(checkpoint):
-    """The folder of import_hf.py with the weights from which the run of ``checkpoint`` began, maybe
-    through other runs; None: the run began without such weights. Raises SettingError if the folder
-    is gone."""
-    seen = set()
-    while checkpoint not in seen and (checkpoint / "run.json").exists():
-        if (checkpoint.parent / "config.json").exists():
-            return checkpoint.parent
-        seen.add(checkpoint)
-        settings = read_json(checkpoint / "run.json")
-        checkpoint = pathlib.Path(settings["options"].get("--from", "None"))
-    # No run saves step 0.
-    if checkpoint.name == "step-00000000" and not checkpoint.exists():
-        fail(f"the run began with {checkpoint}, which is not here: config.json and {GENERATION} "
-             f"are taken from beside it; put it back, or start where it is")
-    return None
-
-
 def model_config(saved):
     """The ModelConfig in the content of a run.json."""
     names = {field.name for field in dataclasses.fields(MixtureConfig)}
@@ -68,122 +47,63 @@ def model_config(saved):
     return (MixtureConfig if "num_experts" in values else ModelConfig)(**values)
 
 
-def huggingface_config(config, dtype, seq_len, imported=None):
-    """The content of a config.json: that of the folder ``imported``, with what the run has changed.
-    Names are from before transformers 5, which still reads them. Our data has no special tokens.
-    ``seq_len``: that of the run, or None."""
-    values, content = described(config), {"bos_token_id": None, "eos_token_id": None}
-    length = seq_len or 2048  # imported weights have none: the default of transformers
-    if scaling := config.rope_scaling:
-        longest = scaling["factor"] * scaling["original_max_position_embeddings"]
-        length = max(length, int(longest))
-    if imported:
-        path = imported / "config.json"
-        content = read_json(path)
-        before = described(config_from(content, path))
-        values = {name: value for name, value in values.items() if before.get(name) != value}
-        length = max(content.get("max_position_embeddings") or length, seq_len or 0)
-    content.pop("rope_parameters", None)  # transformers 4 does not read it, and takes 10,000
-    for name in {"dtype", "torch_dtype"} & content.keys() or ["torch_dtype"]:
-        content[name] = str(dtype).removeprefix("torch.")
-    return content | values | {
-        "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
-        "max_position_embeddings": length, "tie_word_embeddings": False}
+def read_weights(checkpoint, reader, config, dtype):
+    """The state dict of our model of ``config`` in a checkpoint. Raises SettingError: it is of
+    another model. ``dtype``: to read them in; None: as they are."""
+    stored, state, weights = {}, empty_state(config), {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        if key.startswith("model."):
+            stored[key.removeprefix("model.")] = entry
+    for name in state | stored:
+        if name.partition(".")[2] in state:  # ema.NAME, of an average of the weights
+            continue
+        if name not in stored or name not in state or stored[name].size != state[name].shape:
+            fail(f"{checkpoint} is of no Llama or Mixtral of its dimensions: see {name}")
+        weights[name] = torch.empty(
+            state[name].shape, dtype=dtype or stored[name].properties.dtype)
+    named = {f"model.{name}": x for name, x in weights.items()}
+    dcp.load(named, storage_reader=reader, no_dist=True)
+    return weights
 
 
-def described(config):
-    """What a config.json says of a ModelConfig."""
-    values, kind = dict(vars(config)), "Llama"
-    experts = values.pop("num_experts", 0)
-    chosen, size = (values.pop(name, None) for name in ("experts_per_token", "expert_size"))
-    if experts:
-        kind = "Mixtral"
-        values |= {"num_local_experts": experts, "num_experts_per_tok": chosen,
-                   "intermediate_size": size}
-    return {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, **values,
-    }
+def write_weights(path, weights):
+    """Write the state dict of our model to a safetensors file."""
+    from safetensors.torch import save_file  # an optional package
+
+    theirs = {}
+    for name, x in weights.items():
+        if is_bias(name):
+            if x.any():
+                fail(f"{name}, which chooses experts, is not 0; a Mixtral has no such bias: train "
+                     f"with --balance-rate 0")
+            continue
+        names = their_names(name, x.shape)
+        parts = [part.clone() for part in x] if len(names) > 1 else [x]
+        theirs.update(zip(names, parts))
+    save_file(theirs, path, metadata={"format": "pt"})
 
 
-class Tensors:
-    """The tensors in a checkpoint of a model of ``config``. Raises SettingError unless it has all
-    parameters of the model, and nothing more of it."""
-
-    def __init__(self, checkpoint, reader, config):
-        self.reader, metadata = reader, reader.read_metadata()
-        reader.read_metadata = lambda *_, **__: metadata  # read it once, not for each tensor
-        self.stored = metadata.state_dict_metadata
-        shapes = {name.removeprefix("model."): tuple(entry.size)
-                  for name, entry in self.stored.items() if name.startswith("model.")}
-        # Copies, such as ema.lm_head.weight of an average of the weights, are not exported.
-        shapes = {name: size for name, size in shapes.items()
-                  if name.partition(".")[2] not in shapes}
-        for name in [name for name in shapes if name.endswith(".mlp.bias")]:
-            if self.read(name).any():
-                fail(f"{checkpoint} has {name}, which chooses experts and is not 0; a Mixtral has "
-                     f"no such bias: train with --balance-rate 0")
-            del shapes[name]
-        check_shapes(shapes, shapes_of(config), checkpoint)
-
-    def dtype(self, name):
-        return self.stored[f"model.{name}"].properties.dtype
-
-    def read(self, name):
-        entry = self.stored[f"model.{name}"]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load({f"model.{name}": tensor}, storage_reader=self.reader, no_dist=True)
-        return tensor
-
-
-def export(checkpoint, folder, dtype=None):
-    """Write ``checkpoint`` into a new ``folder``: under another name, and renamed when all of it is
-    on disk. ``dtype``: the torch.dtype to write; None: the one in the checkpoint.
-
-    Raises:
-        SettingError: the checkpoint is damaged or not of a Llama, or ``folder`` exists.
-    """
+def export(checkpoint, folder, dtype=None, like=None):
+    """Write ``checkpoint`` into a new ``folder``, in the torch.dtype ``dtype`` or as it is. ``like``:
+    see the docstring above. Raises SettingError: the checkpoint is damaged or of another model, or
+    ``folder`` exists."""
+    content = {"bos_token_id": None, "eos_token_id": None}  # our data has none
+    if like:
+        content = read_json(like / "config.json")
     with new_folder(folder) as half:
         reader, saved = open_checkpoint(checkpoint)
         config = model_config(saved)
-        tensors = Tensors(checkpoint, reader, config)
-        dtype = dtype or tensors.dtype("model.embed_tokens.weight")
-        write_weights(half, tensors, parts_of(config), dtype)
-        imported, seq_len = folder_of_import(checkpoint), saved["fixed"].get("--seq-len")
-        write_json(half / "config.json", huggingface_config(
-            config, dtype, seq_len and int(seq_len), imported))
-        # It says when ``generate`` of transformers stops. A model may have none.
-        if imported and (imported / GENERATION).exists():
-            shutil.copy(imported / GENERATION, half)
-
-
-def write_weights(folder, tensors, parts, dtype):
-    """Write a file for each layer, and one for what is before and behind them. ``parts``: those of
-    ``parts_of``."""
-    from safetensors.torch import save_file  # an optional package
-
-    def layer(name):
-        return re.findall(r"layers\.\d+", name)
-
-    files = [list(names) for _, names in itertools.groupby(parts, layer)]
-    index = {"metadata": {"total_size": 0}, "weight_map": {}}
-    for number, names in enumerate(tqdm(files, "writing", leave=False), 1):
-        path, content = f"model-{number:05d}-of-{len(files):05d}.safetensors", {}
-        for ours, group in itertools.groupby(names, lambda name: parts[name][0]):
-            tensor = tensors.read(ours).to(dtype)  # of experts: all experts of a matrix
-            if not torch.stack(tensor.aminmax()).isfinite().all():
-                fail(f"{ours} has numbers too large for {dtype}: take --dtype bfloat16")
-            for name in group:
-                expert = parts[name][1]
-                content[name] = tensor if expert is None else tensor[expert].clone()
-        save_file(content, folder / path, metadata={"format": "pt"})
-        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in content.values())
-        index["weight_map"] |= dict.fromkeys(content, path)
-    write_json(folder / "model.safetensors.index.json", index)
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content, indent=2) + "\n")
+        weights = read_weights(checkpoint, reader, config, dtype)
+        write_weights(half / "model.safetensors", weights)
+        content.pop("rope_parameters", None)  # transformers 4 does not read it, and takes 10,000
+        content.pop("dtype", None)  # which transformers 4 names otherwise, and 5 reads both
+        lengths = content.get("max_position_embeddings"), saved["fixed"].get("--seq-len")
+        content |= described(config) | {
+            "torch_dtype": str(weights["lm_head.weight"].dtype).removeprefix("torch."),
+            "max_position_embeddings": max(int(length or 1) for length in lengths)}
+        (half / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        if like and (like / GENERATION).exists():
+            shutil.copy(like / GENERATION, half)
 
 
 def main(argv=None):
@@ -192,12 +112,17 @@ def main(argv=None):
                         help="a run folder, or a checkpoint in it")
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR",
                         help="the folder to create; it must not exist")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="type of the numbers in the files (default: as trained)")
+    parser.add_argument("--like", type=pathlib.Path, metavar="FOLDER",
+                        help="the Hugging Face folder from which the run began")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="type of the numbers in the file (default: as trained)")
     args = parser.parse_args(argv)
     checkpoint = find_checkpoint(args.checkpoint)
-    export(checkpoint, args.folder, args.dtype and getattr(torch, args.dtype))
-    print(f"{checkpoint} -> {args.folder}: config.json and safetensors files")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    export(checkpoint, args.folder, dtype, args.like)
+    print(f"{checkpoint} -> {args.folder}: config.json and model.safetensors")
+    if not args.like:
+        print("without --like: config.json names no token that ends a text")
 
 
 if __name__ == "__main__":

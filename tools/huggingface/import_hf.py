@@ -7,102 +7,86 @@
 llama is a folder of a Llama or Mixtral that ``save_pretrained`` wrote: config.json, and safetensors
 files. The tool writes runs/llama/step-00000000, the weights alone, and runs/llama/model.json, the
 dimensions for --model. Any script begins from them, on any number of ranks, with a fresh optimizer.
-It copies config.json, and generation_config.json if there is one: ``export`` looks there for what
-our model does not know. The numbers keep their types until a script reads them. One process is
-enough, without a GPU. It needs one more package: ``pip install safetensors``.
-
-It reads and writes one tensor after the other. So it does not need memory for the model, but for
-about twice the largest tensor. In a Mixtral one tensor holds a matrix of all experts of a layer.
+The numbers keep their types until a script reads them. One process is enough, without a GPU, with
+memory for the weights. It needs one more package: ``pip install safetensors``.
 """
 
 import json
 import pathlib
-import shlex
-import shutil
 
 import torch
-import torch.distributed.checkpoint as dcp
-from tqdm import tqdm
 
-from common.experts import use_experts
-from common.materialise import local_slices
-from common.model import Transformer
-from common.checkpoint import HashingWriter, complete
+from common.checkpoint import complete, start_save
 from tools.command import fail, make_parser, new_folder, run
-from tools.huggingface.config import config_file, read_config
-from tools.huggingface.weights import Weights
+from tools.huggingface.config import config_file, read_config, read_json
+from tools.huggingface.weights import empty_state, is_bias, their_names
 
-NOTES = {  # what a config.json may say that is otherwise here
-    "tie_word_embeddings": "here the head is a weight of its own, and trained apart from the "
-                           "embedding",
-    "output_router_logits": "here no auxiliary loss balances the experts: see --balance-rate",
-}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class ReadingPlanner(dcp.DefaultSavePlanner):
-    """Saves tensors of the meta device, which have no numbers. When DCP is about to write a tensor,
-    ``read(name)`` returns the same with its numbers."""
+def read_files(folder):
+    """The tensors of the safetensors files that from_pretrained reads, by their names there."""
+    from safetensors import SafetensorError  # an optional package
+    from safetensors.torch import load_file
 
-    def __init__(self, read):
-        super().__init__()
-        self.read = read
+    index, names, stored = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
+    if index.exists():
+        names = set(read_json(index)["weight_map"].values())
+    for name in sorted(names):
+        try:
+            stored |= load_file(folder / name)
+        except SafetensorError as error:
+            fail(f"{folder / name} is damaged ({error}): download or save it again")
+    return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
 
-    def lookup_object(self, index):
-        return self.read(index.fqn.removeprefix("model."))
 
-
-def import_weights(folder, config, checkpoint):
-    """Write the weights in ``folder``, of a model of ``config``, as a ``checkpoint``. Raises
-    SettingError if they are damaged or not of this model."""
-    weights = Weights(folder, config)
-    with torch.device("meta"):
-        tensors = use_experts(Transformer(config)).state_dict()
-    tensors |= {name: tensors[name].to(weights.dtype(name)) for name in weights.stored}
-    total = sum(tensor.nbytes for tensor in tensors.values())
-
-    def read(name):
-        bar.update(tensors[name].nbytes)
-        if name not in weights.stored:  # a buffer: the biases that choose experts
-            return torch.zeros_like(tensors[name], device="cpu")
-        return weights.read(name, local_slices(tensors[name]))
-
-    # A file for each tensor: DCP keeps all tensors of a file until the file is complete.
-    writer = HashingWriter(checkpoint, single_file_per_rank=False)
-    with tqdm(desc="writing", total=total, unit="B", unit_scale=True, leave=False) as bar:
-        dcp.save({f"model.{name}": tensor for name, tensor in tensors.items()},
-                 storage_writer=writer, planner=ReadingPlanner(read), no_dist=True)
-    settings = {name: str(value) for name, value in vars(config).items() if value}
-    complete(checkpoint, [writer.sums], {"step": 0, "fixed": settings, "options": {}})
+def read_weights(folder, config):
+    """The state dict of our model of ``config`` with the weights in ``folder``. Raises SettingError:
+    a tensor is missing, of another shape, or not of such a model."""
+    stored, weights = read_files(folder), {}
+    if read_json(folder / "config.json").get("tie_word_embeddings") and EMBEDDING in stored:
+        stored.setdefault(HEAD, stored[EMBEDDING])
+    for name, empty in empty_state(config).items():
+        if is_bias(name):
+            weights[name] = torch.zeros_like(empty, device="cpu")
+            continue
+        names = their_names(name, empty.shape)
+        for each in names:
+            if each not in stored:
+                fail(f"{folder} lacks the tensor {each}: is a file of it missing? If the head is "
+                     f"the embedding, set tie_word_embeddings to true in config.json")
+        parts = [stored.pop(each) for each in names]
+        weights[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
+        if weights[name].shape != empty.shape:
+            fail(f"{folder} has {name} of shape {tuple(weights[name].shape)}, and its config needs "
+                 f"{tuple(empty.shape)}")
+    for name in stored:
+        fail(f"{folder} has the tensor {name}, unlike a Llama or Mixtral of its config: save the "
+             f"model again by save_pretrained of transformers")
+    return weights
 
 
 def main(argv=None):
     parser = make_parser("import_hf", __doc__)
-    parser.add_argument("folder", metavar="FOLDER",
+    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER",
                         help="a Hugging Face folder: config.json, and .safetensors files")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT",
                         help="the folder to create; it must not exist")
-    parser.add_argument("--config-only", action="store_true",
-                        help="write model.json, without weights; FOLDER may be a config.json")
     args = parser.parse_args(argv)
-    file, config = config_file(args.folder), read_config(args.folder)
-    if not args.config_only and file == pathlib.Path(args.folder):
-        fail(f"{file} is no folder with weights: name the folder, or add --config-only")
+    config = read_config(args.folder)
+    content = read_json(config_file(args.folder))
     with new_folder(args.out) as half:
-        if not args.config_only:
-            import_weights(file.parent, config, half / "step-00000000")
+        checkpoint, weights = half / "step-00000000", read_weights(args.folder, config)
+        writer, _ = start_save(checkpoint, {f"model.{name}": x for name, x in weights.items()})
+        settings = {name: str(value) for name, value in vars(config).items() if value}
+        complete(checkpoint, [writer.sums], {"step": 0, "fixed": settings, "options": {}})
         (half / "model.json").write_text(json.dumps(vars(config), indent=1) + "\n")
-        for copied in file, file.with_name("generation_config.json"):
-            if copied.exists():
-                shutil.copy(copied, half / copied.name)
-    for name, words in NOTES.items():
-        if json.loads(file.read_text()).get(name):
-            print(f"{file} has {name}: {words}")
+    if content.get("tie_word_embeddings"):
+        print("tie_word_embeddings: here the head is trained apart from the embedding")
     script = "ep.py" if getattr(config, "num_experts", 0) else "fsdp.py"
-    words = ["bash", "run.sh", script, "--model", args.out / "model.json"]
-    if not args.config_only:
-        words += ["--from", args.out / "step-00000000", "--out", "runs/mine",
-                  "--lr", "1e-5", "--warmup-steps", "20"]  # a larger --lr makes it forget
-    print(f"{args.folder} -> {args.out}; for example: {shlex.join(map(str, words))}")
+    print(f"{args.folder} -> {args.out}; for example: bash run.sh {script} --model "
+          f"{args.out}/model.json --from {args.out}/step-00000000 --out runs/mine --lr 1e-5 "
+          f"--warmup-steps 20")  # a larger --lr makes it forget
 
 
 if __name__ == "__main__":
