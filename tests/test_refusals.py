@@ -73,11 +73,11 @@ AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two s
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 LONG = "x" * 300
 REFUSED = f"""
-single 0 --beta2 1 | --beta2: 1 is not allowed: it must be less than 1 (end)
-single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 (end)
-single 0 --lr inf | must be finite
-single 0 --steps 0 | must be at least 1 (end)
-single 0 --steps 2147483648 | must be less than 2147483648
+single 0 --beta2 1 | --beta2: 1 is not allowed: it must be at least 0 and less than 1 (end)
+single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 and
+single 0 --lr inf | less than inf
+single 0 --steps 0 | must be at least 1 and
+single 0 --steps 2147483648 | less than 2147483648 (end)
 single 0 --unknown | --unknown
 single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
 single 0 --lr 0.1 --min-lr 0.1 | it starts
@@ -304,7 +304,7 @@ ddp.py | 2 | 2 | os.environ.update(GLOO_SOCKET_IFNAME='mine', NCCL_SOCKET_IFNAME
   'TORCH_DIST_USE_NCCL2')]))])) | (['mine', 'mine', '0'])
 ddp.py | 2 | 2 | sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None
   | --model nowhere: ... No such file
-ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | holds ... tokens: one sample
+ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | the dataset has no samples
 single.py | 0 | 1 | common.data.open_dataset = lambda _: [] | the dataset has no samples
 ddp.py --workers 1 | 2 | 2 | changed(TokenDataset, '__getitem__', lambda sample, *_:
   common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)
