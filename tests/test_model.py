@@ -79,7 +79,7 @@ def test_angles_of_llama_3_1():
 
 
 def test_a_part_of_an_initial_weight(monkeypatch):
-    """No more blocks of 64 rows are drawn than it touches. The sizes are GPT-2's: what enters the
+    """No more blocks of 64 rows are drawn than it touches, or begins in. The sizes are GPT-2's: what enters the
     residual stream is smaller. Another name, or another seed, makes another weight."""
     drawn, randn = [], torch.randn
     monkeypatch.setattr(common.materialise.torch, "randn", lambda rows, *more, **options: (
@@ -95,7 +95,7 @@ def test_a_part_of_an_initial_weight(monkeypatch):
             assert draw_weight(other, everything, shape, config, seed)[0, 0] != whole[0, 0]
         assert whole.std().item() == pytest.approx(std, rel=0.02)
         assert len({block.sum().item() for block in whole.split(64)}) == 4
-        for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 0):
+        for first, last, rows in (63, 65, 128), (64, 128, 64), (130, 200, 72), (200, 200, 8), (192, 192, 0):
             drawn.clear()
             part = slice(first, last), slice(8, 40)
             assert torch.equal(draw_weight(name, part, shape, config, 0), whole[part])

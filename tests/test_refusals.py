@@ -114,7 +114,7 @@ single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
 single 2 | started as 2
 zero 2 --stage 0 | --stage: invalid choice: 0 (choose from 1, 2)
-fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use 1 or 3
+fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use a divisor
 fsdp 2 --cpu-offload | --cpu-offload ... leave --cpu-offload out
 tp 4 --num-attention-heads 6 --hidden-size 48 --num-key-value-heads 2 | --num-attention-heads 6
 tp 4 --num-key-value-heads 2 | --num-key-value-heads 2 ... 4 tensor-parallel ... multiple of 4
@@ -291,7 +291,7 @@ def test_ranks_that_cannot_connect(server, folder, variables, options, words):
 # A command and its ranks; how many of these say it; code that runs before on each rank; the words
 @pytest.mark.parametrize("command, world, most, code, words", table(f"""
 ddp.py --steps 0 | 2 | 1 | | --steps: 0 is not allowed: it must be at least 1
-fsdp.py --replicate 3 | 2 | 1 | | --replicate 3 does not divide the world size 2: use 1 or 2
+fsdp.py --replicate 3 | 2 | 1 | | --replicate 3 does not divide the world size 2: use a
 ddp.py --batch-size 7 | 2 | 2 | | --batch-size 7 cannot be ... a multiple of 2, such as 8
 ddp.py --data big.bin | 2 | 2 | | holds token 256
 ddp.py --timeout 7 | 2 | 2 | timeouts = []; [before(torch.distributed, name, lambda *_, timeout=0,
