@@ -107,9 +107,9 @@ def main(argv=None):
         args.stages_per_rank = 1 if args.schedule in ONE_STAGE else 2
     check(args, n)
     device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("pp",))
     M, v = args.microbatches, args.stages_per_rank
-    rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    rank, group = mesh.get_rank(), mesh.get_group()
     # PP: when a rank dies, torch.distributed.pipelining prints the schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
@@ -154,9 +154,8 @@ def main(argv=None):
 
     # Data
     dataset = open_dataset(args)
-    sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # PP: dp has one rank, so all ranks read the same samples
+    sampler = BatchSampler(  # PP: without a mesh, so all ranks read the same samples
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
     )
 
     # Resume: the step number is the only state of the data
