@@ -67,7 +67,7 @@ from common.model import (
 from common.options import at_least, option_parser, parse_options, refuse
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
-from cp import allgather_attention, cannot_share_sequence, set_attention, shard_positions
+from cp import allgather_attention, check_sequence, set_attention, shard_positions
 from ep import cannot_share_experts, prefetch, shard_experts, to_experts_and_back
 from fsdp import reduce_by_sum, shard
 from pp import (
@@ -345,12 +345,11 @@ def check(args, n):
     """
     dp, cp, tp, pp, M, config = args.dp, args.cp, args.tp, args.pp, args.microbatches, args.config
     product, pieces, experts = dp * cp * tp * pp, dp * args.grad_accum * M, config.num_experts
+    check_sequence(args, cp, zigzag=True)
     refuse([
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
          f"change one of them, or start {product} processes"),
-        (M < pp,
-         f"--microbatches {M} leaves stages without work: use at least --pp {pp}"),
         (pp > config.num_hidden_layers,
          f"--pp {pp} stages are more than the {config.num_hidden_layers} layers: use fewer stages, "
          f"or raise --num-hidden-layers"),
@@ -360,16 +359,12 @@ def check(args, n):
          f"--batch-size {args.batch_size} cannot be cut into {pieces} equal parts (dp x "
          f"--grad-accum x --microbatches): use a multiple of {pieces}"),
         *cannot_split(args, tp),
-        *cannot_share_sequence(args, cp, "allgather"),
         (args.sequence_parallel and args.seq_len // cp % tp,
          f"--seq-len {args.seq_len} over --cp {cp} is {args.seq_len // cp} positions, which cannot "
          f"be cut into --tp {tp} equal parts: use a multiple of {2 * cp * tp}"),
-        (args.balance_rate and not experts,
-         f"--balance-rate {args.balance_rate}: this model has no experts: give --num-experts too, "
-         f"or leave it out"),
-        (args.ep > 1 and not experts,
-         f"--ep {args.ep} spreads experts, and this model has none: give --num-experts too, or "
-         f"leave --ep out"),
+        ((args.balance_rate or args.ep > 1) and not experts,
+         "--ep and --balance-rate are of a model with experts: give --num-experts too, or leave "
+         "them out"),
         (experts and tp > 1 and not args.sequence_parallel,
          f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
          f"tokens to the experts; leave it out"),

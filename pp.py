@@ -107,9 +107,9 @@ def main(argv=None):
         args.stages_per_rank = 1 if args.schedule in ONE_STAGE else 2
     check(args, n)
     device = start_process_group(args)
-    mesh = init_device_mesh(device.type, (n, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("pp",))
     M, v = args.microbatches, args.stages_per_rank
-    rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    rank, group = mesh.get_rank(), mesh.get_group()
     # PP: when a rank dies, torch.distributed.pipelining prints the schedule on all other ranks.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
@@ -154,9 +154,8 @@ def main(argv=None):
 
     # Data
     dataset = open_dataset(args)
-    sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # PP: dp has one rank, so all ranks read the same samples
+    sampler = BatchSampler(  # PP: without a mesh, so all ranks read the same samples
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
     )
 
     # Resume: the step number is the only state of the data
@@ -277,33 +276,16 @@ def make_schedule(
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model to learn them.
-            A stage whose first output is not like ``hidden`` raises SettingError.
+            A stage whose output is not like ``hidden`` raises an error of torch.
         output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
         group: the process group of the pipeline, in the order of the ranks.
 
-    Returns the schedule. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
+    Returns the schedule. Raises SettingError: it cannot work with M. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
     """
     hidden = hidden.requires_grad_()
 
-    def check_output(part, _, output):
-        """A forward hook, for the first output: gloo would abort when it arrives."""
-        returned, expected = (
-            f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else f"a {type(x).__name__}"
-            for x in (output, hidden)
-        )
-        if returned != expected:
-            raise SettingError(
-                f"a stage returns {returned}, and the next one expects one tensor, {expected}: "
-                f"return that, or give make_schedule the shape and type of your hidden states"
-            )
-        handles.pop(part).remove()
-
-    handles = {
-        part: part.register_forward_hook(check_output)
-        for stage, part in zip(numbers, parts) if stage < num_stages - 1
-    }
     # On one communicator of NCCL a rank cannot send while it waits to receive, and looped and
     # V-shaped schedules can deadlock. From 2.14 on torch can have one for each direction; 2.15 has
     # another name for it.
@@ -318,11 +300,16 @@ def make_schedule(
         )
         for stage, part in zip(numbers, parts)
     ]
+    for stage in stages:  # compare shapes and types: gloo would abort when others arrive
+        stage._runtime_validate = True
     if name in V_SHAPED:
         pass_on_no_gradients_in_eval(stages)
-    return SCHEDULES[name](
-        stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
-    )
+    try:
+        return SCHEDULES[name](
+            stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
+        )
+    except ValueError as error:  # the micro-batches are too few, or make no even rounds
+        raise SettingError(f"--schedule {name}: {error}") from None
 
 
 def pass_on_no_gradients_in_eval(stages):
@@ -365,25 +352,15 @@ def check(args, n):
     """
     name, M, accum, v = args.schedule, args.microbatches, args.grad_accum, args.stages_per_rank
     stages, most = n * v, args.config.num_hidden_layers + 2
-    least = {"1f1b": n, "dualpipev": 2 * n}.get(name, 1)
-    rounds, pieces = max(1, M // n), accum * M
+    own, pieces = 1 if name in ONE_STAGE else 2, accum * M
     refuse([
-        (name in ONE_STAGE and v != 1,
-         f"--stages-per-rank {v}: --schedule {name} has 1 stage on each rank; use 1, or "
+        (name in (*ONE_STAGE, *V_SHAPED) and v != own,
+         f"--stages-per-rank {v}: --schedule {name} has {own} on each rank; use {own}, or "
          f"interleaved1f1b"),
-        (name in V_SHAPED and v != 2,
-         f"--stages-per-rank {v}: --schedule {name} has 2 stages on each rank; use 2, or "
-         f"zerobubble"),
         (stages > most,
          f"{n} ranks x {v} stages are {stages}, but {most - 2} layers, embedding and head fill "
          f"{most} at most: start fewer ranks, or lower --stages-per-rank, or raise "
          f"--num-hidden-layers"),
-        (M < least,
-         f"--microbatches {M} is too few for --schedule {name} on {n} ranks: use at least {least}, "
-         f"or another schedule"),
-        (name in ("interleaved1f1b", "zerobubble") and M % rounds,
-         f"--microbatches {M}: --schedule {name} cannot make {rounds} even rounds of them on {n} "
-         f"ranks; use a multiple of {n}, such as {M // n * n} or {M // n * n + n}"),
         (args.batch_size % pieces,
          f"--batch-size {args.batch_size} cannot be cut evenly into {accum} accumulation steps x "
          f"{M} micro-batches: use a multiple of {pieces}, such as "

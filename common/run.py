@@ -31,8 +31,8 @@ from common.checkpoint import (
     NEW_RUN, complete, list_checkpoints, load, named_states, open_checkpoint, refuse_unlike,
     start_save, write_file
 )
-from common.data import described, fingerprint, load_steps
-from common.launch import agreed, gather, hash_of_code, same_on_all_ranks
+from common.data import fingerprint, load_steps
+from common.launch import agreed, gather, options_of, same_on_all_ranks
 from common.options import SettingError, at_least, opening
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
@@ -104,7 +104,8 @@ class Run:
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
         self.per_second = f"{self.unit}_per_second"
-        self.say(*start_lines(args, self.models, device, mesh, size), sampler, described(dataset))
+        self.say(*start_lines(args, self.models, device, mesh, size), sampler)
+        self.say(f"{len(dataset):,} samples")
         if not args.out:
             self.say("nothing is saved: there is no --out")
 
@@ -137,8 +138,8 @@ class Run:
         try:
             for number in handlers:
                 signal.signal(number, self.on_signal)
-            for step, batch in numbered:
-                yield step, batch
+            for pair in numbered:
+                yield pair
                 self.bar.update()
                 if self.stopping:
                     break
@@ -259,7 +260,6 @@ class Run:
         shown = {name: f"{self.last[name]:,.4g}" for name in SHOWN if name in self.last}
         self.bar.set_postfix(shown, refresh=False)
         if self.args.out:
-            self.check_lock()
             with opening(f"--out {self.args.out}"):
                 with open(self.args.out / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
@@ -317,7 +317,8 @@ class Run:
         another run; a checkpoint is damaged."""
         checkpoint = self.agreed(self.choose_checkpoint)
         done = self.load(checkpoint) if checkpoint else 0
-        self.agreed(lambda: self.drop_lines_after(done))
+        if self.args.out:
+            self.agreed(lambda: self.drop_lines_after(done))
         return done
 
     def choose_checkpoint(self):
@@ -362,16 +363,14 @@ class Run:
     def drop_lines_after(self, done):
         """Drop from metrics.jsonl the lines of steps that this run repeats, and a last one that was
         not written whole. Other lines, such as a note, stay."""
-        metrics = (self.args.out or pathlib.Path()) / "metrics.jsonl"
-        if not self.args.out or not metrics.exists():
-            return
-        kept = []
+        metrics, new, kept = self.args.out / "metrics.jsonl", self.args.out / "metrics.tmp", []
+        metrics.touch()
         for line in metrics.read_text(errors="replace").splitlines(True):
             step = re.match(r'\{"step": (\d+)', line)
             if line.endswith("\n") and (not step or int(step[1]) <= done):
                 kept.append(line)
-        write_file(metrics.with_suffix(".tmp"), "".join(kept))
-        metrics.with_suffix(".tmp").rename(metrics)
+        write_file(new, "".join(kept))
+        new.rename(metrics)
 
     @torch.no_grad()
     def save(self, step):
@@ -383,7 +382,7 @@ class Run:
                 f"diverged, or look at the data; to skip such a step give after_step a finite norm")
         half = self.args.out / f"step-{step:08d}.tmp"
         named = self.named_states()
-        self.agreed(lambda: (self.check_lock(), half.mkdir()))
+        self.agreed(half.mkdir)
         writer, future = self.agreed(lambda: start_save(
             half, named, self.saving_group, self.args.async_save), everywhere=True)
         self.saving = step, half, writer, future
@@ -409,22 +408,12 @@ class Run:
         sums = gather(writer.sums, self.group)
 
         def complete_and_rotate():
-            self.check_lock()
             complete(half, sums, {"step": step, "fixed": self.fixed, "options": self.options})
             half.rename(half.with_suffix(""))
             for old in list_checkpoints(self.args.out)[: -self.args.keep]:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
         self.agreed(complete_and_rotate)
-
-    def check_lock(self):
-        """Rank 0, before it writes: the folder of that name must still be the one it has locked."""
-        path = self.args.out / "lock"
-        if not self.lock:
-            raise SettingError("call run.resume() before the loop: it locks the folder of --out")
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.lock.fileno())):
-            raise SettingError(
-                f"--out {path.parent} is not what this run has locked: was it moved?")
 
 
 def state_dict_of(models):
@@ -453,8 +442,7 @@ def optimizers_by_tensor(optimizers, tensors):
 
 def settings_of(args, dataset, optimizers):
     """Two dicts of settings by name: those that a run must keep, and those that it may change."""
-    options = {f"--{name.replace('_', '-')}": str(x) for name, x in vars(args).items()}
-    options["the code"] = hash_of_code()
+    options = options_of(args)
     fixed = {name: options.get(name) for name in ("--seed", "--batch-size", "--seq-len")}
     if "config" in args:
         del options["--config"]
@@ -476,7 +464,7 @@ def held_out_order(args, sampler, held_out):
     order.size, order.seed, order.start = len(held_out), 0, 0
     order.stop = min(args.val_batches, len(held_out) // args.batch_size)
     if not order.stop:
-        raise SettingError(f"--val-data has {described(held_out)}, less than one batch of "
+        raise SettingError(f"--val-data has {len(held_out)} samples, less than one batch of "
                            f"--batch-size {args.batch_size}: give more data, or a smaller batch")
     return order
 

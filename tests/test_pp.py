@@ -1,16 +1,14 @@
 """pp.py: how layers are split, and what its schedules are. Curves and bytes: test_same_run.py."""
 
-import argparse
 import copy
 import itertools
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import pp
-from common.model import PRESETS, ModelConfig, Transformer
+from common.model import PRESETS, Transformer
 from common.options import SettingError
 from tests.support.on_ranks import on_ranks
 from tests.support.sample import table
@@ -61,30 +59,6 @@ def test_the_norm_over_stages_is_in_float32(mesh):
     parameter.grad = torch.ones_like(parameter) * 129
     norm = pp.clip_over_stages([parameter], 1.0, mesh.get_group())
     assert norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * 129, rel=0.01)
-
-
-def fails(call, *args, **options):
-    try:
-        call(*args, **options)
-    except ValueError:  # a SettingError is one, too
-        return True
-    return False
-
-
-def test_refuses_exactly_what_the_engine_does():
-    """Its own errors are never seen, and nothing that it can do is refused."""
-    args = argparse.Namespace(
-        grad_accum=1, seq_len=1, compile=False, activation_checkpointing=False, device="cpu",
-        backend="auto", config=ModelConfig(num_hidden_layers=99),
-    )
-    for name, p, M, V in itertools.product(pp.SCHEDULES, (1, 2, 3, 4), range(1, 10), (1, 2, 3)):
-        args.schedule, args.microbatches, args.batch_size = name, M, M
-        args.stages_per_rank = V
-        stage = types.SimpleNamespace(num_stages=p * V, group_size=p, group_rank=0, submod=None)
-        one = name in pp.ONE_STAGE
-        cannot = fails(pp.SCHEDULES[name], stage if one else [stage] * V, M, loss_fn=len)
-        cannot = cannot or one and V > 1
-        assert fails(pp.check, args, p) == cannot, (name, p, M, V)
 
 
 def test_the_bubble():
