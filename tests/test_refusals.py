@@ -73,11 +73,11 @@ AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two s
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 LONG = "x" * 300
 REFUSED = f"""
-single 0 --beta2 1 | --beta2: 1 is not allowed: it must be at least 0 and less than 1 (end)
-single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 and
-single 0 --lr inf | less than inf
-single 0 --steps 0 | must be at least 1 and
-single 0 --steps 2147483648 | less than 2147483648 (end)
+single 0 --beta2 1 | --beta2: 1 is not allowed: it must be less than 1 (end)
+single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 (end)
+single 0 --lr inf | must be finite
+single 0 --steps 0 | must be at least 1 (end)
+single 0 --steps 2147483648 | must be less than 2147483648
 single 0 --unknown | --unknown
 single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
 single 0 --lr 0.1 --min-lr 0.1 | it starts
@@ -127,6 +127,7 @@ cp 3 --seq-len 36 --compile | it starts
 cp 1 --seq-len 7 | it starts
 cp 4 --seq-len 36 | 36 positions ... 8 equal chunks: use a multiple of 8
 cp 2 --seq-len 7 --attention ulysses | 7 positions ... 2 equal chunks
+cp 3 --seq-len 36 --attention ulysses | 8 query and 4 key/value heads ... by 3 ranks
 pp 2 --schedule loopedbfs --stages-per-rank 2 --num-hidden-layers 2 | it starts
 pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 1
 pp 4 --schedule loopedbfs --stages-per-rank 2 | 4 ranks x 2 stages are 8, but 4 layers
