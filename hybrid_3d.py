@@ -162,6 +162,9 @@ def main(argv=None):
         usage=usage,  # FSDP: all ranks of a stage must use the same units
     )
     sampler.start = run.resume()
+    figures = {}
+    if E:  # EP: how uneven the load of experts is
+        figures["busiest_expert"] = functools.partial(busiest_share, [model], device)
 
     # Loop
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
@@ -183,10 +186,8 @@ def main(argv=None):
         if E:
             balance_experts(model, args.balance_rate, meshes.tokens.get_group())
         optimizer.zero_grad()
-        # TP: all ranks of tp have the same loss. EP: how uneven the load of experts is
-        run.after_step(step, loss / tp, grad_norm, **(
-            {"busiest_expert": lambda: busiest_share([model], device)} if E else {}
-        ))
+        # TP: all ranks of tp have the same loss
+        run.after_step(step, loss / tp, grad_norm, **figures)
     return run.history
 
 
@@ -345,7 +346,6 @@ def check(args, n):
     """
     dp, cp, tp, pp, M, config = args.dp, args.cp, args.tp, args.pp, args.microbatches, args.config
     product, pieces, experts = dp * cp * tp * pp, dp * args.grad_accum * M, config.num_experts
-    check_sequence(args, cp, zigzag=True)
     refuse([
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
@@ -369,6 +369,7 @@ def check(args, n):
          f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
          f"tokens to the experts; leave it out"),
     ])
+    check_sequence(args, cp, zigzag=True)
     if experts:
         refuse(cannot_share_experts(args, dp // args.replicate * cp * tp))
 

@@ -246,7 +246,7 @@ def check_stages(whole, parts, group):
     Raises:
         SettingError: it names the parameter and what to do, on all ranks.
     """
-    names = [[name for name, _ in part.named_parameters(remove_duplicate=False)] for part in parts]
+    names = [[*dict(part.named_parameters(remove_duplicate=False))] for part in parts]
     of_ranks = [None] * group.size()
     dist.all_gather_object(of_ranks, names, group=group)
     stages = [set(stage) for rank in of_ranks for stage in rank]
@@ -309,7 +309,7 @@ def make_schedule(
             stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
         )
     except ValueError as error:  # the micro-batches are too few, or make no even rounds
-        raise SettingError(f"--schedule {name}: {error}") from None
+        raise SettingError(f"--microbatches {M}, schedule {name}: {error}") from None
 
 
 def pass_on_no_gradients_in_eval(stages):
@@ -317,7 +317,10 @@ def pass_on_no_gradients_in_eval(stages):
     rank, torch passes on gradients between them, also in an evaluation, which has none: 2.13 to
     2.15 raise "can't steal_bwd_input"."""
     def unless_evaluating(stage, method):
-        return lambda *args: method(*args) if stage.has_backward else None
+        def call(*args):
+            if stage.has_backward:
+                return method(*args)
+        return call
 
     for stage in stages:
         stage.get_local_bwd_output = unless_evaluating(stage, stage.get_local_bwd_output)
