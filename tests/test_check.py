@@ -246,7 +246,7 @@ ESCAPES = [
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     # Optimizer
-""")], "DIFFERENT  step 0: gradients: a tie is lost: those of model.embed_tokens.weight and lm_head"),
+""")], "DIFFERENT  step 0: gradients: a tie is lost: those of model.embed_tokens.weight and "),
     # Each rank divides by the targets of its own positions.
     ("cp.py", [("count = count_targets(batch)\n",
                 "count = n * count_targets([(x, y[:, positions]) for x, y in batch])\n")],
