@@ -70,7 +70,7 @@ class Recorded:
         self.readers = max(readers.values(), key=len)  # ranks that read the same samples
         self.alike = len(self.readers)
         # What a batch has, as it is padded
-        self.numbers = sum(rank["numbers"] for rank in self.ranks) / max(self.alike, 1)
+        self.numbers = sum(rank["numbers"] for rank in self.ranks) / self.alike
         # The names of the tensors of a batch, in their order
         self.tensors = {key: None for rank in self.ranks for key in rank["samples"]}
         self.updates = max(rank["updates"] for rank in self.ranks)  # since the record before
