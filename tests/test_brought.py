@@ -107,15 +107,18 @@ def test_a_parameter_without_gradient_in_the_first_step(tmp_path, capsys):
     model = network()
     model[0].requires_grad_(False)  # frozen
 
+    run, none = run_of(tmp_path, model), run_of(tmp_path / "none", network())
+
     def change(step):
         model[2](torch.ones(6)).sum().backward()
         model[2].bias.grad = None
+        run.optimizers[0].step()
 
-    train_steps(run_of(tmp_path, model), 2, change)
+    train_steps(run, 2, change)
     said = capsys.readouterr().out
     assert re.findall("no gradient in the first step: (.*)", said) == ["2.bias"]
     with pytest.raises(SettingError, match="no gradient in the first step: 0.weight, .*; does the"):
-        train_steps(run_of(tmp_path / "none", network()), 1)
+        train_steps(none, 1, lambda step: none.optimizers[0].step())
 
 
 # Functions of the scripts, with other models

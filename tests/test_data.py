@@ -48,6 +48,8 @@ def test_the_order_stays_as_it_is():
     assert permute(np.arange(5), 1000, (3, 1)).tolist() == [894, 315, 61, 310, 646]
     assert permute(np.arange(4), 4, (0, 7)).tolist() == [0, 1, 3, 2]
     assert permute(np.arange(3), 100_000, (0, 0)).tolist() == [66405, 8829, 2654]
+    mixture = Mixture([range(100), range(13)], [3, 1])
+    assert mixture.order(np.arange(6), 3).tolist() == [48, 87, 103, 20, 4, 69]
 
 
 def test_global_batches_are_equal_in_order():

@@ -20,9 +20,31 @@ from tests.support.sample import thorough
 SMALL = ("--hidden-size 64 --intermediate-size 128 --num-hidden-layers 6 --num-attention-heads 8 "
          "--num-key-value-heads 8 --seq-len 64 --batch-size 64 --steps 20 --log-every 1 "
          "--warmup-steps 3 --save-every 0 --dtype float32")
-# Options of a row of curves() that change what is trained: its reference gets them too.
-DEEP = "--num-hidden-layers 14 --lr 5e-4"  # two stages on each of 8 ranks
 EXPERTS = "--num-experts 8"
+EACH_SCRIPT = """single.py
+ddp.py
+zero.py --stage 2
+fsdp.py
+tp.py
+cp.py
+pp.py --microbatches 8
+hybrid_3d.py {grid}"""
+# Commands, each with options that change what is trained: its reference gets them too. Of 14 layers
+# each of 8 ranks has two stages.
+MORE_CURVES = """zero.py --stage 1 |
+tp.py --no-sequence-parallel |
+cp.py --attention ulysses |
+cp.py --attention allgather |
+pp.py --microbatches 8 --schedule gpipe |
+pp.py --microbatches 16 --schedule interleaved1f1b | --num-hidden-layers 14 --lr 5e-4
+pp.py --microbatches 16 --schedule loopedbfs | --num-hidden-layers 14 --lr 5e-4
+pp.py --microbatches 16 --schedule zerobubble | --num-hidden-layers 14 --lr 5e-4
+pp.py --microbatches 16 --schedule zbv | --num-hidden-layers 14 --lr 5e-4
+pp.py --microbatches 16 --schedule dualpipev | --num-hidden-layers 14 --lr 5e-4
+ep.py | --num-experts 8
+ep.py --ep {n} | --num-experts 8
+hybrid_3d.py {grid} --ep {ep} | --num-experts 8"""
+GRIDS = {1: "", 2: "--tp 2", 4: "--tp 2 --cp 2", 8: "--tp 2 --pp 2"}
 # Of these a dry run counts something else: torch.compile, and which tokens go to which expert. The
 # experts are as large as the Llama, with 8 of them in each layer.
 UNCOUNTED_1B = ["fsdp.py --compile", "ep.py --num-experts 8 --expert-size 1024"]
@@ -30,25 +52,14 @@ UNCOUNTED_1B = ["fsdp.py --compile", "ep.py --num-experts 8 --expert-size 1024"]
 
 def each_script(n):
     """A command of each script that trains the same model on n ranks."""
-    grid = {1: "", 2: "--tp 2", 4: "--tp 2 --cp 2", 8: "--tp 2 --pp 2"}[n]
-    return [
-        "single.py", "ddp.py", "zero.py --stage 2", "fsdp.py", "tp.py", "cp.py",
-        "pp.py --microbatches 8", f"hybrid_3d.py {grid}",
-    ]
+    return EACH_SCRIPT.format(grid=GRIDS[n]).splitlines()
 
 
 def curves(n):
     """Commands that follow the curve of one process, each with the options that the one gets."""
-    schedules = "interleaved1f1b", "loopedbfs", "zerobubble", "zbv", "dualpipev"
-    return dict.fromkeys([
-        *each_script(n), "zero.py --stage 1", "tp.py --no-sequence-parallel",
-        "cp.py --attention ulysses", "cp.py --attention allgather",
-        "pp.py --microbatches 8 --schedule gpipe",
-    ], "") | dict.fromkeys(
-        [f"pp.py --microbatches 16 --schedule {name}" for name in schedules], DEEP
-    ) | dict.fromkeys(
-        ["ep.py", f"ep.py --ep {n}", f"{each_script(n)[-1]} --ep {min(n, 4)}"], EXPERTS
-    )
+    more = MORE_CURVES.format(grid=GRIDS[n], n=n, ep=min(n, 4)).splitlines()
+    rows = (line.split(" |") for line in [*(f"{each} |" for each in each_script(n)), *more])
+    return {command: options.strip() for command, options in rows}
 
 
 def llama_1b(n):

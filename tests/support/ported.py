@@ -148,17 +148,18 @@ class Recurrent(Layer):
     def scan(self, x, decay=0.7):
         """h[t] = decay h[t-1] + x[t], (B, T, D)."""
         T = x.shape[1]
-        since = torch.arange(T)[:, None] - torch.arange(T)
-        h = torch.where(since >= 0, decay ** since.clamp(min=0), 0).to(x.dtype) @ x
+        place = torch.arange(T, dtype=x.dtype)
+        since = place[:, None] - place
+        h = torch.where(since >= 0, decay ** since, 0) @ x
         if self.mesh is None:
             return h
         ends = DTensor.from_local(h[None, :, -1], self.mesh, [Shard(0)], run_check=False)
         ends = ends.full_tensor(grad_placements=[Partial()])  # (ranks, B, D): the last states
         # Times 0, not left out: the backward pass of this gather is a collective of all ranks.
-        later = self.mesh.get_local_rank() - 1 - torch.arange(len(ends))
-        shares = torch.where(later >= 0, decay ** (T * later.clamp(min=0)), 0).to(x.dtype)
+        later = self.mesh.get_local_rank() - 1 - torch.arange(len(ends), dtype=x.dtype)
+        shares = torch.where(later >= 0, decay ** (T * later), 0)
         before = (shares[:, None, None] * ends).sum(0)
-        return h + decay ** torch.arange(1, T + 1)[:, None].to(x.dtype) * before[:, None]
+        return h + decay ** (place[:, None] + 1) * before[:, None]
 
 
 def with_recurrence(model):
