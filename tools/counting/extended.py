@@ -45,10 +45,10 @@ class Rank:
     def __init__(self, pipeline, place, words, args):
         self.pipeline, self.place, self.words, self.args = pipeline, place, words, args
         self.steps, self.micro_batches = accumulated(words)
-        self.layers = pipeline.layers[place]  # of each of its stages
+        self.layers = pipeline.layers[place]
         self.in_flight = min(pipeline.n - place, self.micro_batches)
         self.few, self.n, self.counted_at = self.micro_batches, pipeline.n, place
-        if pipeline.v == self.steps == 1:
+        if self.steps == 1:
             self.choose_small_pipeline()
 
     def choose_small_pipeline(self):
@@ -63,24 +63,22 @@ class Rank:
 
     def count(self):
         """What the rank counts, as ``one_rank.count``."""
-        size = self.layers[0]
         for sizes in LAYERS:
-            totals = [self.total(each) for each in sizes]
-            if size > sum(sizes) and len(set(self.layers)) == 1 and None not in totals:
+            if self.layers > sum(sizes) and None not in map(self.total, sizes):
                 few, some = map(self.count_steps, sizes)
-                if extended := extend(few, some, by_layer, sizes, size):
+                if extended := extend(few, some, by_layer, sizes, self.layers):
                     return extended
-        return self.count_steps(size)
+        return self.count_steps(self.layers)
 
     def total(self, size):
-        """The layers of the whole model, if each stage of the rank has ``size``. None: no number of
+        """The layers of the whole model, if the stage of the rank has ``size``. None: no number of
         them gives it that."""
-        if size == self.layers[0] and self.n == self.pipeline.n:
+        if size == self.layers and self.n == self.pipeline.n:
             return self.args.config.num_hidden_layers
-        return self.pipeline.total([size] * self.pipeline.v, self.n, self.counted_at)
+        return self.pipeline.total(size, self.n, self.counted_at)
 
     def count_steps(self, size):
-        """With ``size`` layers on each of its stages."""
+        """With ``size`` layers in its stage."""
         if self.steps > max(STEPS):
             few, some = (self.dry_run(size, steps) for steps in STEPS)
             if extended := extend(few, some, by_step, STEPS, self.steps):
