@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -11,7 +9,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 from common.experts import MixtureConfig
 from common.model import PRESETS, add_model_options, model_config
@@ -56,7 +53,7 @@ def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
         assert (words[-2:], world_size, nproc_per_node) == (["--batch-size", "8"], 8, 4)
         return {"peak": {"in all": 10 + rank}, "rank": rank}
 
-    monkeypatch.setattr(extended, "cached", count)
+    monkeypatch.setattr(one_rank, "count_apart", count)
     args = options(layers=9, device_memory=memory / 1e9, nproc_per_node=4)
     words = strategy.command.split()
     assert plan.evaluate(Pipeline(strategy, args), words, args)["rank"] == counted[-1]
@@ -90,11 +87,12 @@ def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
 8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
 """))
 def test_what_is_extended_equals_what_is_counted(
-    monkeypatch, tmp_path, world, script, options_, model, layers, rank
+    monkeypatch, world, script, options_, model, layers, rank
 ):
     """Memory to the byte, also where another moment than in the small counts is the peak; and what
     is sent and computed, of many micro-batches in proportion."""
-    monkeypatch.setattr(extended, "CACHE", tmp_path)
+    jobs, count = [], one_rank.count_apart
+    monkeypatch.setattr(one_rank, "count_apart", lambda *job: jobs.append(job) or count(*job))
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     model = [*model.split(), "--num-hidden-layers", str(layers)]
@@ -111,9 +109,9 @@ def test_what_is_extended_equals_what_is_counted(
     words = [*own, *model, "--seq-len", "2048", "--dtype", "bfloat16"]
     pipeline, place = Pipeline(strategy, args), rank * pp // world
     found = extended.Rank(pipeline, place, [name, *words], args).count()
-    assert next(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) + ("pp" in script) > 1
-    counted = extended.cached(str(command.ROOT / name), [
-        *words, "--batch-size", str(args.batch_size)], world, rank, 8)
+    assert len(jobs) + ("pp" in script) > 1
+    counted = count(str(command.ROOT / name), [*words, "--batch-size", str(args.batch_size)],
+                    world, rank, 8)
     for kind in "peak", "held", "rank", "world_size":
         assert found[kind] == counted[kind], kind
     exactly = 1e-3 if micro_batches > 1 else 1e-12
@@ -159,13 +157,12 @@ def test_nothing_is_counted_that_cannot_fit(monkeypatch):
             plan.search(Strategy(command, 8), [], args)
 
 
-def test_a_plan_that_is_stopped_ends(tmp_path):
+def test_a_plan_that_is_stopped_ends():
     """At once: what is being counted is not waited for. Rows were printed as they were counted."""
     words = "--model medium --devices 2 --device-memory 99 --seq-len 128 --batch-size 2048"
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.plan", *words.split()],  # many rows are left to count
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=command.ROOT,
-        env=os.environ | {"HOME": str(tmp_path)})
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=command.ROOT)
     lines = iter(process.stderr.readline, "")
     next(line for line in lines if "GB: " in line)
     process.send_signal(signal.SIGINT)
@@ -221,30 +218,6 @@ def test_strategies_and_why_not(words, tried, not_tried):
     assert (len(found) == 1) == words.startswith("1 ")
 
 
-def test_what_is_counted_is_kept(monkeypatch, tmp_path):
-    """In a file, of these sources; a file that was not written to its end does no harm."""
-    calls = []
-    monkeypatch.setattr(one_rank, "count_apart", lambda *job: calls.append(job) or {"sent": 1})
-    monkeypatch.setattr(extended, "CACHE", tmp_path / "new" / "cache")
-
-    def cached(script="fsdp.py", nproc_per_node=8):
-        assert extended.cached(script, [], 2, 0, nproc_per_node) == {"sent": 1}
-        return len(calls)
-
-    assert [cached(), cached()] == [1, 1]
-    (path,) = extended.CACHE.iterdir()
-    path.write_text('{"se')
-    assert [cached(), cached()] == [2, 2]
-    assert [cached("ddp.py"), cached("ddp.py")] == [3, 3]
-    assert cached(nproc_per_node=1) == 4
-    monkeypatch.setattr(torch, "__version__", "another")
-    assert cached() == 5
-    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: b"edited")
-    extended.sources.cache_clear()
-    assert cached() == 6
-    extended.sources.cache_clear()
-
-
 def test_a_plan(monkeypatch, capsys, tmp_path):
     """The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and
     a command that can be pasted. Why nothing can run."""
@@ -271,7 +244,7 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
                    str(path)])
         return json.loads(path.read_text())["rows"]
 
-    monkeypatch.setattr(extended, "cached", count)
+    monkeypatch.setattr(one_rank, "count_apart", count)
     monkeypatch.setattr(Pipeline, "least_at_peak", lambda *_: 0)
     found = rows("--device-memory 0.03 --tflops 2 --link 1 --nproc-per-node 2")
     assert [row["command"] for row in found] == [

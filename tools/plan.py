@@ -19,8 +19,7 @@ which it says that another holds more: tools/counting/pipeline.py.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
 byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
-proportion, to 0.1 %. A command that is stopped continues when it is started again: what is counted
-is kept.
+proportion, to 0.1 %.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -197,7 +196,10 @@ def evaluate(pipeline, words, args):
         counts.append(Rank(pipeline, place, words, args).count())
         if not fits(counts[-1], args):
             break
-    return {name: value for name, value in most(counts).items() if name != "moments"}
+    counted = most(counts)
+    for name in "moments", "description", "theory":  # the last two are of a small model
+        counted.pop(name, None)
+    return counted
 
 
 def memory(args):
@@ -267,8 +269,7 @@ def lay_out(rows):
 
 
 def model_options(name):
-    """The options of a model's dimensions, and its MixtureConfig. ``cached`` keeps what they say,
-    not the name of a file."""
+    """The options of a model's dimensions, and its MixtureConfig."""
     add_preset(name)
     parser, words = option_parser(""), []
     add_model_options(parser, MixtureConfig)
@@ -349,7 +350,7 @@ def only(tried, names):
 def count_all(tried, options, args, left_out):
     """The rows of all strategies, in the order of ``tried``. What they refuse comes to
     ``left_out``."""
-    print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
+    print(f"strategies to count: {len(tried)}", file=sys.stderr)
     pool, rows = threads(), {}
     by_world = sorted(tried, key=lambda each: each.pp)  # one after another they share processes
     searches = {pool.submit(search, each, options, args): each.command for each in by_world}

@@ -9,15 +9,9 @@ with a few micro-batches in flight one with many.
 """
 
 import collections
-import contextlib
 import functools
-import hashlib
-import json
 import operator
-import pathlib
 import re
-
-import torch
 
 from tools.command import ROOT
 from tools.counting import one_rank
@@ -25,7 +19,6 @@ from tools.counting.counter import peak_of
 from tools.counting.pipeline import accumulated
 from tools.counting.theory import bubble
 
-CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 # Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
 # two layers; of what gathers two units ahead, it is three.
 LAYERS = (5, 7), (6, 8)
@@ -94,8 +87,8 @@ class Rank:
             less += ["--microbatches", self.few]
             less += ["--pp", self.n] if "--pp" in self.words else []
         script, *words = [*self.words, *map(str, [*less, "--batch-size", batch_size])]
-        return cached(str(ROOT / script), words, ranks * self.n, ranks * self.counted_at,
-                      args.nproc_per_node)
+        return one_rank.count_apart(str(ROOT / script), words, ranks * self.n,
+                                    ranks * self.counted_at, args.nproc_per_node)
 
     def over_micro_batches(self, counted):
         """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
@@ -237,27 +230,3 @@ def by_step(moments, steps):
         found[name, seen[name] % each if each else seen[name]].append(peak)
         seen[name] += 1
     return found
-
-
-def cached(script, options, world_size, rank, nproc_per_node):
-    """``one_rank.count``, without what only describes. It is kept in a file of ``CACHE``, if this
-    can be written; another torch, or a changed script, has another file."""
-    job = script, options, world_size, rank, nproc_per_node
-    key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
-    path = CACHE / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
-        return json.loads(path.read_text())
-    counted = {name: value for name, value in one_rank.count_apart(*job).items()
-               if name not in ("description", "theory")}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(counted))
-    return counted
-
-
-@functools.cache
-def sources():
-    """A hash of the scripts and of what counts them."""
-    folders = "", "common/", "tools/", "tools/counting/"
-    paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
