@@ -15,7 +15,7 @@ import re
 
 from tools.command import ROOT
 from tools.counting import one_rank
-from tools.counting.counter import peak_of
+from tools.counting.counter import totals
 from tools.counting.pipeline import accumulated
 from tools.counting.theory import bubble
 
@@ -106,7 +106,7 @@ class Rank:
         moments = [*self.with_more(counted["moments"], stays, full)]
         more = self.micro_batches / n
         collectives = [self.across_stages(part, more) for part in counted["collectives"]]
-        return counted | summed(collectives, moments) | {
+        return counted | totals(collectives, moments) | {
             "held": more_activations(counted["held"], stays),
             "bubble": bubble("1f1b", self.pipeline.n, 1, self.micro_batches),
             "operations": counted["operations"] * more, "world_size": self.args.devices,
@@ -166,7 +166,7 @@ def extend(few, some, grouped, sizes, number):
     for part in some["collectives"]:
         fewer = parts.get((part["collective"], part["group"]), {})
         collectives.append(at(fewer, part))
-    return some | summed(collectives, moments) | {
+    return some | totals(collectives, moments) | {
         "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
 
 
@@ -183,14 +183,6 @@ def same_moments(a, b, sizes):
             return []
     last = len(a) - 2
     return [*zip(a[:3], b[:3]), *zip(a[-last:], b[-last:])]
-
-
-def summed(collectives, moments):
-    """What follows from the collectives and from the moments."""
-    return {"collectives": collectives, "moments": moments,
-            "sent": round(sum(part["bytes"] for part in collectives)),
-            "between_machines": round(sum(part["between_machines"] for part in collectives)),
-            "peak": peak_of(peak for _, peak in moments)}
 
 
 def on_line(sizes, number, a, b):

@@ -238,10 +238,7 @@ class Run:
         formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
                              self.models)
         counted.update(
-            held=dict(counter.held), peak=counter.peak, moments=counter.moments,
-            sent=round(sum(counter.sent.values())),
-            between_machines=round(sum(counter.crossing.values())),
-            operations=counter.operations, collectives=counter.collectives(),
+            counter.totals(), held=dict(counter.held), operations=counter.operations,
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
 
