@@ -172,12 +172,6 @@ def meet(common, outer, replicas):
         reduction.wait()
     outer.step()
     outer.zero_grad()
-    start_from(common)
-
-
-@torch.no_grad()
-def start_from(common):
-    """Let this replica go on from the common values: see ``make_outer``."""
     for own, value in common.items():
         own.copy_(value)
 

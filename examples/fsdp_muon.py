@@ -6,8 +6,8 @@
 Muon brings all singular values of an update close to 1 (https://kellerjordan.github.io/posts/muon).
 Newton-Schulz, some matrix products, does that, and needs the whole matrix, of which each rank has
 some rows. So each matrix has an owner: the ranks send it their rows, it computes, and it sends each
-rank its rows of the result. The owners have about equally many numbers. The scale of
-arXiv:2502.16982 makes updates as large as AdamW's: --lr and --weight-decay are those of both.
+rank its rows of the result. A rank owns every n-th matrix. The scale of arXiv:2502.16982 makes
+updates as large as AdamW's: --lr and --weight-decay are those of both.
 
 Sent in a step, on top of fsdp.py: two all-to-alls. M: bytes of the matrices. Each of n ranks sends
 (2M/n)(n-1)/n, if all own equally much. torch.optim.Muon under FSDP2 has 15 all-gathers for each
@@ -144,7 +144,7 @@ def orthogonalize(shards, shapes, ranks):
     the whole matrices. Returns the same parts of the results.
     """
     n, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-    owned = share_out([shape.numel() for shape in shapes], n)  # indices, for each owner
+    owned = [range(r, len(shapes), n) for r in range(n)]  # indices, for each owner
     order = [i for indices in owned for i in indices]
 
     # To the owners: this rank gets the parts of its own matrices from each rank.
@@ -166,17 +166,6 @@ def orthogonalize(shards, shapes, ranks):
     dist.all_to_all_single(sent, received, to_owners, from_ranks, group=ranks)
     results = dict(zip(order, sent.split([shards[i].numel() for i in order])))
     return [results[i].view_as(shard) for i, shard in enumerate(shards)]
-
-
-def share_out(sizes, n):
-    """Share matrices of these ``sizes`` out to ``n`` owners, the largest first, each to the owner
-    that has least. Returns the indices of each owner's matrices."""
-    owned, loads = [[] for _ in range(n)], [0] * n
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owner = loads.index(min(loads))
-        owned[owner].append(i)
-        loads[owner] += sizes[i]
-    return owned
 
 
 def shard_size(shape, n, rank):

@@ -5,7 +5,7 @@
         --batch-size 512 --tflops 312 --link 300 --network 25
 
 Every script is tried, and hybrid_3d.py with every sensible grid: the last lines name those that are
-left out, and why. Of pp.py three schedules are tried. For a mixture of experts ep.py is tried with
+left out, and why. Of pp.py's schedules 1F1B is tried. For a mixture of experts ep.py is tried with
 every --ep, and hybrid_3d.py with the largest --ep that divides the devices of a machine, so that
 tokens stay within it; the other scripts train no experts.
 
@@ -19,8 +19,7 @@ which it says that another holds more: tools/counting/pipeline.py.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
 byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
-proportion, to 0.1 %. A command that is stopped continues when it is started again: what is counted
-is kept.
+proportion, to 0.1 %.
 
 Time is never predicted. The table has two lower bounds of a step: no computation is faster than all
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
@@ -39,10 +38,8 @@ import pathlib
 import shlex
 import sys
 
-from tqdm import tqdm
-
 from common.experts import MixtureConfig
-from common.model import PRESETS, add_model_options, model_config
+from common.model import add_model_options, model_config
 from common.options import SettingError, at_least, option_parser, parse_options
 from tools.command import fail, make_parser, printable, run_and_exit
 from tools.counting.extended import Rank
@@ -55,7 +52,6 @@ WHOLE = [  # every rank reads samples of its own; the simplest first
 ]
 SPLIT = [  # all ranks read the same samples
     "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
-    "pp.py --schedule 1f1b", "pp.py --schedule interleaved1f1b", "pp.py --schedule zerobubble",
 ]
 KEPT = "parameters", "gradients", "optimizer states"
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
@@ -73,9 +69,9 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
                       for n in divisors(devices) if experts % n == 0]
     else:
         strategies = one_strategy_each(devices, nproc_per_node)
-        for each in [each for each in strategies if each.pp * each.v > layers + 2]:
-            left_out[f"{each.command}: {layers} layers do not fill its stages"] += 1
-            strategies.remove(each)
+        if devices > layers + 2:
+            left_out[f"pp.py: {layers} layers do not fill its stages"] += 1
+            strategies.pop()
     for tp, cp, pp in grids(devices):
         dp = devices // (tp * cp * pp)
         if tp > nproc_per_node:
@@ -101,11 +97,8 @@ def one_strategy_each(devices, nproc_per_node):
     strategies = [Strategy(command, devices) for command in WHOLE]
     if devices > nproc_per_node:
         strategies.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    for command in SPLIT:
-        pp = devices if command.startswith("pp.py") else 1
-        v = 2 if "interleaved" in command or "zerobubble" in command else 1
-        strategies.append(Strategy(command, 1, pp, v))
-    return strategies
+    strategies += [Strategy(command, 1) for command in SPLIT]
+    return [*strategies, Strategy("pp.py --schedule 1f1b", 1, devices)]
 
 
 def grids(devices):
@@ -148,8 +141,6 @@ def search(strategy, options, args):
     pipeline, rows = Pipeline(strategy, args), []
     least, tried = pipeline.least_held(), variants(strategy, args.batch_size)
     kinds = [[], [AGAIN, "selective"], [AGAIN]]
-    if "zerobubble" in strategy.command:  # it cannot compute layers again
-        kinds = [[]]
     for again in kinds if least <= memory(args) else []:
         commands = [[*strategy.command.split(), *variant, *again] for variant in tried]
         place, counted = first_that_fits(pipeline, commands, options, args)
@@ -196,17 +187,19 @@ def evaluate(pipeline, words, args):
     """What the rank that holds most counts, as ``one_rank.count``; if that is more than the memory
     of a device, what one rank holds at least. Raises SettingError: the script refuses ``words``."""
     counts = []
-    # Of a dense model, and one stage on a rank, the formula finds 0.9 of what may be most.
-    exact = pipeline.v == 1 and not args.config.num_experts
     for place in pipeline.places():
-        if counts and exact:
+        # Of a dense model the formula finds 0.9 of what may be most.
+        if counts and not args.config.num_experts:
             least = pipeline.least_at_peak(words, place)
             if least < 0.9 * counts[0]["peak"]["in all"]:
                 continue
         counts.append(Rank(pipeline, place, words, args).count())
         if not fits(counts[-1], args):
             break
-    return {name: value for name, value in most(counts).items() if name != "moments"}
+    counted = most(counts)
+    for name in "moments", "description", "theory":  # the last two are of a small model
+        counted.pop(name, None)
+    return counted
 
 
 def memory(args):
@@ -226,16 +219,19 @@ def bounds(counted, args):
 
 def in_order(rows, args):
     """``rows``, of the simplest script first, sorted: what fits first. See the docstring."""
-    def sort(rows, key):
-        """Within 5 % of the least they stay as they are."""
-        least = min(map(key, rows), default=0)
-        return sorted(rows, key=lambda row: (key(row) / least - 1) // 0.05)
-
     fitting = [row for row in rows if fits(row[1], args)]
-    fitting = sort(fitting, lambda row: sum(bounds(row[1], args)))
-    fitting = sort(fitting, lambda row: max(bounds(row[1], args)))
+    larger, both = [], []
+    for _, counted in fitting:
+        larger.append(max(bounds(counted, args)))
+        both.append(sum(bounds(counted, args)))
+
+    def key(row):
+        """Within 5 % of the least they stay as they are."""
+        of_row = bounds(row[1], args)
+        return (max(of_row) / min(larger) - 1) // 0.05, (sum(of_row) / min(both) - 1) // 0.05
+
     others = [row for row in rows if not fits(row[1], args)]
-    return fitting + sorted(others, key=lambda row: row[1]["peak"]["in all"])
+    return sorted(fitting, key=key) + sorted(others, key=lambda row: row[1]["peak"]["in all"])
 
 
 def cells(command, counted, args):
@@ -243,8 +239,7 @@ def cells(command, counted, args):
     peak, held, by_axis = counted["peak"], counted["held"], collections.Counter()
     for part in counted["collectives"]:
         by_axis[part["group"]] += part["bytes"]
-    least = sum(by_axis.values()) / 1000
-    sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items() if size >= least]
+    sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items()]
     computes, sends = bounds(counted, args)
     return {
         "fits": "yes" if fits(counted, args) else "no", "GB": gb(peak["in all"]),
@@ -274,26 +269,22 @@ def lay_out(rows):
 
 
 def model_options(name):
-    """The options that choose a model, and its MixtureConfig. The content of a file becomes
-    options: it is part of what ``cached`` keeps."""
-    by_name = name in PRESETS
+    """The options of a model's dimensions, and its MixtureConfig."""
     add_preset(name)
-    parser = option_parser("")
+    parser, words = option_parser(""), []
     add_model_options(parser, MixtureConfig)
     config = model_config(parse_options(parser, ["--model", name]), MixtureConfig)
-    if by_name:
-        return ["--model", name], config
-    # rope_scaling is no option, and changes no bytes. A dense model has no options of experts.
-    options = [(f"--{key.replace('_', '-')}", str(value)) for key, value in vars(config).items()
-               if key != "rope_scaling" and value]
-    return [word for pair in options for word in pair], config
+    for key, value in vars(config).items():
+        if value and key != "rope_scaling":  # it is no option, and changes no bytes
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    return words, config
 
 
 def parse(argv):
     parser = make_parser("plan", __doc__)
     add, more_than_0 = parser.add_argument, at_least(0, float, above=True)
     add("--model", required=True, help="as in the scripts, or a config.json of Hugging Face, or "
-        "its folder")
+        "its folder: a script needs the model.json that import_hf makes of it")
     add("--devices", type=at_least(1, below=2**17), required=True, metavar="N",
         help="as many as processes")
     add("--device-memory", type=more_than_0, required=True, metavar="GB", help="10^9 bytes that a "
@@ -342,9 +333,6 @@ def main(argv=None):
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
     setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
-    if add_preset(args.model):
-        print(f"first: bash run.sh import_hf {shlex.quote(args.model)} FOLDER")
-        setting[1] = "FOLDER/model.json"
     for name, command in ("the first row", rows[0][0]), ("the simplest that fits", fitting[0]):
         print(f"{name}: {start} {shlex.join([*command.split(), *setting])}")
 
@@ -362,20 +350,18 @@ def only(tried, names):
 def count_all(tried, options, args, left_out):
     """The rows of all strategies, in the order of ``tried``. What they refuse comes to
     ``left_out``."""
-    print(f"strategies to count: {len(tried)}; those of an earlier plan are kept", file=sys.stderr)
+    print(f"strategies to count: {len(tried)}", file=sys.stderr)
     pool, rows = threads(), {}
     by_world = sorted(tried, key=lambda each: each.pp)  # one after another they share processes
     searches = {pool.submit(search, each, options, args): each.command for each in by_world}
-    with tqdm(total=len(tried), desc="strategies", leave=False) as bar:
-        for each in concurrent.futures.as_completed(searches):
-            name = searches[each]
-            try:
-                rows[name] = each.result()
-                for command, counted in rows[name]:
-                    bar.write(f"{gb(counted['peak']['in all'])} GB: {command}", file=sys.stderr)
-            except SettingError as error:
-                left_out[f"{name}: {error}"] += 1
-            bar.update()
+    for each in concurrent.futures.as_completed(searches):
+        command = searches[each]
+        try:
+            rows[command] = each.result()
+        except SettingError as error:
+            left_out[f"{command}: {error}"] += 1
+        for row, counted in rows.get(command, []):
+            print(f"{gb(counted['peak']['in all'])} GB: {row}", file=sys.stderr, flush=True)
     return [row for each in tried for row in rows.get(each.command, [])]
 
 

@@ -196,8 +196,8 @@ def write_counts():
             formulas = {} if "ep" in self.args else theory.of(
                 sys.argv[0], self.args, self.ranks, rank, self.models)
             (self.args.out / f"rank{rank}.json").write_text(json.dumps({
-                "held": counter.held, "peak": counter.peak, "sent": sum(counter.sent.values()),
-                "collectives": counter.collectives(),
+                "held": counter.held, **counter.totals(),
+                "sent": sum(part["bytes"] for part in counter.collectives.values()),
                 "theory": {name: size for name, (_, size) in formulas.items()}}))
 
     common.run.Run = CountedRun

@@ -9,23 +9,16 @@ with a few micro-batches in flight one with many.
 """
 
 import collections
-import contextlib
 import functools
-import hashlib
-import json
 import operator
-import pathlib
 import re
-
-import torch
 
 from tools.command import ROOT
 from tools.counting import one_rank
-from tools.counting.counter import peak_of
+from tools.counting.counter import totals
 from tools.counting.pipeline import accumulated
 from tools.counting.theory import bubble
 
-CACHE = pathlib.Path.home() / ".cache" / "parallel-by-example"
 # Layers of the two counts: in the second, three are neither at the start nor at the end. The end is
 # two layers; of what gathers two units ahead, it is three.
 LAYERS = (5, 7), (6, 8)
@@ -45,10 +38,10 @@ class Rank:
     def __init__(self, pipeline, place, words, args):
         self.pipeline, self.place, self.words, self.args = pipeline, place, words, args
         self.steps, self.micro_batches = accumulated(words)
-        self.layers = pipeline.layers[place]  # of each of its stages
+        self.layers = pipeline.layers[place]
         self.in_flight = min(pipeline.n - place, self.micro_batches)
         self.few, self.n, self.counted_at = self.micro_batches, pipeline.n, place
-        if pipeline.v == self.steps == 1:
+        if self.steps == 1:
             self.choose_small_pipeline()
 
     def choose_small_pipeline(self):
@@ -63,24 +56,22 @@ class Rank:
 
     def count(self):
         """What the rank counts, as ``one_rank.count``."""
-        size = self.layers[0]
         for sizes in LAYERS:
-            totals = [self.total(each) for each in sizes]
-            if size > sum(sizes) and len(set(self.layers)) == 1 and None not in totals:
+            if self.layers > sum(sizes) and None not in map(self.total, sizes):
                 few, some = map(self.count_steps, sizes)
-                if extended := extend(few, some, by_layer, sizes, size):
+                if extended := extend(few, some, by_layer, sizes, self.layers):
                     return extended
-        return self.count_steps(size)
+        return self.count_steps(self.layers)
 
     def total(self, size):
-        """The layers of the whole model, if each stage of the rank has ``size``. None: no number of
+        """The layers of the whole model, if the stage of the rank has ``size``. None: no number of
         them gives it that."""
-        if size == self.layers[0] and self.n == self.pipeline.n:
+        if size == self.layers and self.n == self.pipeline.n:
             return self.args.config.num_hidden_layers
-        return self.pipeline.total([size] * self.pipeline.v, self.n, self.counted_at)
+        return self.pipeline.total(size, self.n, self.counted_at)
 
     def count_steps(self, size):
-        """With ``size`` layers on each of its stages."""
+        """With ``size`` layers in its stage."""
         if self.steps > max(STEPS):
             few, some = (self.dry_run(size, steps) for steps in STEPS)
             if extended := extend(few, some, by_step, STEPS, self.steps):
@@ -96,8 +87,8 @@ class Rank:
             less += ["--microbatches", self.few]
             less += ["--pp", self.n] if "--pp" in self.words else []
         script, *words = [*self.words, *map(str, [*less, "--batch-size", batch_size])]
-        return cached(str(ROOT / script), words, ranks * self.n, ranks * self.counted_at,
-                      args.nproc_per_node)
+        return one_rank.count_apart(str(ROOT / script), words, ranks * self.n,
+                                    ranks * self.counted_at, args.nproc_per_node)
 
     def over_micro_batches(self, counted):
         """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
@@ -115,7 +106,7 @@ class Rank:
         moments = [*self.with_more(counted["moments"], stays, full)]
         more = self.micro_batches / n
         collectives = [self.across_stages(part, more) for part in counted["collectives"]]
-        return counted | summed(collectives, moments) | {
+        return counted | totals(collectives, moments) | {
             "held": more_activations(counted["held"], stays),
             "bubble": bubble("1f1b", self.pipeline.n, 1, self.micro_batches),
             "operations": counted["operations"] * more, "world_size": self.args.devices,
@@ -175,7 +166,7 @@ def extend(few, some, grouped, sizes, number):
     for part in some["collectives"]:
         fewer = parts.get((part["collective"], part["group"]), {})
         collectives.append(at(fewer, part))
-    return some | summed(collectives, moments) | {
+    return some | totals(collectives, moments) | {
         "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
 
 
@@ -192,14 +183,6 @@ def same_moments(a, b, sizes):
             return []
     last = len(a) - 2
     return [*zip(a[:3], b[:3]), *zip(a[-last:], b[-last:])]
-
-
-def summed(collectives, moments):
-    """What follows from the collectives and from the moments."""
-    return {"collectives": collectives, "moments": moments,
-            "sent": round(sum(part["bytes"] for part in collectives)),
-            "between_machines": round(sum(part["between_machines"] for part in collectives)),
-            "peak": peak_of(peak for _, peak in moments)}
 
 
 def on_line(sizes, number, a, b):
@@ -239,27 +222,3 @@ def by_step(moments, steps):
         found[name, seen[name] % each if each else seen[name]].append(peak)
         seen[name] += 1
     return found
-
-
-def cached(script, options, world_size, rank, nproc_per_node):
-    """``one_rank.count``, without what only describes. It is kept in a file of ``CACHE``, if this
-    can be written; another torch, or a changed script, has another file."""
-    job = script, options, world_size, rank, nproc_per_node
-    key = hashlib.sha256(json.dumps([sources(), torch.__version__, *job]).encode()).hexdigest()
-    path = CACHE / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it was not written to its end
-        return json.loads(path.read_text())
-    counted = {name: value for name, value in one_rank.count_apart(*job).items()
-               if name not in ("description", "theory")}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(counted))
-    return counted
-
-
-@functools.cache
-def sources():
-    """A hash of the scripts and of what counts them."""
-    folders = "", "common/", "tools/", "tools/counting/"
-    paths = [path for folder in folders for path in ROOT.glob(f"{folder}*.py")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()

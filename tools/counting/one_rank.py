@@ -28,10 +28,8 @@ PRELOADED = [  # what takes long to import; the first optimizer of a script impo
 NEEDED = ("main", "load_steps", "Run")
 
 
-def count(script, options, world_size, rank, nproc_per_node, device=torch.device("cpu"),
-          progress=False):
-    """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict. With
-    ``progress`` it shows a progress bar if it takes long.
+def count(script, options, world_size, rank, nproc_per_node, device=torch.device("cpu")):
+    """Run ``main`` of a script as ``rank``, in this process. Returns what it counted, a dict.
 
     In a process call it for one rank of one world only: it replaces parts of torch, and DTensor's
     caches keep the groups of a world.
@@ -59,15 +57,13 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
         pretend.world(world_size, rank)
         return device
 
-    replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node, progress)
+    replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
     own = getattr(module, "WITHOUT_VALUES", {})
     for name in own.keys() - vars(module).keys():
         fail(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")
     for name, stand_in in (replaced | own).items():
         if hasattr(module, name):
             setattr(module, name, stand_in)
-    if hasattr(module, "check"):
-        module.check = stand_ins.as_if_on_gpu(module.check)
     run_main(module, options, counted)
     return counted
 

@@ -15,24 +15,21 @@ SIZES = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes: in 
 
 @dataclasses.dataclass
 class Strategy:
-    """A script with its grid: ``ranks`` data-parallel ranks; a pipeline over ``pp`` ranks, ``v``
-    stages on each."""
+    """A script with its grid: ``ranks`` data-parallel ranks; a pipeline over ``pp`` ranks."""
 
     command: str
     ranks: int
     pp: int = 1
-    v: int = 1
 
 
 class Pipeline:
-    """The stages of a strategy on ``n`` ranks, ``v`` on each; without a pipeline one on one rank.
+    """The stages of a strategy on ``n`` ranks, one on each; without a pipeline one on one rank.
 
-    ``layers``: for each place on the axis of the pipeline, how many layers each stage there has.
-    ``per_place``: how many ranks are at each place.
+    ``layers``: how many each stage has. ``per_place``: how many ranks hold the same stage.
     """
 
     def __init__(self, strategy, args):
-        self.args, self.n, self.v = args, strategy.pp, strategy.v
+        self.args, self.n = args, strategy.pp
         self.per_place = args.devices // self.n
         self.script, *self.words = strategy.command.split()
         with torch.device("meta"):
@@ -43,22 +40,20 @@ class Pipeline:
 
     def cut(self, layers, n):
         """``self.layers`` of a model of ``layers`` on ``n`` ranks."""
-        stages = split_layers(layers, self.v * n, cost_of_head(self.model))
-        sizes = [len(stage) for stage in stages]
-        return [sizes[place::n] for place in range(n)]
+        return [len(stage) for stage in split_layers(layers, n, cost_of_head(self.model))]
 
-    def total(self, sizes, n, place):
-        """How many layers a model on ``n`` ranks must have, such that the stages at ``place`` have
-        ``sizes``; None: no number gives them that."""
-        totals = range(self.v * n, self.args.config.num_hidden_layers + 1)
-        return next((total for total in totals if self.cut(total, n)[place] == sizes), None)
+    def total(self, size, n, place):
+        """How many layers a model on ``n`` ranks must have, such that the stage at ``place`` has
+        ``size``; None: no number gives it that."""
+        for total in range(n, self.args.config.num_hidden_layers + 1):
+            if self.cut(total, n)[place] == size:
+                return total
 
     def places(self):
         """The places of which one holds most: the first, which keeps the most activations; the
         last, which has the head; and any that has more layers than all before it."""
-        layers = [sum(sizes) for sizes in self.layers]
-        return [place for place in range(self.n)
-                if place in (0, self.n - 1) or layers[place] > max(layers[:place])]
+        return [place for place, layers in enumerate(self.layers)
+                if place in (0, self.n - 1) or layers > max(self.layers[:place])]
 
     def tokens(self, words):
         """How many tokens of a micro-batch a rank reads."""
@@ -70,9 +65,9 @@ class Pipeline:
         return self.args.devices if self.script == "tp.py" else option("--tp", words)
 
     def numbers(self, place):
-        """How many parameters the stages at ``place`` have: in experts, and others, but the last
+        """How many parameters the stage at ``place`` has: in experts, and others, but the last
         norm."""
-        layer, layers = self.model.model.layers["0"], sum(self.layers[place])
+        layer, layers = self.model.model.layers["0"], self.layers[place]
         ends = (place == 0) + (place == self.n - 1)  # the embedding, the head
         sizes = {name: p.numel() for name, p in layer.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -99,7 +94,7 @@ class Pipeline:
         tokens = self.tokens(words)
         of_layer = tokens // tp * size * kept_by_layer(words, config, tp)
         again = tokens // tp * size * kept_by_layer([], config, tp) - of_layer
-        kept, head = sum(self.layers[place]) * of_layer, 0
+        kept, head = self.layers[place] * of_layer, 0
         if place == self.n - 1 and tokens * config.vocab_size > MAX_LOGITS:
             head = self.head / tp  # in chunks: their gradients add up
         if self.n > 1:
@@ -121,8 +116,6 @@ class Pipeline:
         hidden = self.tokens(words) // tp * self.args.config.hidden_size
         held = 3 * exact * (experts + others) / self.per_place
         held += micro_batches * neighbours * hidden * size
-        if self.v > 1:
-            return held + kept
         numbers = others / tp + experts / option("--ep", words)
         embedding = self.head / tp if place == 0 else 0
         of_embedding = exact * embedding  # its gradient comes last

@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
-from tqdm import tqdm
 
 import ep
 import pp
@@ -30,17 +27,16 @@ from tools.counting import pretend, theory
 from tools.counting.counter import OneStep, StepCounter
 
 
-def stand_ins(counted, steps, start, world_size, nproc_per_node, progress):
+def stand_ins(counted, steps, start, world_size, nproc_per_node):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
         counted: a dict, which ``Run`` fills with what it has counted in the last of ``steps``.
         start: starts the process, as ``start_process_group(args)`` does.
-        progress: whether to show a progress bar, if it takes long.
     """
     replace_in_common()
     as_on_gpus()
-    count = functools.partial(Run, counted, steps, progress, nproc_per_node)
+    count = functools.partial(Run, counted, steps, nproc_per_node)
     count.add_options = run.Run.add_options
     return {
         "start_process_group": start,
@@ -106,44 +102,6 @@ def repeat_heads(attention, q, k, v, *args, **options):
     if q.dtype == torch.float32:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return attention(q, k, v, *args, **options)
-
-
-def as_if_on_gpu(check):
-    """``check`` of a script, which refuses what needs a GPU. A dry run counts what a GPU holds."""
-
-    def checked(*args):
-        with mock.patch.object(torch.cuda, "is_available", lambda: True):
-            return check(*args)
-
-    return checked
-
-
-def offload(counter):
-    """Let ``counter`` count as if CPUOffloadPolicy moved tensors between a GPU and host memory; on
-    a CPU it moves none. Nothing puts it back."""
-    for parameter in counter.parameters():
-        counter.to_host(parameter)
-    for state in tree_leaves([list(each.state.values()) for each in counter.optimizers]):
-        if isinstance(state, torch.Tensor):
-            counter.to_host(state)
-    counter.moments.clear()
-    counter.moment("")
-    gather_inputs = FSDPParam.all_gather_inputs.fget
-    reduce = _fsdp_param_group.foreach_reduce
-
-    def copy_and_gather_inputs(parameter):
-        copied = parameter._sharded_param_data.clone()
-        with mock.patch.object(parameter, "_sharded_param_data", copied):
-            return gather_inputs(parameter)
-
-    def reduce_and_offload(parameters, *args, **options):
-        out = reduce(parameters, *args, **options)
-        for parameter in parameters:
-            counter.to_host(parameter.sharded_param.grad)
-        return out
-
-    FSDPParam.all_gather_inputs = property(copy_and_gather_inputs)
-    _fsdp_param_group.foreach_reduce = reduce_and_offload
 
 
 def start_process(start, world_size, args):
@@ -228,9 +186,9 @@ def load_steps(steps, dataset, sampler, device, workers=0):
 
 class Run:
     """Reads, writes and evaluates nothing. It puts what it counts in the last of ``number`` steps
-    into the dict ``counted``, and shows a progress bar."""
+    into the dict ``counted``."""
 
-    def __init__(self, counted, number, progress, nproc_per_node, args, models, optimizer, sampler,
+    def __init__(self, counted, number, nproc_per_node, args, models, optimizer, sampler,
                  _dataset, device, mesh=None, *, size=None, **_):
         self.counted, self.args, self.device = counted, args, device
         self.mesh, self.nproc_per_node = mesh, nproc_per_node
@@ -238,13 +196,6 @@ class Run:
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.history, self.loggers = [], []
         self.counting = OneStep(number - 1, self.make_counter)
-        # All micro-batches are run, which takes minutes for a stage of a large pipeline.
-        micro_batches = getattr(args, "microbatches", 1) or args.pp
-        passes = number * args.grad_accum * micro_batches * len(self.models)
-        self.bar = tqdm(total=passes, desc="forward passes", leave=False, delay=5,
-                        disable=not progress)
-        for each in self.models:
-            each.register_forward_hook(self.on_forward)
         counted["description"] = self.describe(size, sampler)
         if mesh is not None and "pp" in mesh.mesh_dim_names:
             counted.update(pipeline(args, mesh))
@@ -255,9 +206,6 @@ class Run:
         args = self.args
         _, model = run.start_lines(args, self.models, self.device, None, size)
         lines = [model, str(sampler)]
-        if getattr(args, "cpu_offload", False):
-            lines.append("counted: what is on the GPU; parameters, gradients and optimizer states "
-                         "are in host memory")
         if getattr(getattr(args, "config", None), "num_experts", 0):
             lines.append("assumed: all experts get equally many tokens")
         return lines
@@ -275,18 +223,11 @@ class Run:
             each.zero_grad()
 
     def make_counter(self):
-        counter = StepCounter(self.optimizers, self.models, self.mesh, self.device,
-                              self.nproc_per_node, pretend.seeing)
-        if getattr(self.args, "cpu_offload", False) and self.device.type == "cpu":
-            offload(counter)
-        return counter
-
-    def on_forward(self, *_):
-        self.bar.update()
+        return StepCounter(self.optimizers, self.models, self.mesh, self.device,
+                           self.nproc_per_node, pretend.seeing)
 
     def steps(self, numbered):
         yield from self.counting.steps(numbered)
-        self.bar.close()
         self.note()
 
     def after_step(self, step, loss, grad_norm, **more):
@@ -297,10 +238,7 @@ class Run:
         formulas = theory.of(sys.argv[0], self.args, counted["world_size"], counted["rank"],
                              self.models)
         counted.update(
-            held=dict(counter.held), peak=counter.peak, moments=counter.moments,
-            sent=round(sum(counter.sent.values())),
-            between_machines=round(sum(counter.crossing.values())),
-            operations=counter.operations, collectives=counter.collectives(),
+            counter.totals(), held=dict(counter.held), operations=counter.operations,
             theory={k: {"formula": f, "bytes": b} for k, (f, b) in formulas.items()},
         )
 
