@@ -345,7 +345,6 @@ def check(args, n):
     """
     dp, cp, tp, pp, M, config = args.dp, args.cp, args.tp, args.pp, args.microbatches, args.config
     product, pieces, experts = dp * cp * tp * pp, dp * args.grad_accum * M, config.num_experts
-    check_sequence(args, cp, zigzag=True)
     refuse([
         (product != n,
          f"World size ({n}) must equal dp ({dp}) x tp ({tp}) x cp ({cp}) x pp ({pp}) = {product}: "
@@ -369,6 +368,7 @@ def check(args, n):
          f"--no-sequence-parallel with --num-experts: each of the --tp {tp} ranks would send all "
          f"tokens to the experts; leave it out"),
     ])
+    check_sequence(args, cp, zigzag=True)
     if experts:
         refuse(cannot_share_experts(args, dp // args.replicate * cp * tp))
 
