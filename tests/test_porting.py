@@ -343,7 +343,7 @@ def test_what_an_attention_does_not_compute_is_refused(attention):
     q, k, v = torch.zeros(3, 1, 2, 4, 8)
     for keyword, value in {"attn_mask": torch.ones(4, 4).tril(), "dropout_p": 0.1,
                            "window_size": 7}.items():
-        words = f"{attention.__name__} computes causal or full .* {keyword}.* ulysses_attention"
+        words = f"{attention.__name__} computes causal or full .*{keyword}.* ulysses_attention"
         with pytest.raises(SettingError, match=words):
             attention(q, k, v, group=None, is_causal=True, **{keyword: value})
 
