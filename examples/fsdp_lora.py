@@ -2,8 +2,8 @@
 
     pip install -r examples/requirements.txt
     bash run.sh import_hf FOLDER runs/llama
-    bash run.sh examples/fsdp_lora.py --model runs/llama/model.json --base runs/llama/step-00000000 \\
-        --lr 2e-4 --export ADAPTERS
+    bash run.sh examples/fsdp_lora.py --model runs/llama/model.json \\
+        --base runs/llama/step-00000000 --lr 2e-4 --export ADAPTERS
 
 FOLDER is a Llama that ``save_pretrained`` wrote; but any checkpoint can be the base. Every start
 loads it, also a resume: checkpoints hold the adapters only. PEFT reads what --export writes:

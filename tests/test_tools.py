@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from common.data import TokenDataset
-from common.options import SettingError
 from tests.support.processes import SMALL, TOOLS
 from tests.support.sample import needs, table
 from tools import command, flatten, prepare
@@ -129,7 +128,7 @@ b'{"text": null}' | | line 1 is not
 b'{"text": "\\ud83d"}' | | line 1 is not
 b' \n' | | no document is in train.bin, 0 tokens in val.bin
 b'{"text": " "}' | | no document is in train.bin
-b'{"text": "x"}' | --val 0.999999 | no document is in train.bin, 2 tokens in val.bin: see --val 0.999999
+b'{"text": "x"}' | --val 0.999999 | no document is in train.bin, 2 tokens in val.bin: see --val
 b'{"text": "x"}' | --val 1.5 | no document is in train.bin
 b'{"text": "x"}' | --val 1 | no document is in train.bin
 b'{"text": "x"}' | --eod <eos> | --eod <eos>: the tokenizer has no such
@@ -206,7 +205,7 @@ def test_what_a_benchmark_says(run, tmp_path, script, words, said):
     (line,) = {line for line in result.lines if said in line}
     assert result.ok == (said == "seconds per step"), result.output
     if result.ok:
-        rate, seconds = (float(word.replace(",", "")) for word in re.findall(r"\d[\d,.]*", line)[:2])
+        rate, seconds = map(float, re.findall(r"\d[\d.]*", line.replace(",", ""))[:2])
         assert rate == pytest.approx(8 * 32 / seconds, rel=0.01)
     if "--trace" in words and result.ok:
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

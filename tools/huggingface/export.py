@@ -84,9 +84,9 @@ def write_weights(path, weights):
 
 
 def export(checkpoint, folder, dtype=None, like=None):
-    """Write ``checkpoint`` into a new ``folder``, in the torch.dtype ``dtype`` or as it is. ``like``:
-    see the docstring above. Raises SettingError: the checkpoint is damaged or of another model, or
-    ``folder`` exists."""
+    """Write ``checkpoint`` into a new ``folder``, in the torch.dtype ``dtype`` or as it is.
+    ``like``: see the docstring above. Raises SettingError: the checkpoint is damaged or of another
+    model, or ``folder`` exists."""
     content = {"bos_token_id": None, "eos_token_id": None}  # our data has none
     if like:
         content = read_json(like / "config.json")

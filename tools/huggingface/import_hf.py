@@ -41,8 +41,8 @@ def read_files(folder):
 
 
 def read_weights(folder, config):
-    """The state dict of our model of ``config`` with the weights in ``folder``. Raises SettingError:
-    a tensor is missing, of another shape, or not of such a model."""
+    """The state dict of our model of ``config`` with the weights in ``folder``. Raises
+    SettingError: a tensor is missing, of another shape, or not of such a model."""
     stored, weights = read_files(folder), {}
     if read_json(folder / "config.json").get("tie_word_embeddings") and EMBEDDING in stored:
         stored.setdefault(HEAD, stored[EMBEDDING])
