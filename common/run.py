@@ -104,8 +104,8 @@ class Run:
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
         self.per_second = f"{self.unit}_per_second"
-        self.say(*start_lines(args, self.models, device, mesh, size), sampler)
-        self.say(f"{len(dataset):,} samples")
+        self.say(*start_lines(args, self.models, device, mesh, size), sampler,
+                 f"{len(dataset):,} samples")
         if not args.out:
             self.say("nothing is saved: there is no --out")
 
@@ -345,9 +345,8 @@ class Run:
         share = slice(self.rank, None, self.ranks)
         reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), everywhere=True)
         for name, value in saved["fixed"].items():
-            another_run = checkpoint.parent != self.args.out
-            may_change = another_run and name == "rope_theta"  # for longer texts
-            if value != self.fixed.get(name) and not may_change:
+            its_own = name != "rope_theta" or checkpoint.parent == self.args.out  # longer texts
+            if its_own and value != self.fixed.get(name):
                 raise SettingError(
                     f"{name} is {value} in {checkpoint} and {self.fixed.get(name)} in this run: "
                     f"resume with the same; {NEW_RUN}")
