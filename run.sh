@@ -6,8 +6,8 @@
 #   bash run.sh share fsdp.py         2 processes on each GPU, or NPROC on all: NCCL on few GPUs
 #   bash run.sh check SCRIPT          does your changed script train as one process does?
 #   bash run.sh flatten fsdp.py > my_fsdp.py     one file: a script and what it uses of common/
-#   bash run.sh plan --help           a tool: check, dry_run, export, flatten, import_hf, parity,
-#                                     plan or prepare
+#   bash run.sh plan --help           a tool: bench, check, dry_run, export, flatten, import_hf,
+#                                     parity, plan or prepare
 #   bash run.sh test                  a sample of the tests, 5 minutes on two idle cores; with --all
 #                                     all tests; arguments go to pytest: with pytest-xdist
 #                                     -n 3 lets --all take 16 minutes there
@@ -110,6 +110,7 @@ case $command in
   check | dry_run | flatten | plan | prepare) run_tool "tools.$command" "$@" ;;
   export | import_hf) run_tool "tools.huggingface.$command" "$@" ;;
   parity) run_tool parity "$@" ;;
+  bench) command=tools/bench.py ;;
   share)
     share=$here/tools/share_gpu.py command=${1:-}
     [[ $# != 0 && ${NNODES:-1} = 1 ]] || fail "share: name a script, and unset NNODES"

@@ -86,12 +86,12 @@ def test_commands_and_options_exist(page):
             name = word.removeprefix("tools.").removesuffix(".py")
             if word in DOCSTRINGS or before in ("run.sh", "-m") and name in TOOLS:
                 owner = name
-                allowed = options(name) | ({"--trace"} if "tools/bench.py" in words else set())
+                allowed = options(name) | ({"--trace"} if "bench" in words else set())
                 allowed |= options("check") if "check" in words else set()
             elif word.startswith("tests/"):
                 assert (ROOT / word).exists(), word
             elif before == "run.sh":
-                assert (word in ("test", "share", "--help") or (ROOT / word).exists()
+                assert (word in ("test", "share", "bench", "--help") or (ROOT / word).exists()
                         or word.startswith("my_")), words
             elif owner and word.startswith("--"):
                 assert word in allowed, words

@@ -1,8 +1,8 @@
 """Time the steps of a script: tokens per second, MFU, and a trace of where their time goes.
 
-    bash run.sh tools/bench.py fsdp.py --model small --dtype bfloat16 --compile --steps 25
-    NPROC=1 bash run.sh tools/bench.py single.py --vocab-size 32000 --steps 25
-    bash run.sh tools/bench.py fsdp.py --steps 8 --trace trace.json
+    bash run.sh bench fsdp.py --model small --dtype bfloat16 --compile --steps 25
+    NPROC=1 bash run.sh bench single.py --vocab-size 32000 --steps 25
+    bash run.sh bench fsdp.py --steps 8 --trace trace.json
 
 The script is one of this repository, or yours, if it takes Run from common/; it gets all options.
 Its first 5 steps are a warm-up, and do not count: the first ones start and compile. Head and loss
