@@ -282,7 +282,8 @@ def make_schedule(
             gradients of all micro-batches and does not scale them.
         group: the process group of the pipeline, in the order of the ranks.
 
-    Returns the schedule. Raises SettingError: it cannot work with M. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
+    Returns the schedule. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
+    Raises SettingError: the schedule cannot work with M.
     """
     hidden = hidden.requires_grad_()
 

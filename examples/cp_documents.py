@@ -119,9 +119,8 @@ def main(argv=None):
 
     # Data
     dataset = open_dataset(args)
-    sampler = BatchSampler(
-        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps,
-        mesh=mesh["dp"],  # CP: dp has one rank, so all ranks read the same samples
+    sampler = BatchSampler(  # CP: without a mesh, so all ranks read the same samples
+        len(dataset), args.batch_size, args.grad_accum, seed=args.seed, stop=args.steps
     )
 
     def find_documents(tokens):  # CP: each rank has the tokens of whole sequences, (B/accum, T)
