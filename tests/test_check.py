@@ -463,7 +463,7 @@ PATCHED = {bug.name: bug for bug in bugs()
            if bug.name[:2] in [*NEEDS, "02", "09", "16", "17", "24"]}
 
 
-@pytest.mark.parametrize("name", sampled([*PATCHED], ["16-no-sync-on-the-last"]))
+@pytest.mark.parametrize("name", sampled([*PATCHED], ["24-adam-counts-from-2"]))
 def test_it_finds_the_bugs_by_example(check, tmp_path, name):
     """Or says which options find them."""
     bug, needed = PATCHED[name], NEEDS.get(name[:2])

@@ -229,8 +229,8 @@ def test_draws_follow_the_place(dataset):
     ([999, 1], [12345, 3]),
 ])
 def test_a_mixture_has_its_proportions(weights, sizes):
-    """Exactly, in each block of sum(weights), which is shuffled; and after each block no sample of a
-    dataset has come twice more than another one."""
+    """Exactly, in each block of sum(weights), which is shuffled; and after each block no sample of
+    a dataset has come twice more than another one."""
     mixture, block = Mixture([range(size) for size in sizes], weights), sum(weights)
     indices = mixture.order(np.arange(100 * block), 3)
     dataset = np.searchsorted(mixture.cumulative_sizes, indices, "right").reshape(-1, block)

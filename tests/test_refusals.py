@@ -299,9 +299,9 @@ hybrid_3d.py --tp 2 | 2 | 2 | tied() | two units ... share model.embed_tokens.we
 hybrid_3d.py --pp 2 | 2 | 2 | tied() | several stages have the parameter model.embed_tokens.weight
 pp.py --schedule zbv | 1 | 1 | tied() | model.embed_tokens.weight ... lm_head.weight
 pp.py | 2 | 2 | own_parameter() | model.gate
-pp.py --microbatches 1 | 2 | 2 | | --schedule 1f1b: Number of microbatches (1) must be greater
+pp.py --microbatches 1 | 2 | 2 | | --microbatches 1, schedule 1f1b: Number
 pp.py --schedule zerobubble --microbatches 5 --batch-size 20 | 2 | 2 | | zerobubble: ... multiple of
-hybrid_3d.py --pp 2 --microbatches 1 | 2 | 2 | | --schedule 1f1b: Number of microbatches (1)
+hybrid_3d.py --pp 2 --microbatches 1 | 2 | 2 | | --microbatches 1, schedule 1f1b: Number
 cp.py --attention ulysses --seq-len 36 | 3 | 3 | | 8 query and 4 key/value heads ... by 3 ranks
 hybrid_3d.py --tp 2 | 2 | 2 | own_parameter() | model.gate
 ddp.py | 2 | 2 | sys.argv += ['--lr', '0.5'] * rank

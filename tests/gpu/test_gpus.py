@@ -3,6 +3,7 @@ kernels. Pretended GPUs: tests/gpu/test_pretend_cuda.py."""
 
 import itertools
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def llama_1b(n):
 
 def test_directions_of_a_pipeline(monkeypatch):
     """Only NCCL has a communicator for each; torch 2.13 has no such option."""
-    monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: None)
+    monkeypatch.setattr(pp.pipelining, "PipelineStage", lambda *_, **__: mock.Mock())
     monkeypatch.setattr(pp, "SCHEDULES", {"1f1b": lambda *_, **__: None})
     for name, backends, expected in (
         ("pipeline_per_direction_p2p", "cpu:gloo,cuda:nccl", True),
