@@ -13,7 +13,7 @@ import pytest
 from common.experts import MixtureConfig
 from common.model import PRESETS, add_model_options, model_config
 from common.options import SettingError, option_parser, parse_options
-from tests.support.sample import table
+from tests.support.sample import table, thorough
 from tools import command, plan
 from tools.counting import extended, one_rank
 from tools.counting.counter import HELD
@@ -157,6 +157,7 @@ def test_nothing_is_counted_that_cannot_fit(monkeypatch):
             plan.search(Strategy(command, 8), [], args)
 
 
+@thorough
 def test_a_plan_that_is_stopped_ends():
     """At once: what is being counted is not waited for. Rows were printed as they were counted."""
     words = "--model medium --devices 2 --device-memory 99 --seq-len 128 --batch-size 2048"
