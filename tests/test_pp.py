@@ -1,7 +1,6 @@
 """pp.py: how layers are split, and what its schedules are. Curves and bytes: test_same_run.py."""
 
 import copy
-import itertools
 
 import pytest
 import torch
