@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import common.experts
 import cp
+import fsdp
 import pp
 from common.options import SettingError
 from tests.gpu import kernels
@@ -176,3 +177,9 @@ def test_what_kernels_of_gpus_are_given(monkeypatch, dtype):
 def test_kernels_of_the_cpu(server, tmp_path):
     """What test_cuda.py does with the kernels of a GPU."""
     server.run("tests/gpu/kernels.py cpu", 0, folder=tmp_path, pass_out=False)
+
+
+def test_offload_is_refused_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingError, match="--cpu-offload"):
+        fsdp.check(types.SimpleNamespace(replicate=1, cpu_offload=True, device="cpu"), 2)
