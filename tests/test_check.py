@@ -64,6 +64,7 @@ SEEDED = [("    with torch.device(\"meta\"):\n        whole = ",
            "    torch.manual_seed(args.seed)\n    whole = "),
           ("        materialise(part, device, args.seed)\n", "")]
 STEP = "        optimizer.step()\n"
+MICRO_LOSS = "            loss += micro_loss.detach()\n"
 
 
 def average(kept, update="True"):
@@ -274,6 +275,25 @@ ESCAPES = [
     ("pp.py --against single.py", [("scale_grads=False", "scale_grads=True")],
      "DIFFERENT .*\n2 processes with --grad-accum 1, .*: DIFFERENT  step 0: gradients: all: divided"
      " by 4, as many as "),
+    # By value, before anything is measured
+    ("ddp.py --against single.py", [(f"grad_norm = {CLIPPED}", """grad_norm = torch.zeros(())
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+""")], "DIFFERENT  step 0: clipping: .* elsewhere by .*, as by value"),
+    # A sum of the weights
+    ("ddp.py", [(STEP, f"""{STEP}        for p in model.parameters():
+            dist.all_reduce(p.detach())
+""")], "DIFFERENT  step 1: update: the weights themselves are times 2, as many as the ranks"),
+    # All heads, where a rank has a part
+    ("tp.py", [("    # Optimizer\n", "    model.model.layers['0'].self_attn.head_dim *= n\n")],
+     "FAILED     RuntimeError: .*; is it a size of the whole model, such as its number of heads, "),
+    # Gathered for good
+    ("zero.py --against single.py", [
+        ("set_reshard_after_backward(last)", "set_reshard_after_backward(False)")],
+     "FAILED     .* 'full_tensor', .*; the model has no shards here: does FSDP reduce and free all"),
+    # An update in the loop of micro-batches
+    ("zero.py --against single.py", [
+        (MICRO_LOSS, f"{MICRO_LOSS}            optimizer.step()\n")],
+     "DIFFERENT  step 0: gradients: .*; it clips or updates after 1 of 2 micro-batches"),
     # The same on one process
     ("fsdp.py", [("args.lr, args.betas", "args.lr / 2, args.betas")],
      "EQUAL to itself on one process"),
@@ -377,6 +397,14 @@ def test_its_status(monkeypatch, verdicts, status):
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
     assert end.value.code == status
+
+
+def test_a_factor_on_one_process_too(check, tmp_path):
+    """It shows better in one micro-batch."""
+    copy = edited(tmp_path / "copy", "pp.py", ("scale_grads=False", "scale_grads=True"))
+    status, said = check(copy)
+    assert status == 1 and re.search(
+        "\n1 process with --grad-accum 1, .*: DIFFERENT .* all: divided by 4, as many as ", said)
 
 
 class Started(Exception):

@@ -449,9 +449,9 @@ FAULTS = [
         "loss_of": lambda model, x: 1e-4 * model(x).square().mean()}),
     # Clipping
     ("step 0: gradients: missing: those of 0.weight.* complete only later: clip", later({})),
-    ("step 0: gradients: all: times .*; or clipped by hand, .* or in each micro-batch$",
+    ("step 0: gradients: all: times .*; or clipped by hand, .* in each micro-batch$",
      UNTOUCHED | {"spoil": clip(0.02)}, CLIPS_LATER),
-    ("step 0: gradients: clipped by hand, .* or in each micro-batch. all: nearly times 0",
+    ("step 0: gradients: clipped by hand, .* in each micro-batch. all: nearly times 0",
      UNTOUCHED | {"spoil": lambda model: rolled(1e-2)(model) or clip(0.02)(model)}, CLIPS_LATER),
     ("step 0: reduction: .*neither their sum .*. Later they change, by several factors", {
         **shares("gradients", 0, "0.bias", 2, 3),
