@@ -54,6 +54,7 @@ only if a rank may start the next step before the global gradient norm is known;
 """
 
 import copy
+import functools
 import itertools
 import logging
 
@@ -276,14 +277,14 @@ def make_schedule(
         M: the number of micro-batches in a call of ``schedule.step``.
         tokens, hidden: meta tensors with the shapes (B/M, T) and (B/M, T, D) of one micro-batch and
             with the types that travel. Without them the pipeline would run the model to learn them.
-            A stage whose output is not like ``hidden`` raises an error of torch.
         output: a meta tensor like the output of the last stage for one micro-batch.
         loss_fn: takes the output of the last stage and the targets. The schedule adds up the
             gradients of all micro-batches and does not scale them.
         group: the process group of the pipeline, in the order of the ranks.
 
     Returns the schedule. All ranks call ``schedule.step(inputs, target=targets, losses=[])``.
-    Raises SettingError: the schedule cannot work with M.
+    Raises SettingError: the schedule cannot work with M; in a step, the output of a stage is not
+    like ``hidden``, or that of the last one not like ``output``.
     """
     hidden = hidden.requires_grad_()
 
@@ -293,16 +294,14 @@ def make_schedule(
     for option in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):
         if "nccl" in dist.get_backend(group) and hasattr(config, option):
             setattr(config, option, True)
-    stages = [
-        pipelining.PipelineStage(
+    stages = []
+    for stage, part in zip(numbers, parts):
+        returned = hidden if stage < num_stages - 1 else output
+        part.register_forward_hook(functools.partial(check_output, stage, returned))
+        stages.append(pipelining.PipelineStage(
             part, stage, num_stages, device, group=group,
-            input_args=hidden if stage else tokens,
-            output_args=hidden if stage < num_stages - 1 else output,
-        )
-        for stage, part in zip(numbers, parts)
-    ]
-    for stage in stages:  # compare shapes and types: gloo would abort when others arrive
-        stage._runtime_validate = True
+            input_args=hidden if stage else tokens, output_args=returned,
+        ))
     if name in V_SHAPED:
         pass_on_no_gradients_in_eval(stages)
     try:
@@ -311,6 +310,15 @@ def make_schedule(
         )
     except ValueError as error:  # the micro-batches are too few, or make no even rounds
         raise SettingError(f"--microbatches {M}, schedule {name}: {error}") from None
+
+
+def check_output(stage, expected, part, inputs, output):
+    """A hook of the part that is ``stage``: gloo would abort if another shape or type arrived."""
+    found, wanted = ([*x.shape, x.dtype] for x in (output, expected))
+    if found != wanted:
+        raise SettingError(
+            f"stage {stage} returns {found}, and make_schedule was told {wanted}: tell it what "
+            f"this stage returns, or let all stages return the same shape and type")
 
 
 def pass_on_no_gradients_in_eval(stages):
