@@ -301,7 +301,8 @@ pp.py --schedule zbv | 1 | 1 | tied() | model.embed_tokens.weight ... lm_head.we
 pp.py | 2 | 2 | own_parameter() | model.gate
 pp.py --microbatches 1 | 2 | 2 | | --microbatches 1, schedule 1f1b: Number
 pp.py --schedule zerobubble --microbatches 5 --batch-size 20 | 2 | 2 | | zerobubble: ... multiple of
-pp.py --schedule zbv | 1 | 1 | changed(common.model.Layer, 'forward', lambda y, *_: y[:, 1:])
+pp.py --schedule zbv --num-hidden-layers 2 | 1 | 1 | changed(common.model.Layer, 'forward',
+  lambda y, *_: y[:, 1:])
   | stage 0 returns [4, ... and make_schedule was told [4, ... tell it what this stage returns
 hybrid_3d.py --pp 2 --microbatches 1 | 2 | 2 | | --microbatches 1, schedule 1f1b: Number
 cp.py --attention ulysses --seq-len 36 | 3 | 3 | | 8 query and 4 key/value heads ... by 3 ranks
