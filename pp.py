@@ -200,10 +200,17 @@ def split_layers(num_layers, num_stages, head):
     """The layers of each stage, as ranges, such that the slowest stage has as little to compute as
     possible. The last stage also has the head, which costs as much as ``head`` layers (2.4 in an 8B
     Llama 3); the embedding of the first stage costs nothing. If the others cannot have equally many
-    layers, later stages get one layer more, because earlier stages keep more activations.
+    layers, later stages get one layer more, because earlier stages keep more activations. Raises
+    SettingError: there are more stages than layers, embedding and head.
     """
     if num_stages == 1:
         return [range(num_layers)]
+    most = num_layers + 2
+    if num_stages > most:
+        raise SettingError(
+            f"there are {num_stages} stages (ranks x --stages-per-rank), but {num_layers} layers, "
+            f"embedding and head fill {most} at most: start fewer ranks, or lower "
+            f"--stages-per-rank, or raise --num-hidden-layers")
     others = num_stages - 1
     last = min(  # the number of layers of the last stage; each stage in between gets at least one
         range(num_layers - others + 1, -1, -1),
@@ -302,8 +309,7 @@ def make_schedule(
             part, stage, num_stages, device, group=group,
             input_args=hidden if stage else tokens, output_args=returned,
         ))
-    if name in V_SHAPED:
-        pass_on_no_gradients_in_eval(stages)
+    pass_on_no_gradients_in_eval(stages)
     try:
         return SCHEDULES[name](
             stages[0] if name in ONE_STAGE else stages, M, loss_fn=loss_fn, scale_grads=False
@@ -322,8 +328,8 @@ def check_output(stage, expected, part, inputs, output):
 
 
 def pass_on_no_gradients_in_eval(stages):
-    """Let ``schedule.eval`` run PipelineStages in a V. Where a stage and the next one are on one
-    rank, torch passes on gradients between them, also in an evaluation, which has none: 2.13 to
+    """Let ``schedule.eval`` run PipelineStages. Where a stage and the next one are on one rank, as
+    in a V, torch passes on gradients between them, also in an evaluation, which has none: 2.13 to
     2.15 raise "can't steal_bwd_input"."""
     def unless_evaluating(stage, method):
         def call(*args):
@@ -363,16 +369,11 @@ def check(args, n):
         SettingError: the message says what it can do.
     """
     name, M, accum, v = args.schedule, args.microbatches, args.grad_accum, args.stages_per_rank
-    stages, most = n * v, args.config.num_hidden_layers + 2
     own, pieces = 1 if name in ONE_STAGE else 2, accum * M
     refuse([
         (name in (*ONE_STAGE, *V_SHAPED) and v != own,
          f"--stages-per-rank {v}: --schedule {name} has {own} on each rank; use {own}, or "
          f"interleaved1f1b"),
-        (stages > most,
-         f"{n} ranks x {v} stages are {stages}, but {most - 2} layers, embedding and head fill "
-         f"{most} at most: start fewer ranks, or lower --stages-per-rank, or raise "
-         f"--num-hidden-layers"),
         (args.batch_size % pieces,
          f"--batch-size {args.batch_size} cannot be cut evenly into {accum} accumulation steps x "
          f"{M} micro-batches: use a multiple of {pieces}, such as "
@@ -384,6 +385,7 @@ def check(args, n):
          f"--activation-checkpointing with --schedule {name}: each layer would be computed again "
          f"for each of its weights; use interleaved1f1b, or leave --activation-checkpointing out"),
     ])
+    split_layers(args.config.num_hidden_layers, n * v, head=0)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ single 0 --model text.json | --model text.json: num_hidden_layers is 'two' ... i
 single 0 --model null.json | --model null.json: vocab_size is None
 single 0 --model zero.json | num_hidden_layers is 0
 single 0 --model list.json | --model list.json ... it is one of tiny
-single 0 --model rope.json | rope_scaling ... 'yarn' ... leave it out
+single 0 --model rope.json | rope_scaling ... 'yarn' ... see rope_type, or leave
+single 0 --model half.json | rope_scaling ... see low_freq_factor, or leave
 single 0 --model binary.json | --model binary.json: Expecting value
 single 0 --model {LONG} | name too long
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
@@ -107,7 +108,7 @@ single 0 --from file | file is no checkpoint
 single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size ... --token-dtype
 single 0 --data big.bin --token-dtype uint32 | token 16777472
 single 0 --out done/step-00000002 | --out done/step-00000002 is a checkpoint ... run folder
-single 0 --val-data nowhere | nowhere: no such file
+single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
@@ -130,7 +131,7 @@ cp 2 --seq-len 7 --attention ulysses | 7 positions ... 2 equal chunks
 cp 3 --seq-len 36 --attention ulysses | 8 query and 4 key/value heads ... by 3 ranks
 pp 2 --schedule loopedbfs --stages-per-rank 2 --num-hidden-layers 2 | it starts
 pp 2 --schedule 1f1b --stages-per-rank 2 | --stages-per-rank 2 ... 1f1b ... use 1
-pp 4 --schedule loopedbfs --stages-per-rank 2 | 4 ranks x 2 stages are 8, but 4 layers
+pp 4 --schedule loopedbfs --stages-per-rank 2 | there are 8 stages ... but 4 layers
 pp 2 --schedule zbv --stages-per-rank 3 | --stages-per-rank 3 ... zbv ... use 2
 pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40, such as 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
@@ -189,6 +190,7 @@ FILES = {
     "folder.bin/file": "text " * 99, "text.json": '{"num_hidden_layers": "two"}',
     "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
     "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
+    "half.json": '{"rope_scaling": {"rope_type": "llama3", "factor": 8}}',
     "binary.json": "\0\1", "bad.json": "no JSON",
     "unknown.json": '{"hidden_size": 32, "bias": true}',
 }

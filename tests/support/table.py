@@ -114,6 +114,7 @@ pp.py --schedule interleaved1f1b --microbatches 6 | 3 | exact |
 pp.py --schedule loopedbfs --stages-per-rank 3 --grad-accum 2 --microbatches 3 | 2 | exact
   | 30 send, 1 all-reduce
 pp.py --schedule zerobubble --stages-per-rank 1 --microbatches 4 --workers 1 | 3 | exact |
+pp.py --schedule interleaved1f1b | 1 | exact |
 pp.py --schedule zbv | 1 | exact |
 pp.py --schedule zbv --grad-accum 2 --microbatches 4 | 3 | exact |
 pp.py --schedule dualpipev --grad-accum 2 --microbatches 6 | 2 | exact | 24 send, 1 all-reduce
