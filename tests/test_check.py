@@ -399,6 +399,7 @@ def test_its_status(monkeypatch, verdicts, status):
     assert end.value.code == status
 
 
+@thorough
 def test_a_factor_on_one_process_too(check, tmp_path):
     """It shows better in one micro-batch."""
     copy = edited(tmp_path / "copy", "pp.py", ("scale_grads=False", "scale_grads=True"))
