@@ -31,7 +31,7 @@ from common.checkpoint import (
     NEW_RUN, complete, list_checkpoints, load, named_states, open_checkpoint, refuse_unlike,
     start_save, write_file
 )
-from common.data import fingerprint, load_steps
+from common.data import STOPS, fingerprint, load_steps
 from common.launch import agreed, gather, options_of, same_on_all_ranks
 from common.options import SettingError, at_least, opening
 
@@ -130,7 +130,7 @@ class Run:
     def steps(self, numbered):
         """Yields what ``numbered`` yields, pairs (step, batch), until a signal (SIGTERM, SIGUSR1 or
         Ctrl-C) asks to stop. What this changes in the process is put back at the end."""
-        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in STOPS}
         self.bar = tqdm(initial=self.sampler.start, total=self.args.steps, unit=" steps",
                         disable=self.rank != 0, dynamic_ncols=True,
                         mininterval=0.1 if sys.stderr.isatty() else 5)

@@ -128,9 +128,11 @@ DURING_SAVE = ("sent = []; before(os, 'fsync', lambda _: [*pathlib.Path('out').g
                "and not sent and (sent.append(1), signal_self('SIGTERM')))")
 
 
-# In a save, also of the last step, and in an evaluation: the run ends after the next step
+# In a save, also of the last step, in an evaluation, and while data workers start: the run ends
+# after the next step
 @pytest.mark.parametrize("options, inject, last_line, left", table(f"""
 | at(8, signal_self, 'SIGTERM') | final loss ... saved in | 3 6 8
+--workers 1 | before(os, 'setpgrp', lambda: os.killpg(0, signal.SIGTERM)) | stopped after step 1 | 1
 | {DURING_SAVE.format(6)} | stopped after step 7 of 8, saved | 3 6 7
 | {DURING_SAVE.format(8)} | final loss ... saved in | 3 6 8
 --val-data {{val}} --val-every 4 --val-batches 1
