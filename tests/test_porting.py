@@ -29,20 +29,21 @@ HEADINGS = re.findall(r"(?m)^## \w+: ([^;\n]*)(?:; (.*))?((?:\n[^#\n].*|\n)*)",
                       (ROOT / "tests" / "ports.md").read_text())
 
 
-def port(kind, script=""):
-    """The edits of ports.md that bring a kind to a script: pairs (text that it has once, new)."""
+def pairs_in(block):
+    """The edits of a block: pairs (text that a script has once, new)."""
+    return [[re.sub(r"(?m)^[-+]", "", text)[:-1] for text in pair]
+            for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", block)]
+
+
+def port(kinds, script):
+    """The edits of ports.md that bring some kinds to a script."""
     edits = [PORTED]
-    for kinds, scripts, body in HEADINGS:
-        if kind in kinds.split(", ") and script in (scripts.split() or [script]):
-            for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", body):
-                edits.append([re.sub(r"(?m)^[-+]", "", text)[:-1] for text in pair])
+    for own, scripts, block in HEADINGS:
+        if {*kinds.split(", ")} & {*own.split(", ")} and script in (scripts.split() or [script]):
+            edits += pairs_in(block)
     return edits
 
 
-# Of these test_check.py compares copies with one process.
-HEADS, UNITS = port("heads"), "        [model.model.norm, model.lm_head],\n"
-DATA_PARALLEL = {script: port("heads of ranks", script)[1:]
-                 for script in ("ddp.py", "zero.py", "fsdp.py")}
 EVALUATED = " --val-data {val} --val-batches 1 --val-every 1"
 OPTIONS_OF = {"a metric that is no mean": EVALUATED, "an average": EVALUATED}
 INFINITE = "gradients_times(float('inf'), 2)"
