@@ -3,6 +3,7 @@ refused in words. In copies of the scripts: test_porting.py."""
 
 import contextlib
 import functools
+import json
 import random
 import re
 from unittest import mock
@@ -28,6 +29,7 @@ from tests.support.sample import table
 from tests.test_checkpoint import run_of
 from tests.test_checkpoint import train as train_steps
 from tests.test_porting import OPTIONS, port
+
 
 @pytest.mark.parametrize("script, world", table("""
 * fsdp.py | 2
@@ -69,18 +71,26 @@ def train(folder, make, last, dtype=torch.float32):
     return [p.detach() for p in model.parameters()]
 
 
-OPTIMIZERS = [getattr(torch.optim, name) for name in (
-    "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop").split()]
-
-
-@pytest.mark.parametrize("make, dtype", [
-    *((make, torch.float32) for make in OPTIMIZERS),
-    (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.float32),
-    (functools.partial(Scattered, lr=0.1), torch.float32),
-    (functools.partial(Scattered, lr=0.1), torch.bfloat16),
-    (functools.partial(torch.optim.Adam, lr=0.1), torch.bfloat16),
-])
-def test_an_optimizer_resumes_in_the_same_bits(tmp_path, make, dtype):
+@pytest.mark.parametrize("name, options, dtype", table("""
+Adadelta | | float32
+Adafactor | | float32
+Adagrad | | float32
+Adam | | float32
+Adamax | | float32
+AdamW | | float32
+ASGD | | float32
+NAdam | | float32
+RAdam | | float32
+RMSprop | | float32
+Rprop | | float32
+SGD | {"lr": 0.1, "momentum": 0.9} | float32
+Scattered | {"lr": 0.1} | float32
+Scattered | {"lr": 0.1} | bfloat16
+Adam | {"lr": 0.1} | bfloat16
+"""))
+def test_an_optimizer_resumes_in_the_same_bits(tmp_path, name, options, dtype):
+    make = getattr(torch.optim, name, Scattered)
+    make, dtype = functools.partial(make, **json.loads(options or "{}")), getattr(torch, dtype)
     whole = train(tmp_path / "whole", make, 6, dtype)
     train(tmp_path / "again", make, 3, dtype)
     resumed = train(tmp_path / "again", make, 6, dtype)
