@@ -201,8 +201,9 @@ def fewer():
 
 # A model, an optimizer, samples and options; the words
 @pytest.mark.parametrize("make, optimizer, samples, options, words", table("""
-small() | AdamW | range(9) | --seed 1 | --seed is 0 in .*step-00000002 and 1 in this run: resume with
-  the same; for a new run take another
+small() | AdamW | range(9) | --seed 1
+  | --seed is 0 in .*step-00000002 and 1 in this run: resume with the same; for a new
+  run take another
 small() | AdamW | range(10) | | samples in --data is 9 in .* and 10
 small() | AdamW | range(1, 10) | | hash of --data is
 small() | SGD | range(9) | | optimizer is AdamW in .* and SGD in this run

@@ -665,14 +665,12 @@ def rows(text):
 @pytest.fixture(scope="session")
 def reworded(tmp_path_factory):
     """``compare`` of a copy of parity in which all words are others: in capitals."""
-    folder = tmp_path_factory.mktemp("reworded")
+    folder = tmp_path_factory.mktemp("loud", numbered=False)
     for path in (ROOT / "parity").glob("*.py"):
         tree = Reword().visit(ast.parse(path.read_text()))
-        (folder / "loud").mkdir(exist_ok=True)
-        (folder / "loud" / path.name).write_text(ast.unparse(tree))
-    sys.path.insert(0, str(folder))
-    yield importlib.import_module("loud.compare").compare
-    sys.path.remove(str(folder))
+        (folder / path.name).write_text(ast.unparse(tree))
+    with mock.patch.object(sys, "path", [str(folder.parent), *sys.path]):
+        return importlib.import_module("loud.compare").compare
 
 
 class Reword(ast.NodeTransformer):

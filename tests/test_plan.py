@@ -171,7 +171,8 @@ def test_a_plan_that_is_stopped_ends():
     assert "Traceback" not in error
 
 
-# In order, what is given first of equal ones: GB at the peak, 10^12 operations, GB sent, of these between machines, the bubble
+# In order, what is given first of equal ones: GB at the peak, 10^12 operations, GB sent, of these
+# between machines, the bubble
 ROWS = """
 given first | 1 104 10 0 0
 least | 10 100 10 0 0

@@ -35,7 +35,7 @@ def pairs_in(block):
             for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", block)]
 
 
-def port(kinds, script):
+def port(kinds, script=""):
     """The edits of ports.md that bring some kinds to a script."""
     edits = [PORTED]
     for own, scripts, block in HEADINGS:

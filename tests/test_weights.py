@@ -173,17 +173,6 @@ def start(server, corpus, tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize("command, world", table("""
-* tp.py | 2
-zero.py --stage 2 | 3
-fsdp.py | 3
-"""))
-def test_every_script_starts_from_the_weights(start, llama, command, world):
-    """On the curve of single.py."""
-    found = start(llama, command, world)
-    assert furthest(found.curve(), start(llama, "single.py", 0).curve()) < 1e-10
-
-
 def test_a_script_wants_our_names(run, llama):
     result = run("single.py", 0, f"--model {llama}/config.json", expect_ok=False)
     (line,) = result.lines
