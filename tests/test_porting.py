@@ -339,14 +339,17 @@ def test_on_four_ranks():
 # What cp.py refuses
 
 
-@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
-def test_what_an_attention_does_not_compute_is_refused(attention):
-    q, k, v = torch.zeros(3, 1, 2, 4, 8)
-    for keyword, value in {"attn_mask": torch.ones(4, 4).tril(), "dropout_p": 0.1,
-                           "window_size": 7}.items():
-        words = f"{attention.__name__} computes causal or full .*{keyword}.* ulysses_attention"
-        with pytest.raises(SettingError, match=words):
-            attention(q, k, v, group=None, is_causal=True, **{keyword: value})
+@pytest.mark.parametrize("name", ["ring_attention", "allgather_attention"])
+@pytest.mark.parametrize("keyword, value", table("""
+attn_mask | torch.ones(4, 4).tril()
+dropout_p | 0.1
+window_size | 7
+"""))
+def test_what_an_attention_does_not_compute_is_refused(name, keyword, value):
+    q, more = torch.zeros(1, 2, 4, 8), {keyword: eval(str(value))}
+    words = f"{name} computes causal or full .*{keyword}.* ulysses_attention"
+    with pytest.raises(SettingError, match=words):
+        getattr(cp, name)(q, q, q, group=None, is_causal=True, **more)
 
 
 class Own(nn.Module):
@@ -355,16 +358,19 @@ class Own(nn.Module):
         self.attention, self.inner = attention, inner
 
 
+@pytest.mark.parametrize("words, model", table(r"""
+no module of Sequential has plain_attention as | nn.Sequential(nn.Linear(2, 2))
+ab \(Own\) computes attention by sum | nn.ModuleDict({"aa": Own(), "ab": Own(torch.sum)})
+1 .* looks at other pos | nn.Sequential(Own(), nn.Conv1d(2, 2, 3))
+0 .* looks at other pos | nn.Sequential(nn.GRU(2, 2), Own())
+"""))
+def test_attention_that_would_be_forgotten_is_refused(words, model):
+    """And whatever else needs other positions."""
+    with pytest.raises(SettingError, match=words):
+        cp.set_attention(eval(model), cp.ring_attention, None, plain_attention, without=["a"])
+
+
 def test_attention_is_set_wherever_it_is_read():
-    """In the whole model: nothing that needs other positions is forgotten."""
-    for words, model in {
-        "no module of Sequential has plain_attention as": nn.Sequential(nn.Linear(2, 2)),
-        r"ab \(Own\) computes attention by sum": nn.ModuleDict({"aa": Own(), "ab": Own(torch.sum)}),
-        "1 .* looks at other pos": nn.Sequential(Own(), nn.Conv1d(2, 2, 3)),
-        "0 .* looks at other pos": nn.Sequential(nn.GRU(2, 2), Own()),
-    }.items():
-        with pytest.raises(SettingError, match=words):
-            cp.set_attention(model, cp.ring_attention, None, plain_attention, without=["a"])
     model = nn.Sequential(Own(inner=Own()), nn.Conv1d(2, 2, 1), nn.ModuleDict({"a": nn.GRU(2, 2)}),
                           Own(inner=Own(torch.sum)))
     cp.set_attention(model, cp.ring_attention, "group", replaces=plain_attention,
