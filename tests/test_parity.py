@@ -2,11 +2,11 @@
 test_check.py, and published bugs in test_bugs.py."""
 
 import ast
-import dataclasses  # noqa: F401  a row of a table has one
+import dataclasses  # noqa: F401  for rows of the tables
 import functools
 import importlib
 import itertools
-import math
+import math  # noqa: F401  for rows of the tables
 import operator
 import os
 import re
@@ -785,18 +785,20 @@ def test_noise_that_is_none(tmp_path, capsys):
 FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
 
 
-@pytest.mark.parametrize("name, text, expected", [
-    ("no-such-file", "", "No such file"), ("./one", "", "are the same file"),
-    ("cut", f'{FIRST}{{"st', "line 2 is cut"),
-    ("keys", f'{FIRST}{{"step": 0}}\n', "is damaged"),
-    ("damaged", FIRST + '{"step": 0, "ranks": 0, "loss": 0, "values": {}, "gradients": {}}\n',
-     "is damaged"),
-    ("notes.md", "# Notes\n", "record it again"),
-    ("older", FIRST.replace(str(recording.FORMAT), "0"), "record it again"),
-    ("crashed", FIRST, "did the run crash before its first record"),
-    ("/dev/zero", "", "record it again")])
+@pytest.mark.parametrize("name, text, expected", table("""
+no-such-file | | No such file
+./one | | are the same file
+cut | FIRST{"st | line 2 is cut
+keys | FIRST{"step": 0} | is damaged
+damaged | FIRST{"step": 0, "ranks": 0, "loss": 0, "values": {}, "gradients": {}} | is damaged
+notes.md | # Notes | record it again
+older | OLDER | record it again
+crashed | FIRST | did the run crash before its first record
+/dev/zero | | record it again
+"""))
 def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
     train(tmp_path / "one")
+    text = text.replace("OLDER", FIRST.replace(str(recording.FORMAT), "0")).replace("FIRST", FIRST)
     if text:
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as end:
