@@ -742,44 +742,46 @@ def test_it_must_see_a_forward_pass(tmp_path):
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
-    one, same, two = (str(tmp_path / name) for name in ("one", "same", "two"))
-    train(one), train(same), train(two, spoil=in_steps([2], scale(2)))
-    monkeypatch.setattr(sys, "argv", ["parity", one, two])
+    monkeypatch.chdir(tmp_path)
+    train("one"), train("same"), train("two", spoil=in_steps([2], scale(2)))
+    monkeypatch.setattr(sys, "argv", ["parity", "one", "two"])
     with pytest.raises(SystemExit, match="1"):
         runpy.run_module("parity", run_name="__main__")
-    capsys.readouterr()
-    assert main([one, same]) == 0
-    assert capsys.readouterr().out.startswith("EQUAL: 1 rank against 1, 4 parameters, 3 updates")
-    assert main([one, two]) == 1
     assert "DIFFERENT: step 2: gradients: all" in capsys.readouterr().out
-    train(two, spoil=rolled(1e-5))
-    assert main([one, two]) == 1 and main([one, two, "--float32-inside"]) == 0
-    for name in one, two:  # it replaces the earlier recording
-        train(name, spoil=torch.nn.Module.zero_grad)
-    assert main([one, two]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
+    assert main(["one", "same"]) == 0
+    assert capsys.readouterr().out.startswith("EQUAL: 1 rank against 1, 4 parameters, 3 updates")
+    train("two", spoil=rolled(1e-5))  # it replaces the earlier recording
+    assert main(["one", "two"]) == 1 and main(["one", "two", "--float32-inside"]) == 0
+    train("one", spoil=zero_grad), train("two", spoil=zero_grad)
+    assert main(["one", "two"]) == 1 and "NOTHING TO COMPARE" in capsys.readouterr().out
 
 
-def test_noise_that_is_none(tmp_path, capsys):
-    """What is no nudged run of the reference is refused: it would hide faults, or invent them."""
-    one, two, same, short, nudged, *faulty = (str(tmp_path / f"{i}") for i in range(9))
-    for path in one, two, same:
+# What is no nudged run of the reference is refused: it would hide faults, or invent them.
+NO_NOISE = table("""
+one two --noise nudged | two recordings or more
+one two --noise nudged nudged | recording 2 are not nudged
+one two --noise same nudged | recording 1 are not nudged: give Parity nudge=1
+one two --noise nudged short | recording 2 has 2 steps, the reference 4
+one two --noise faulty1 faulty2 | are further from the reference than from each other
+wide1 wide2 --noise wide1 wide2 | compute in float64: compare them without it
+""")
+
+
+def test_noise_that_is_none(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for path in "one", "two", "same":
         train(path, **IN_BFLOAT16)
-    train(nudged, **IN_BFLOAT16, nudge=1), train(short, **IN_BFLOAT16, nudge=2, steps=2)
-    for path, nudge, steps in zip(faulty, (1, 2, 1, 2), 2 * [range(4)] + 2 * [[3]]):
-        train(path, **IN_BFLOAT16, nudge=nudge, spoil=in_steps(steps, scale(1.2)))
-    for noise, expected in [
-            ([nudged], "two recordings or more"), ([nudged, nudged], "recording 2 are not nudged"),
-            ([same, nudged], "recording 1 are not nudged: give Parity nudge=1"),
-            ([nudged, short], "recording 2 has 2 steps, the reference 4"),
-            (faulty[:2], "are further from the reference than from each other")]:
+    train("nudged", **IN_BFLOAT16, nudge=1), train("short", **IN_BFLOAT16, nudge=2, steps=2)
+    for nudge in 1, 2:
+        train(f"faulty{nudge}", **IN_BFLOAT16, nudge=nudge, spoil=scale(1.2))
+        train(f"once{nudge}", **IN_BFLOAT16, nudge=nudge, spoil=in_steps([3], scale(1.2)))
+    train("wide1"), train("wide2")
+    for words, expected in (row.values for row in NO_NOISE):
         with pytest.raises(SystemExit):
-            main([one, two, "--noise", *noise])
+            main(words.split())
         assert expected in " ".join(capsys.readouterr().err.split())
-    assert main([one, two, "--noise", *faulty[2:]]) == 0  # in one step: a ReLU may flip in both
-    train(one), train(two)
-    with pytest.raises(SystemExit):
-        main([one, two, "--noise", one, two])
-    assert "compute in float64: compare them without it" in capsys.readouterr().err
+    # In one step: a ReLU may flip in both.
+    assert main("one two --noise once1 once2".split()) == 0
 
 
 FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
