@@ -439,6 +439,7 @@ IN_BFLOAT16 = {"make": wide, "data": lambda: [torch.randn(16, 16)], "lr": 0.5,
 # Faults that no bug in tests/bugs shows. What parity says of them; the settings that the run has of
 # its own; those that both runs have; options of parity
 FAULTS = r"""
+# The same steps, parameters, types and samples
 steps: .* next one is 2 in the run and 1 in the reference | every=2
 steps: .* next one is none in the run and 1 in .*: record the same | steps=1
 step 0: names: only the reference has 0.weight, 0.bias, 2.weight .see `model`
@@ -451,6 +452,7 @@ step 1: types: optimizer states are kept in float16, and in the reference in flo
 step 1: not finite: in the run alone, .* 0.bias | spoil=in_steps([1], scale(math.nan, "0.bias"))
 step 1: not finite: in the reference alone | spoil=nothing
   | spoil=in_steps([1], scale(math.nan, "0.bias"))
+# Weights are small, and the reference was resumed.
 step 0: initial weights: other values of 0.weight | edit=edit_rank(updates=3),
   start=lambda model: model[0].weight.data.copy_(1e-9 * model[0].weight.data.roll(2, 0))
   | start=lambda model: model[0].weight.data.mul_(1e-9)
@@ -462,6 +464,7 @@ step 0: samples: other samples are read, or some are repeated | take=REPEATED
   | batch_of=lambda x: [x]
 step 2: samples: the second epoch is read as the first: is the order seeded by the epoch
   | data=epochs(lambda epoch: 0) | data=epochs(lambda epoch: epoch)
+# In any structure. There is one name for what is in a list.
 step 0: samples: other | take=REPEATED | batch_of=lambda x: [{"inputs": {"x": x}, "name": "text"}]
 step 0: samples: other | take=REPEATED | batch_of=lambda x: [(x.numpy(), x[:, 0].numpy())]
 step 0: samples: other | take=REPEATED
@@ -471,6 +474,7 @@ step 0: samples: `items.x`: other | take=REPEATED
 step 0: samples: other | take=REPEATED | batch_of=lambda x: [{"more": [x[:2], x[2:]]}]
 step 0: updates since the last record: 1, and in the reference 0: does each micro-batch
   | updated_early()
+# Weights, and what is reduced
 step 0: initial weights: ranks .0. and .1. hold different values of 0.weight
   | gather=shares("values", 0, "0.weight", 1, 1.00001)
 step 1: update: learning rate, .*: weights of every .* moved differently, .*times 2 | lr=0.2
@@ -483,16 +487,20 @@ step 1: update: ranks .0. and .1. hold different weights of 0.weight
   | gather=shares("values", 1, "0.weight", 1, 1.00001)
 step 0: reduction: ranks .0. and .1. .* of 0.bias: they must be averaged
   | gather=shares("gradients", 0, "0.bias", 0.999, 1.001)
+# Two parts, each on two ranks, as of norms under data and tensor parallelism
 step 0: reduction: ranks \[0, 2\] and \[1, 3\] .* of 0.bias: they must be added up
   | gather=shares("gradients", 0, "0.bias", 0.3, 0.7, 0.3, 0.7)
 step 0: gradients: an all-reduce of shards: as their own parts of 0.weight ranks hold the
   | gather=added_up("0.weight")
+# Each rank gives its own mean. The first label of a row does not count.
 step 0: loss: a mean of means, times 2, as many as the ranks
   | edit=on_ranks(0, 0, targets=2 * [[5, 5]], shifted=[[1, 1], [4, 2]],
   losses=[[1.0, 2.0], [2.0, 0.5]]) | edit=edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])
+# Samples whose ends differ hide nothing, and what is not recorded cannot be told.
 step 0: loss: a mean of means: .*right | in_texts(2) | TEXTS
 step 0: gradients: .*; no labels with -100 are recorded: no cause | in_texts(2, labels=False)
   | TEXTS, in_texts(1, labels=False)
+# Gradients
 step 0: gradients: all: times 2 | spoil=scale(2) | dtype=torch.bfloat16
 step 0: gradients: all: times -1; the loss is right | spoil=scale(-1)
 step 0: gradients: all: times 1\.0002; the loss is right | spoil=scale(1.0002)
@@ -507,6 +515,7 @@ step 0: gradients: only the run has those of 0.bias | spoil=nothing | spoil=with
 step 0: gradients: missing: those of 0.bias; the loss is right | spoil=without("0.bias")
 step 0: gradients: missing: the run has none: .*zero_grad | spoil=zero_grad
 step 1: gradients: not cleared: all hold 1 of | clear=False
+# But for a small part of the loss
 step 1: gradients: all: nearly times 2[.0-9]*, as of some micro-batches alone,
   | spoil=in_steps([1], in_turn(scale(2), rolled(1e-2)))
 step 1: gradients: late: all are those of the step before | edit=late
@@ -514,17 +523,21 @@ step 0: .*rounding: .*--float32-inside | spoil=rolled(5e-8)
 step 0: .*rounding: .*bfloat16 | spoil=rolled(2e-3 / 1.5**3, 1.5)
 step 0: gradients: part of the batch, .*: samples or micro-batches are lost .* is right
   | spoil=rolled(0.5)
+# A wrong eps
 (?!.*float32.inside) | spoil=rolled(5e-5) | | float32_inside=True
+# No softmax in float32 changes one tensor alone, or all by one factor: as of a second term
 step 0: gradients: (?!.*float32.inside) | spoil=scale(1 + 1e-6) | | float32_inside=True
 step 0: gradients: (?!.*float32.inside) | spoil=scale(1 + 1e-6, "2.weight") | | float32_inside=True
 step 0: gradients: (?!.*float32.inside) | spoil=one_rolled | | float32_inside=True
 step 0: gradients: those of phase differ, by 0
   | spoil=lambda model: model.phase.grad.imag.mul_(2) | COMPLEX
+# The forward pass
 step 0: gradients: forward pass: the first module .* is `1`.* the loss hardly
   | spoil=rolled(1e-3, 10), edit=edit_rank(outputs={"0": [1.0, 48], "1": [9.0, 48]})
   | edit=edit_rank(outputs={"0": [1.0, 48], "1": [1.0, 48]})
 step 0: .*the outputs of all modules agree: look at the loss: .* has 5 targets, the .* 32
   | ABSOLUTE, edit=edit_rank(targets=[5])
+# It is no module, or ranks hold parts of it.
 step 0: .*outputs of modules are not compared
   | ABSOLUTE, of=lambda model: dict(model.named_parameters())
 step 0: .*the outputs of all modules agree
@@ -536,12 +549,14 @@ step 0: .*returns 0.8333 times as many numbers .* positions are lost, as where l
   | loss_of=lambda model, ids: loss_of_texts()(model, ids[:, 1:]) | TEXTS
 step 0: .*returns 0.5 times as many numbers .* ranks that must read the same samples
   | ABSOLUTE, edit=on_ranks(1, 1, outputs=2 * [{"0": [2.0, 12], "": [2.0, 6]}], numbers=[16, 16])
+# Of two outputs one is a parameter.
 step 0: .*the outputs of all modules agree
   | accumulate=2, loss_of=lambda model, x: model(x)[0].abs().mean()
   | make=Scaled, loss_of=lambda model, x: model(x)[0].square().mean()
 step 0: .* is `0`, the first of all .are its inputs those of the batch..;
   | spoil=rolled(0.1), edit=edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})
   | edit=edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})
+# Each has a stage.
 step 0: .*the first module whose output differs is `2` | spoil=rolled(0.1),
   edit=on_ranks(1, 1, parts=ALL, outputs=[{"0": [1.0, 48]}, {"2": [9.0, 24]}])
   | edit=edit_rank(outputs={"0": [1.0, 48], "2": [1.0, 24]})
@@ -555,6 +570,7 @@ step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1
   | start=lambda model: model.append(torch.nn.Dropout(0.1))
 step 0: gradients: .*; dropout is on, so .*dropout = 0.1
   | start=lambda model: setattr(model, "dropout", 0.1) | NOISE
+# The loss alone
 step 0: loss: it is .* .times 3, as many as ranks that read different samples: .*averaged, or 2
   ranks read the same samples, such as .0, 1., which is right under
   | edit=on_ranks(*6 * [1], parts=2 * [slice(2)] + 2 * [slice(2, 4)] + 2 * [slice(4, 8)])
@@ -562,6 +578,7 @@ step 0: loss: it is inf | edit=edit_rank(losses=[math.inf])
 step 0: loss: it is | accumulate=4, edit=loss_off | FLOAT32, POLICY
 step 0: loss: .* .times 1\.0001 | edit=loss_off
   | FLOAT32, loss_of=lambda model, x: 1e-4 * square(model, x)
+# Clipping
 step 0: gradients: missing: those of 0.weight.* complete only later: clip | later()
 step 0: gradients: all: times .*; or clipped by hand, .* or in each micro-batch$
   | spoil=clip(0.02), change=nothing | change=clip(0.01)
@@ -575,12 +592,14 @@ step 0: clipping: not active, .* scaled by 1, not by 0\.501 .times 1\.996\)$
   | change=nothing, edit=on_ranks(0.5, 0.5) | change=scale(0.501)
 step 0: clipping: .* scaled by 0.5 | change=scale(0.50005) | change=scale(0.5)
 step 0: clipping | change=scale(0.25) | ADAM, every=2, change=scale(0.5)
+# Gradients may be further apart than they are, for they are sums of many numbers.
 step 1: clipping: .* scaled by 1.01, not by 1 | change=in_steps([1, 2, 3], scale(1.01))
   | FLOAT32, make=lambda: torch.nn.Sequential(torch.nn.Linear(2**14, 6)),
   data=lambda: [torch.randn(8, 2**14)]
 """
 # The same of runs that are equal
 SOUND = r"""
+# One of them clips by hand, before it is recorded: also in the last step.
 EQUAL.* 3 updates.*Not compared: one factor of (?!.*never active).*Note: clipped: the run
   | spoil=clip(0.01), change=nothing | change=clip(0.01)
 EQUAL.* 3 updates.*Note: clipped: the reference clips | spoil=nothing, change=clip(0.01)
@@ -601,11 +620,14 @@ EQUAL.*: `mask` .in one batch alone | batch_of=lambda x: [{"x": x, "mask": x > 0
 NOTHING TO COMPARE: all gradients are 0 or missing | | spoil=zero_grad
 NOTHING TO COMPARE: step 2: here and in the last step .* not finite |
   | spoil=in_steps([2, 3], scale(math.inf)), change=in_steps([2, 3], zero_grad)
+# As a loss scaler does
 EQUAL.* 2 updates, .*: steps 0 .not finite in both |
   | spoil=in_steps([0], scale(math.inf, "0.weight")), change=in_steps([0], zero_grad)
 NOTHING PROVEN: 1 rank against 1, .*, bfloat16 .*Note: weights are kept in bfloat16 .4 of 4.;
   optimizer states are kept in bfloat16 .8 of 8. | accumulate=4 | ADAM, dtype=torch.bfloat16
+# In step 1, which is not recorded, gradients are scaled otherwise than in step 2.
 EQUAL | | every=2, change=in_turn(in_steps([1, 3], scale(0.25)), in_steps([0, 2], scale(0.5)))
+# Two layers are tied; shards have the first name of a tensor alone.
 EQUAL.*, 2 parameters | of=lambda model: dict(model.named_parameters())
   | make=lambda: torch.nn.Sequential(*2 * [torch.nn.Linear(4, 4)])
 EQUAL | batch_of=masked(0, 3) | TEXTS, batch_of=masked(0, 0)
@@ -613,14 +635,20 @@ EQUAL | batch_of=masked(2, 1) | TEXTS, batch_of=masked(0, 0)
 EQUAL | late_loss=True
 EQUAL.* 1 parameters | where=in_parts | make=lambda: torch.nn.PReLU(2**20 + 70), steps=1,
   data=lambda: [torch.randn(1, 2**20 + 70)]
+# All parts of the loss add up, those of tensor-parallel ranks, too.
 EQUAL: 4 ranks against 1 | edit=on_ranks(*4 * [0.25], parts=TWICE, loss="parts")
+# Ranks that read the same samples and have the same loss count once, as under tensor parallelism.
+# Losses of context-parallel ranks are not the same.
 EQUAL: 4 ranks against 1.*Note: 2 ranks read the same
   | edit=on_ranks(0.25, 0.25, 0.75, 0.75, parts=TWICE)
 EQUAL: 4 ranks against 1 | edit=on_ranks(0.125, 0.25, 0.25, 0.375, parts=TWICE)
+# The gradient of a bias before a normalisation is nothing but noise, which Adam moves by whole
+# steps, otherwise with other micro-batches.
 EQUAL.* float64 | accumulate=4
   | NOISE, make=lambda: torch.nn.MultiheadAttention(32, 1, batch_first=True),
   data=lambda: [torch.randn(8, 12, 32)]
 EQUAL | accumulate=4 | IMAGES
+# A loss of terms that cancel: of each micro-batch, before they are recorded, of large gradients
 EQUAL | accumulate=4 | FLOAT32, POLICY
 EQUAL | data=lambda: [x.flip(0) for x in advantages(1.0)] | POLICY, data=lambda: advantages(1.0)
 EQUAL | data=lambda: [x.flip(0) for x in advantages()]
@@ -630,9 +658,11 @@ EQUAL | accumulate=3 | FLOAT32, loss_of=cancelling, optimizer=torch.optim.Adam,
   make=lambda: torch.nn.Linear(6, 1), data=lambda: (torch.randn(33, 6), torch.randn(24, 6))
 EQUAL.*gradients and updates from step .* on .rounding | accumulate=4
   | NOISE, FLOAT32, lr=1.0, steps=14
+# It becomes as large as a fault at once.
 NOTHING TO COMPARE: step .*, which training has amplified | accumulate=4 | NOISE, lr=4.0, steps=14
 EQUAL.*, float32 | accumulate=4 | loss_of=lambda model, x: model(x).float().square().mean()
 EQUAL.* float64 with float32 inside | spoil=rolled(1e-5) | | float32_inside=True
+# Names of what wraps a layer do not count.
 EQUAL.*, 4 parameters | start=wrapped
 """
 # In 16 bits nudged runs show what rounding does, and what is more is a fault.
@@ -642,8 +672,10 @@ DIFFERENT: step 0: types: weights are used in bfloat16, and in the reference in 
 EQUAL within rounding | accumulate=2 | AUTOCAST
 EQUAL within rounding | accumulate=2 | GAN
 EQUAL within rounding | accumulate=2, loss_of=lambda model, x: mixture(model, x, 2) | MIXTURE
+# It may explain one step by chance.
 DIFFERENT: step 0: loss: it is | edit=means((1, 3), *3 * [(3, 1)])
 EQUAL within rounding: 1 rank against 1, 4 parameters, 3 updates, bfloat16 | accumulate=2
+# Losses of nudged runs all round to the same number.
 EQUAL within rounding | accumulate=2 | loss_of=lambda model, x: square(model, x) + 1
 NOTHING TO COMPARE: 1 rank against 1, .* Rounding hides most gradients | | spoil=draw
 DIFFERENT: step 0: gradients: those of 2.weight: times 1.5 | spoil=scale(1.5, "2.weight")
@@ -658,8 +690,9 @@ DIFFERENT: step 1: gradients: | lr=0.55
 
 
 def rows(text):
-    return pytest.mark.parametrize("row", [row.values for row in table(text)],
-                                   ids=operator.itemgetter(0))
+    """A line that begins with # is a comment."""
+    found = [row.values for row in table(re.sub("(?m)^# .*\n", "", text))]
+    return pytest.mark.parametrize("row", found, ids=operator.itemgetter(0))
 
 
 @pytest.fixture(scope="session")
