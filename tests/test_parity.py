@@ -86,6 +86,10 @@ def advantages(size=1000.0):
     return torch.randn(64, 6), size * (x - x.mean()) / x.std()
 
 
+def flipped(size=1000.0):
+    return [x.flip(0) for x in advantages(size)]
+
+
 class Scaled(torch.nn.Linear):
     """It returns its scale too, once for each micro-batch."""
 
@@ -463,7 +467,8 @@ step 0: samples: `a`, `ids`: 1 of 8 .* 2 times
 step 0: samples: other samples are read, or some are repeated | take=REPEATED
   | batch_of=lambda x: [x]
 step 2: samples: the second epoch is read as the first: is the order seeded by the epoch
-  | data=epochs(lambda epoch: 0) | data=epochs(lambda epoch: epoch)
+  | data=epochs(lambda epoch: 0)
+  | data=epochs(lambda epoch: epoch)
 # In any structure. There is one name for what is in a list.
 step 0: samples: other | take=REPEATED | batch_of=lambda x: [{"inputs": {"x": x}, "name": "text"}]
 step 0: samples: other | take=REPEATED | batch_of=lambda x: [(x.numpy(), x[:, 0].numpy())]
@@ -650,12 +655,13 @@ EQUAL.* float64 | accumulate=4
 EQUAL | accumulate=4 | IMAGES
 # A loss of terms that cancel: of each micro-batch, before they are recorded, of large gradients
 EQUAL | accumulate=4 | FLOAT32, POLICY
-EQUAL | data=lambda: [x.flip(0) for x in advantages(1.0)] | POLICY, data=lambda: advantages(1.0)
-EQUAL | data=lambda: [x.flip(0) for x in advantages()]
-  | FLOAT32, POLICY, make=lambda: torch.nn.Sequential(
+EQUAL | data=lambda: flipped(1.0)
+  | POLICY, data=lambda: advantages(1.0)
+EQUAL | data=flipped | FLOAT32, POLICY, make=lambda: torch.nn.Sequential(
   torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6))
 EQUAL | accumulate=3 | FLOAT32, loss_of=cancelling, optimizer=torch.optim.Adam,
-  make=lambda: torch.nn.Linear(6, 1), data=lambda: (torch.randn(33, 6), torch.randn(24, 6))
+  make=lambda: torch.nn.Linear(6, 1),
+  data=lambda: (torch.randn(33, 6), torch.randn(24, 6))
 EQUAL.*gradients and updates from step .* on .rounding | accumulate=4
   | NOISE, FLOAT32, lr=1.0, steps=14
 # It becomes as large as a fault at once.
