@@ -3,6 +3,7 @@ refused in words. In copies of the scripts: test_porting.py."""
 
 import contextlib
 import functools
+import json
 import random
 import re
 from unittest import mock
@@ -28,6 +29,7 @@ from tests.support.sample import table
 from tests.test_checkpoint import run_of
 from tests.test_checkpoint import train as train_steps
 from tests.test_porting import OPTIONS, port
+
 
 @pytest.mark.parametrize("script, world", table("""
 * fsdp.py | 2
@@ -69,18 +71,26 @@ def train(folder, make, last, dtype=torch.float32):
     return [p.detach() for p in model.parameters()]
 
 
-OPTIMIZERS = [getattr(torch.optim, name) for name in (
-    "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop").split()]
-
-
-@pytest.mark.parametrize("make, dtype", [
-    *((make, torch.float32) for make in OPTIMIZERS),
-    (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.float32),
-    (functools.partial(Scattered, lr=0.1), torch.float32),
-    (functools.partial(Scattered, lr=0.1), torch.bfloat16),
-    (functools.partial(torch.optim.Adam, lr=0.1), torch.bfloat16),
-])
-def test_an_optimizer_resumes_in_the_same_bits(tmp_path, make, dtype):
+@pytest.mark.parametrize("name, options, dtype", table("""
+Adadelta | | float32
+Adafactor | | float32
+Adagrad | | float32
+Adam | | float32
+Adamax | | float32
+AdamW | | float32
+ASGD | | float32
+NAdam | | float32
+RAdam | | float32
+RMSprop | | float32
+Rprop | | float32
+SGD | {"lr": 0.1, "momentum": 0.9} | float32
+Scattered | {"lr": 0.1} | float32
+Scattered | {"lr": 0.1} | bfloat16
+Adam | {"lr": 0.1} | bfloat16
+"""))
+def test_an_optimizer_resumes_in_the_same_bits(tmp_path, name, options, dtype):
+    make = getattr(torch.optim, name, Scattered)
+    make, dtype = functools.partial(make, **json.loads(options or "{}")), getattr(torch, dtype)
     whole = train(tmp_path / "whole", make, 6, dtype)
     train(tmp_path / "again", make, 3, dtype)
     resumed = train(tmp_path / "again", make, 6, dtype)
@@ -310,10 +320,6 @@ def test_buffers_that_a_forward_pass_changes(mesh, rank, folder):
 class Shifted(nn.Sequential):
     """Layers on x plus a buffer of one's own."""
 
-    def __init__(self, *layers):
-        super().__init__(*layers)
-        self.register_buffer("shift", torch.ones(3))
-
     def forward(self, x):
         return super().forward(x + self.shift)
 
@@ -322,15 +328,13 @@ class Shifted(nn.Sequential):
 def test_what_torch_says_of_types(mesh):
     """Of a float32 buffer that meets bfloat16, and of a unit of several types: with the words of
     docs/when-it-fails.md."""
-    for model, words in (
-        (Shifted(nn.Linear(3, 3)), "mat1 and mat2 must have the same dtype"),
-        (Shifted(nn.LayerNorm(3)), "mixed dtype"),
-        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()),
-         "expects uniform original parameter dtype"),
+    for words, *layers in (
+        ("mat1 and mat2 must have the same dtype", nn.Linear(3, 3)),
+        ("mixed dtype", nn.LayerNorm(3)),
+        ("expects uniform original parameter dtype", nn.Linear(3, 3), nn.Linear(3, 3).double()),
     ):
+        model = Shifted(*layers)
+        model.shift = nn.Buffer(torch.ones(3))
         fsdp.shard(model, [], mesh, dtype=torch.bfloat16)
         with pytest.raises((RuntimeError, AssertionError), match=words):
             model(torch.ones(2, 3)).sum()
-    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    fsdp.shard(mixed, [[mixed[0]], [mixed[1]]], mesh)
-    mixed[1](mixed[0](torch.ones(2, 3)).double()).sum().backward()

@@ -22,6 +22,7 @@ from common.run import Run
 from tests.support.compare import read
 from tests.support.lifted import arguments
 from tests.support.on_ranks import on_ranks
+from tests.support.sample import table
 
 
 def tensors(folder, step=8):
@@ -192,36 +193,45 @@ def test_async_saves_hold_the_step_that_they_name(tmp_path):
         assert tensors(tmp_path, step)["model.weight"].unique().tolist() == [step]
 
 
-def test_a_checkpoint_of_another_run(tmp_path):
-    adam, sgd, model = torch.optim.AdamW, torch.optim.SGD, small()
-    train(run_of(tmp_path, model, adam(model.parameters())), 2)
-    fewer = small()
-    fewer.linear.bias = fewer.norm.running_var = None
-    more = nn.ModuleDict({**small(), "x": nn.Linear(1, 1)})
-    larger = nn.ModuleDict({"linear": nn.Linear(4, 5), "norm": nn.BatchNorm1d(4)})
-    for other, make, data, more_options, words in [
-        (model, adam, 9, "--seed 1", "--seed is 0 in .*step-00000002 and 1 in this run: resume "
-                                     "with the same; for a new run take another"),
-        (model, adam, 10, "", "samples in --data is 9 in .* and 10"),
-        (model, sgd, 9, "", "optimizer is AdamW in .* and SGD in this run"),
-        (fewer, adam, 9, "", "is of another model: see model.(linear.bias|norm.running_var)"),
-        (more, adam, 9, "", "is of another model: see model.x"),
-        (larger, adam, 9, "", "is of another model: see model.linear"),
-    ]:
-        for source in "", f" --from {tmp_path}/step-00000002 --out {tmp_path}/new":
-            with pytest.raises(SettingError, match=words):
-                run_of(tmp_path, other, make(other.parameters()), more_options + source,
-                       range(data))
-    with pytest.raises(SettingError, match="hash of --data is "):
-        run_of(tmp_path, model, adam(model.parameters()), dataset=range(1, 10))
-    # Tensors and optimizers that do not belong together
+def fewer():
+    model = small()
+    model.linear.bias = model.norm.running_var = None
+    return model
+
+
+# A model, an optimizer, samples and options; the words
+@pytest.mark.parametrize("make, optimizer, samples, options, words", table("""
+small() | AdamW | range(9) | --seed 1
+  | --seed is 0 in .*step-00000002 and 1 in this run: resume with the same; for a new
+  run take another
+small() | AdamW | range(10) | | samples in --data is 9 in .* and 10
+small() | AdamW | range(1, 10) | | hash of --data is
+small() | SGD | range(9) | | optimizer is AdamW in .* and SGD in this run
+fewer() | AdamW | range(9) | | is of another model: see model.(linear.bias|norm.running_var)
+nn.ModuleDict({**small(), "x": nn.Linear(1, 1)}) | AdamW | range(9) |
+  | is of another model: see model.x
+nn.ModuleDict({**small(), "linear": nn.Linear(4, 5)}) | AdamW | range(9) |
+  | is of another model: see model.linear
+"""))
+def test_a_checkpoint_of_another_run(tmp_path, make, optimizer, samples, options, words):
+    first, model = small(), eval(make)
+    train(run_of(tmp_path, first, torch.optim.AdamW(first.parameters())), 2)
+    own = getattr(torch.optim, optimizer)(model.parameters())
+    for source in "", f" --from {tmp_path}/step-00000002 --out {tmp_path}/new":
+        with pytest.raises(SettingError, match=words):
+            run_of(tmp_path, model, own, options + source, eval(samples))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_tensors_and_optimizers_that_do_not_belong_together(tmp_path):
+    model = small()
     for other, trained, words in [
         (model, model.linear, "norm.weight is trained, but by none of the"),
         (model.norm, model, "updates a tensor that is not among those to be"),
     ]:
         with pytest.raises(SettingError, match=words):
-            run_of(tmp_path, other, sgd(trained.parameters()))
-    assert steps(tmp_path) == [1, 2]
+            run_of(tmp_path, other, torch.optim.SGD(trained.parameters()))
+    assert steps(tmp_path) == []
 
 
 # Damage

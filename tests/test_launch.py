@@ -22,7 +22,7 @@ from tests.support.commands import (
 )
 from tests.support.compare import furthest
 from tests.support.processes import ROOT, SMALL, TOOLS, Result, edited, free_port
-from tests.support.sample import sampled, table, thorough
+from tests.support.sample import table, thorough
 from tests.test_refusals import in_order
 from tools.flatten import flatten
 
@@ -150,14 +150,16 @@ def test_what_run_sh_refuses(tmp_path, command, variables, words):
     assert in_order(words, line), line
 
 
-@pytest.mark.parametrize("launcher, script, name", sampled(SIGNALS := [
-    (RUN, "single.py", "SIGTERM"),
-    (RUN, "ddp.py", "SIGINT"),  # Ctrl-C
-    (RUN, "ddp.py", "SIGUSR1"),  # Slurm sends it before the time limit
-    (TORCHRUN, "fsdp.py", "SIGTERM"),
-], SIGNALS[:1]))
-def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, launcher, script, name):
-    """torchrun then says that it got a signal, and its status is 1."""
+@pytest.mark.parametrize("script, name", table("""
+* single.py | SIGTERM
+ddp.py | SIGINT
+ddp.py | SIGUSR1
+fsdp.py | SIGTERM
+"""))
+def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, script, name):
+    """Ctrl-C; what Slurm sends before the time limit; and to torchrun, which then says that it got
+    a signal, and its status is 1."""
+    launcher = TORCHRUN if script == "fsdp.py" else RUN
     process = start_endless(launcher, tmp_path, corpus, script, MAX_RESTARTS="3",
                             NPROC="1" if script == "single.py" else "2")
     process.send_signal(getattr(signal, name))

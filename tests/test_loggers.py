@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.support.processes import ROOT, SMALL, edited
-from tests.support.sample import sampled
+from tests.support.sample import table
 
 STAND_INS = """
 import types
@@ -78,8 +78,11 @@ launch(main)
 """
 
 
-@pytest.mark.parametrize("end, status", sampled(
-    [("pass", 0), ("1 / 0", 1), ("raise SystemExit(1)", 1)], [("1 / 0", 1)]))
+@pytest.mark.parametrize("end, status", table("""
+* 1 / 0 | 1
+pass | 0
+raise SystemExit(1) | 1
+"""))
 def test_what_is_registered_for_the_end_runs(tmp_path, end, status):
     """Also after an error: logging's handlers are flushed, as those of coverage and others."""
     (tmp_path / "mine.py").write_text(AT_EXIT.format(end))

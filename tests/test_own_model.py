@@ -27,6 +27,7 @@ from common.options import SettingError
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.lifted import Parts, Stage, split
 from tests.support.on_ranks import on_ranks
+from tests.support.sample import table
 from tests.test_porting import OPTIONS
 
 
@@ -132,24 +133,26 @@ def test_what_reaches_a_step():
         assert types == {torch.bfloat16}, command
 
 
-def rates(step, lr=1e-3, min_lr=0.0):
-    """Of two groups of one optimizer, and of another one, after the first step and this one."""
+# Of two groups of one optimizer, and of another one, after the first step and this one: their rates
+# times the schedule, 3 steps of warm-up, then a cosine. With --lr 0 there is no schedule.
+@pytest.mark.parametrize("step, lr, min_lr, rates", table("""
+0 | 1e-3 | 0.0 | 0.00666666667 0.0001 0.000333333333
+2 | 1e-3 | 0.0 | 0.02 0.0003 0.001
+3 | 1e-3 | 0.0 | 0.02 0.0003 0.001
+6 | 1e-3 | 0.0 | 0.01 0.00015 0.0005
+8 | 1e-3 | 0.0 | 0.00133974596 2.00961894e-05 6.69872981e-05
+8 | 1e-3 | 5e-4 | 0.010669873 0.000160048095 0.000533493649
+8 | 0.0 | 0.0 | 0.02 0.0003 0
+"""))
+def test_each_parameter_group_keeps_its_own_rate(step, lr, min_lr, rates):
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     groups = [{"params": [first], "lr": 0.02}, {"params": [second], "lr": 3e-4}]
-    optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW([third], lr)]
-    args = argparse.Namespace(lr=lr, min_lr=min_lr, warmup_steps=3, steps=9)
+    optimizers = [torch.optim.SGD(groups, 0.5), torch.optim.AdamW([third], float(lr))]
+    args = argparse.Namespace(lr=float(lr), min_lr=float(min_lr), warmup_steps=3, steps=9)
     for number in 0, step:
         set_learning_rate(optimizers, number, args)
-    return [group["lr"] for each in optimizers for group in each.param_groups]
-
-
-def test_each_parameter_group_keeps_its_own_rate():
-    """Times the schedule: 3 steps of warm-up, then a cosine. With --lr 0 there is no schedule."""
-    last = (1 + math.cos(math.pi * 5 / 6)) / 2
-    for step, share in {0: 1 / 3, 2: 1, 3: 1, 6: 1 / 2, 8: last}.items():
-        assert rates(step) == pytest.approx([0.02 * share, 3e-4 * share, 1e-3 * share])
-    assert rates(8, min_lr=5e-4)[2] == pytest.approx(5e-4 + 5e-4 * last)
-    assert rates(8, lr=0.0) == [0.02, 3e-4, 0.0]
+    found = [group["lr"] for each in optimizers for group in each.param_groups]
+    assert found == pytest.approx([*map(float, rates.split())])
 
 
 # Functions of the scripts, with other models

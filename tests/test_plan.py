@@ -31,21 +31,20 @@ def options(layers=4, **values):
     return types.SimpleNamespace(config=config, **values)
 
 
-TP = Strategy("tp.py", 1)
-
-
-@pytest.mark.parametrize("strategy, least, memory, counted", [
-    (TP, 0, 99, [0]),
-    # Of 8 ranks the first of each stage; of stages with 2, 2, 3 and 2 layers not the second
-    (Strategy("hybrid_3d.py --pp 4", 2, 4), [9, 9, 9, 9], 99, [0, 4, 6]),
-    (Strategy("hybrid_3d.py --pp 4", 2, 4), [9, 9, 9, 9], 13, [0, 4]),  # which is too much
-    # Rank 0 has 10: another may have more than the formula says, but not that much more
-    (Strategy("hybrid_3d.py --pp 4", 2, 4), [9, 9, 8.9, 9], 99, [0, 6]),
-])
-def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
+# A command, its stages, what a formula says that each holds at least, the memory of a device; the
+# ranks that are counted. Of 8 ranks the first of each stage; of stages with 2, 2, 3 and 2 layers
+# not the second; 14 of rank 4 is too much for 13. Rank 0 has 10: another may have more than the
+# formula says, but not that much more.
+@pytest.mark.parametrize("command, stages, least, memory, counted", table("""
+tp.py | 1 | | 99 | 0
+hybrid_3d.py --pp 4 | 4 | 9 9 9 9 | 99 | 0 4 6
+hybrid_3d.py --pp 4 | 4 | 9 9 9 9 | 13 | 0 4
+hybrid_3d.py --pp 4 | 4 | 9 9 8.9 9 | 99 | 0 6
+"""))
+def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
     """The rank that holds most is the row."""
-    monkeypatch.setattr(
-        Pipeline, "least_at_peak", lambda pipeline, words, place=0: place and least[place])
+    monkeypatch.setattr(Pipeline, "least_at_peak", lambda pipeline, words, place=0: (
+        place and float(least.split()[place])))
     found = []
 
     def count(script, words, world_size, rank, nproc_per_node):
@@ -55,9 +54,9 @@ def test_what_is_counted(monkeypatch, strategy, least, memory, counted):
 
     monkeypatch.setattr(one_rank, "count_apart", count)
     args = options(layers=9, device_memory=memory / 1e9, nproc_per_node=4)
-    words = strategy.command.split()
-    assert plan.evaluate(Pipeline(strategy, args), words, args)["rank"] == counted[-1]
-    assert found == counted
+    pipeline = Pipeline(Strategy(command, 8 // stages, stages), args)
+    most = plan.evaluate(pipeline, command.split(), args)["rank"]
+    assert " ".join(map(str, found)) == str(counted) and found[-1] == most
 
 
 # Of README.md and docs/planning.md, and what else may differ: devices, script, options, model,
@@ -172,19 +171,31 @@ def test_a_plan_that_is_stopped_ends():
     assert "Traceback" not in error
 
 
+# In order, what is given first of equal ones: GB at the peak, 10^12 operations, GB sent, of these
+# between machines, the bubble
+ROWS = """
+given first | 1 104 10 0 0
+least | 10 100 10 0 0
+sends more | 1 100 50 0 0
+slow link | 1 80 110 0 0
+bubble | 1 60 0 0 0.5
+slow network | 1 10 1 20 0
+too large | 11 1 0 0 0
+larger | 12 1 0 0 0
+"""
+
+
 def test_what_sorts_the_rows():
     """What fits; then the larger bound, to 5 %; then both bounds, to 5 %; then the simplest."""
-    def row(name, peak, operations, sent, crossing=0, bubble=0):
-        return name, {"peak": {"in all": peak * 1e9}, "operations": operations * 1e12,
-                      "bubble": bubble, "between_machines": crossing * 1e9, "sent": sent * 1e9}
-
-    rows = [row("too large", 11, 1, 0), row("larger", 12, 1, 0), row("slow link", 1, 80, 110),
-            row("sends more", 1, 100, 50), row("simple", 1, 104, 10), row("least", 10, 100, 10),
-            row("slow network", 1, 10, 1, 20), row("bubble", 1, 60, 0, bubble=0.5)]
+    rows = []
+    for line in ROWS.strip().splitlines():
+        name, numbers = line.split(" | ")
+        peak, operations, sent, crossing, bubble = map(float, numbers.split())
+        rows.append((name, {
+            "peak": {"in all": peak * 1e9}, "operations": operations * 1e12, "bubble": bubble,
+            "between_machines": crossing * 1e9, "sent": sent * 1e9}))
     args = options(device_memory=10, tflops=100, link=100, network=10)
-    found = [name for name, _ in plan.in_order(rows, args)]
-    assert found == ["simple", "least", "sends more", "slow link", "bubble", "slow network",
-                     "too large", "larger"]
+    assert [*plan.in_order(sorted(rows), args)] == rows
 
 
 def test_micro_batches_and_accumulation():
@@ -255,13 +266,11 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     assert rates == "--tflops 2 --link 1 --network 50"
     assert quickest.startswith("the first row: NPROC=2 bash run.sh ddp.py ")
     assert simplest.startswith("the simplest that fits: NPROC=2 bash run.sh ddp.py ")
-    assert list(zip(*(re.split("  +", line.strip()) for line in (head, first)))) == [
-        ("fits", "yes"), ("GB", "0.026"), ("parameters", "0.004"), ("gradients", "0.003"),
-        ("states", "0.002"), ("activations", "0.016"), ("sent, GB by axis", "dp 0.008"),
-        ("between machines", "0.003"),
-        ("10^12 operations", "0.004"), ("bubble", "50%"), ("computes >= s", "0.004"),
-        ("sends >= s", "0.008"),
-        ("command", "ddp.py --grad-accum 4")]
+    assert [re.sub("  +", " | ", line.strip()) for line in (head, first)] == [
+        "fits | GB | parameters | gradients | states | activations | sent, GB by axis | between "
+        "machines | 10^12 operations | bubble | computes >= s | sends >= s | command",
+        "yes | 0.026 | 0.004 | 0.003 | 0.002 | 0.016 | dp 0.008 | 0.003 | 0.004 | 50% | 0.004 | "
+        "0.008 | ddp.py --grad-accum 4"]
     (row,) = rows("--device-memory 1 --tflops 2 --link 4 --network 1 --nproc-per-node 1")
     assert row["fits"] and row["bounds"] == [4e9 / 2e12 / 0.5, 3e6 / 1e9]
     *_, left_out, _, command = capsys.readouterr().out.splitlines()

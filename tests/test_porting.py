@@ -29,20 +29,21 @@ HEADINGS = re.findall(r"(?m)^## \w+: ([^;\n]*)(?:; (.*))?((?:\n[^#\n].*|\n)*)",
                       (ROOT / "tests" / "ports.md").read_text())
 
 
-def port(kind, script=""):
-    """The edits of ports.md that bring a kind to a script: pairs (text that it has once, new)."""
+def pairs_in(block):
+    """The edits of a block: pairs (text that a script has once, new)."""
+    return [[re.sub(r"(?m)^[-+]", "", text)[:-1] for text in pair]
+            for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", block)]
+
+
+def port(kinds, script=""):
+    """The edits of ports.md that bring some kinds to a script."""
     edits = [PORTED]
-    for kinds, scripts, body in HEADINGS:
-        if kind in kinds.split(", ") and script in (scripts.split() or [script]):
-            for pair in re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", body):
-                edits.append([re.sub(r"(?m)^[-+]", "", text)[:-1] for text in pair])
+    for own, scripts, block in HEADINGS:
+        if {*kinds.split(", ")} & {*own.split(", ")} and script in (scripts.split() or [script]):
+            edits += pairs_in(block)
     return edits
 
 
-# Of these test_check.py compares copies with one process.
-HEADS, UNITS = port("heads"), "        [model.model.norm, model.lm_head],\n"
-DATA_PARALLEL = {script: port("heads of ranks", script)[1:]
-                 for script in ("ddp.py", "zero.py", "fsdp.py")}
 EVALUATED = " --val-data {val} --val-batches 1 --val-every 1"
 OPTIONS_OF = {"a metric that is no mean": EVALUATED, "an average": EVALUATED}
 INFINITE = "gradients_times(float('inf'), 2)"
@@ -338,14 +339,17 @@ def test_on_four_ranks():
 # What cp.py refuses
 
 
-@pytest.mark.parametrize("attention", [cp.ring_attention, cp.allgather_attention])
-def test_what_an_attention_does_not_compute_is_refused(attention):
-    q, k, v = torch.zeros(3, 1, 2, 4, 8)
-    for keyword, value in {"attn_mask": torch.ones(4, 4).tril(), "dropout_p": 0.1,
-                           "window_size": 7}.items():
-        words = f"{attention.__name__} computes causal or full .*{keyword}.* ulysses_attention"
-        with pytest.raises(SettingError, match=words):
-            attention(q, k, v, group=None, is_causal=True, **{keyword: value})
+@pytest.mark.parametrize("name", ["ring_attention", "allgather_attention"])
+@pytest.mark.parametrize("keyword, value", table("""
+attn_mask | torch.ones(4, 4).tril()
+dropout_p | 0.1
+window_size | 7
+"""))
+def test_what_an_attention_does_not_compute_is_refused(name, keyword, value):
+    q, more = torch.zeros(1, 2, 4, 8), {keyword: eval(str(value))}
+    words = f"{name} computes causal or full .*{keyword}.* ulysses_attention"
+    with pytest.raises(SettingError, match=words):
+        getattr(cp, name)(q, q, q, group=None, is_causal=True, **more)
 
 
 class Own(nn.Module):
@@ -354,16 +358,19 @@ class Own(nn.Module):
         self.attention, self.inner = attention, inner
 
 
+@pytest.mark.parametrize("words, model", table(r"""
+no module of Sequential has plain_attention as | nn.Sequential(nn.Linear(2, 2))
+ab \(Own\) computes attention by sum | nn.ModuleDict({"aa": Own(), "ab": Own(torch.sum)})
+1 .* looks at other pos | nn.Sequential(Own(), nn.Conv1d(2, 2, 3))
+0 .* looks at other pos | nn.Sequential(nn.GRU(2, 2), Own())
+"""))
+def test_attention_that_would_be_forgotten_is_refused(words, model):
+    """And whatever else needs other positions."""
+    with pytest.raises(SettingError, match=words):
+        cp.set_attention(eval(model), cp.ring_attention, None, plain_attention, without=["a"])
+
+
 def test_attention_is_set_wherever_it_is_read():
-    """In the whole model: nothing that needs other positions is forgotten."""
-    for words, model in {
-        "no module of Sequential has plain_attention as": nn.Sequential(nn.Linear(2, 2)),
-        r"ab \(Own\) computes attention by sum": nn.ModuleDict({"aa": Own(), "ab": Own(torch.sum)}),
-        "1 .* looks at other pos": nn.Sequential(Own(), nn.Conv1d(2, 2, 3)),
-        "0 .* looks at other pos": nn.Sequential(nn.GRU(2, 2), Own()),
-    }.items():
-        with pytest.raises(SettingError, match=words):
-            cp.set_attention(model, cp.ring_attention, None, plain_attention, without=["a"])
     model = nn.Sequential(Own(inner=Own()), nn.Conv1d(2, 2, 1), nn.ModuleDict({"a": nn.GRU(2, 2)}),
                           Own(inner=Own(torch.sum)))
     cp.set_attention(model, cp.ring_attention, "group", replaces=plain_attention,

@@ -13,7 +13,7 @@ from common.options import SettingError
 from common.run import Run
 from tests.support.lifted import arguments
 from tests.support.processes import SMALL
-from tests.support.sample import sampled
+from tests.support.sample import table
 
 
 class Model(nn.Module):
@@ -79,8 +79,11 @@ def test_when_it_is_due(tmp_path):
     assert len(rates) == 7 and min(rates) > 8 * 4 / 0.2
 
 
-@pytest.mark.parametrize("command, world, stop", sampled(
-    RUNS := [("ddp.py", 2, 2), ("single.py", 0, 4), ("pp.py", 2, 4)], RUNS[:1]))
+@pytest.mark.parametrize("command, world, stop", table("""
+* ddp.py | 2 | 2
+single.py | 0 | 4
+pp.py | 2 | 4
+"""))
 def test_a_step_is_saved_before_it_is_evaluated(run, once, corpus, held_out, command, world, stop):
     """The run dies while it evaluates. It goes on from that step, and only the evaluation is lost;
     also after its last step."""
