@@ -508,7 +508,8 @@ step 0: gradients: .*; no labels with -100 are recorded: no cause | in_texts(2, 
 # Gradients
 step 0: gradients: all: times 2 | spoil=scale(2) | dtype=torch.bfloat16
 step 0: gradients: all: times -1; the loss is right | spoil=scale(-1)
-step 0: gradients: all: times 1\.0002; the loss is right.*; is a loss scale not undone | spoil=scale(1.0002)
+step 0: gradients: all: times 1\.0002; the loss is right.*; is a loss scale not undone
+  | spoil=scale(1.0002)
 step 0: gradients: all: times 1\.99; the loss | spoil=scale(1.99), edit=on_ranks(0.5, 0.5)
 step 0: gradients: all: divided by 6, as many as ranks x micro-batches
   | spoil=scale(1 / 6), edit=on_ranks(0.5, 0.5, targets=2 * [[7, 7, 7]])
