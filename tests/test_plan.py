@@ -174,15 +174,17 @@ def test_a_plan_that_is_stopped_ends():
 
 def test_what_sorts_the_rows():
     """What fits; then the larger bound, to 5 %; then both bounds, to 5 %; then the simplest."""
+    args = options(device_memory=10, tflops=100, link=100, network=10)
+
     def row(name, peak, operations, sent, crossing=0, bubble=0):
-        return name, {"peak": {"in all": peak * 1e9}, "operations": operations * 1e12,
-                      "bubble": bubble, "between_machines": crossing * 1e9, "sent": sent * 1e9}
+        return plan.row_of(name, {
+            "peak": {"in all": peak * 1e9}, "operations": operations * 1e12, "bubble": bubble,
+            "between_machines": crossing * 1e9, "sent": sent * 1e9}, args)
 
     rows = [row("too large", 11, 1, 0), row("larger", 12, 1, 0), row("slow link", 1, 80, 110),
             row("sends more", 1, 100, 50), row("simple", 1, 104, 10), row("least", 10, 100, 10),
             row("slow network", 1, 10, 1, 20), row("bubble", 1, 60, 0, bubble=0.5)]
-    args = options(device_memory=10, tflops=100, link=100, network=10)
-    found = [name for name, _ in plan.in_order(rows, args)]
+    found = [row["command"] for row in plan.in_order(rows)]
     assert found == ["simple", "least", "sends more", "slow link", "bubble", "slow network",
                      "too large", "larger"]
 
