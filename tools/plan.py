@@ -360,9 +360,10 @@ def count_all(tried, options, args, left_out):
             rows[command] = each.result()
         except SettingError as error:
             left_out[f"{command}: {error}"] += 1
-        for row in rows.get(command, []):
+            rows[command] = []
+        for row in rows[command]:
             print(f"{gb(row['peak']['in all'])} GB: {row['command']}", file=sys.stderr, flush=True)
-    return [row for each in tried for row in rows.get(each.command, [])]
+    return [row for each in tried for row in rows[each.command]]
 
 
 def show(rows, left_out, args):
