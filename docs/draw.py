@@ -27,42 +27,25 @@ def read(name):
     return json.loads((DATA / f"{name}.json").read_text())
 
 
-# SVG. A class is a colour, as a fill or, with -line, as a stroke; or a letter for a kind of text.
-
-# A class, its colour on a light background, and on a dark one. c0 to c3 and ca are also the
-# colours of ranks 0 to 3, and of all ranks.
-COLOURS = """\
-bg #ffffff #0d1117
-ink #1f2328 #e6edf3
-soft #57606a #9da7b3
-grid #d8dee4 #30363d
-ca #8c959f #6e7681
-past #d0d7de #3d444d
-none #f0f2f5 #1c2128
-c0 #0b6cb3 #6cb6f5
-c1 #b85c00 #f5a742
-c2 #007a57 #4ccb9f
-c3 #a13d87 #e89ad0
-c4 #7a6a00 #d8c93c
-c5 #c4302b #ff8a80
-c6 #4b4fc4 #a5a8ff"""
+# SVG. A class is a colour, such as c0 to c3 and ca for ranks 0 to 3 and all; a letter for a kind of
+# text; or an edge, in the colour of the background.
 
 STYLE = """\
 text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
 text.h{font-size:15px;font-weight:600}text.s{font-size:12px}
 .m{text-anchor:middle}.e{text-anchor:end}
-rect{shape-rendering:crispEdges}path{fill:none;stroke-linejoin:round}"""
-
-
-def css():
-    """STYLE, and the classes of all colours."""
-    light = dark = ""
-    for row in COLOURS.splitlines():
-        name, on_light, on_dark = row.split()
-        rules = f".{name}{{fill:%s}}.{name}-line{{stroke:%s}}"
-        light += rules % (on_light, on_light)
-        dark += rules % (on_dark, on_dark)
-    return f"{STYLE}\n{light}\n@media (prefers-color-scheme:dark){{{dark}}}"
+rect{shape-rendering:crispEdges}rect,text{fill:currentColor}
+path{fill:none;stroke:currentColor;stroke-linejoin:round}
+.edge{fill:currentColor;stroke:#ffffff}
+.bg{color:#ffffff}.ink{color:#1f2328}.soft{color:#57606a}.grid{color:#d8dee4}.ca{color:#8c959f}
+.past{color:#d0d7de}.none{color:#f0f2f5}.c0{color:#0b6cb3}.c1{color:#b85c00}.c2{color:#007a57}
+.c3{color:#a13d87}.c4{color:#7a6a00}.c5{color:#c4302b}.c6{color:#4b4fc4}
+@media (prefers-color-scheme:dark){
+.edge{stroke:#0d1117}
+.bg{color:#0d1117}.ink{color:#e6edf3}.soft{color:#9da7b3}.grid{color:#30363d}.ca{color:#6e7681}
+.past{color:#3d444d}.none{color:#1c2128}.c0{color:#6cb6f5}.c1{color:#f5a742}.c2{color:#4ccb9f}
+.c3{color:#e89ad0}.c4{color:#d8c93c}.c5{color:#ff8a80}.c6{color:#a5a8ff}
+}"""
 
 
 def rect(x, y, width, height, style):
@@ -83,7 +66,7 @@ def points(pairs):
 
 
 def line(pairs, colour, width=1, more=""):
-    return path(" ".join(points(pairs)), f"{colour}-line", f'stroke-width="{width}" {more}')
+    return path(" ".join(points(pairs)), colour, f'stroke-width="{width}" {more}')
 
 
 def level(left, right, y, words):
@@ -110,7 +93,7 @@ def save(name, width, height, title, parts, heading=True):
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}">',
-        f"<title>{title}</title>", f"<style>{css()}</style>", rect(0, 0, width, height, "bg"),
+        f"<title>{title}</title>", f"<style>{STYLE}</style>", rect(0, 0, width, height, "bg"),
     ]
     if heading:
         lines.append(text(8, 24, title, "ink h"))
@@ -156,8 +139,7 @@ def curves():
         if i:
             apart = [math.log10(abs(a - b) or 1e-17) for a, b in zip(losses, expected)]
             dots = points(curve(64.89, 2.89, 56, 22, apart))  # lines of length 0 with round ends
-            yield path("h0M".join(dots) + "h0", f"{colour}-line",
-                       'stroke-width="2.4" stroke-linecap="round"')
+            yield path("h0M".join(dots) + "h0", colour, 'stroke-width="2.4" stroke-linecap="round"')
 
 
 def change_of_loss(run):
@@ -197,7 +179,7 @@ def memory():
         x = left
         for number, size in enumerate(sizes):
             width = 3.65e-9 * size
-            yield rect(x, y, width, 21, f"c{number} bg-line")
+            yield rect(x, y, width, 21, f"c{number} edge")
             x += width
         yield text(x + 7, y + 15, f"{peak / 1e9:.3g}", "ink")
     yield line([(560, 76), (560, 388)], "ink", 2, 'stroke-dasharray="5 3"')
@@ -213,7 +195,7 @@ def axis(bottom, step):
 
 def bar(y, width, height, colour, words):
     """A bar, and words at its end."""
-    yield rect(232, y, width, height, f"{colour} bg-line")
+    yield rect(232, y, width, height, f"{colour} edge")
     yield text(239 + width, y + height / 2 + 5, words, "ink s")
 
 
@@ -239,10 +221,11 @@ def gpu():
         yield from bar(y, 0.006 * speeds[name], 21, colour, f"{speeds[name]:,}")
 
 
-def cells(x, y, width, ranks):
-    """A row of cells, in the colours of the ranks that hold them."""
-    for i, rank in enumerate(ranks):
-        yield rect(x + i * width, y, width, 12, f"c{rank}")
+def cells(x, y, width, layers):
+    """A row of cells for each layer, in the colours of the ranks that hold them."""
+    for layer, ranks in enumerate(layers):
+        for i, rank in enumerate(ranks):
+            yield rect(x + width * i, y + 13 * layer, width, 12, f"c{rank}")
 
 
 def strategies():
@@ -255,15 +238,13 @@ def strategies():
     corners = itertools.product((96, 280, 464), (8, 293, 578))
     for (top, left), (command, shares) in zip(corners, read("shares").items()):
         yield text(left, top, command, "ink h")
-        for column, kind in enumerate(KINDS):
-            x = left + 84 * column
+        for i, kind in enumerate(KINDS):
+            x = left + 84 * i
             yield text(x, top + 20, kind)
-            for layer, ranks in enumerate(shares[kind]):
-                yield from cells(x, top + 26 + 13 * layer, 13, ranks)
+            yield from cells(x, top + 26, 13, shares[kind])
         yield text(left, top + 94, "activations of 4 sequences")
-        for layer, sequences in enumerate(shares["activations"]):
-            for column, ranks in enumerate(sequences.split()):
-                yield from cells(left + 62 * column, top + 100 + 13 * layer, 7, ranks)
+        for i, layers in enumerate(shares["activations"]):
+            yield from cells(left + 62 * i, top + 100, 7, layers)
 
 
 CALLS = {  # of a pipeline, as schedules.json names them
@@ -287,7 +268,7 @@ def timeline(calls, end):
     for rank, stage, kind, micro_batch, start, length in calls:
         x, y = 60 + start * unit, 62 + 28 * rank
         width, (colour, _) = length * unit, CALLS[kind]
-        yield rect(x, y, width, 28, f"{colour} bg-line")
+        yield rect(x, y, width, 28, f"{colour} edge")
         yield text(x + width / 2, y + 18, micro_batch, "bg s m")
         if stage > 3:
             yield rect(x + 2.5, y + 22, width - 5, 2, "bg")
@@ -323,13 +304,13 @@ def ring():
             for q, k in blocks(chunks, turn, rank):
                 # The causal mask hides half of a block on the diagonal.
                 edges = "v20h20Z" if q == k else "v20h20v-20Z"
-                yield path(f"{left + 20 * k},{92 + 20 * q}{edges}", f"{colour} bg-line")
+                yield path(f"{left + 20 * k},{92 + 20 * q}{edges}", f"{colour} edge")
     for rank, own in enumerate(chunks):
         for chunk in own:
-            yield rect(54, 92 + 20 * chunk, 8, 20, f"c{rank} bg-line")
+            yield rect(54, 92 + 20 * chunk, 8, 20, f"c{rank} edge")
             yield text(46, 106 + 20 * chunk, chunk, "ink s e")
             for left in 66, 250, 434, 618:
-                yield rect(left + 20 * chunk, 256, 20, 8, f"c{rank} bg-line")
+                yield rect(left + 20 * chunk, 256, 20, 8, f"c{rank} edge")
 
 
 def sent():
