@@ -234,5 +234,6 @@ def test_the_pictures_show_their_sources(tmp_path, monkeypatch):
     drawn, kept = (
         {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.svg")}
         for folder in (tmp_path, ROOT / "docs" / "pictures"))
+    del kept["grid.svg"]  # it shows no data, and is edited by hand
     assert drawn.keys() == kept.keys()
     assert [name for name in kept if drawn[name] != kept[name]] == []

@@ -47,12 +47,6 @@ from tools.counting.one_rank import most, threads
 from tools.counting.pipeline import AGAIN, Pipeline, Strategy
 from tools.huggingface.config import add_preset
 
-WHOLE = [  # every rank reads samples of its own; the simplest first
-    "ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py",
-]
-SPLIT = [  # all ranks read the same samples
-    "tp.py", "cp.py --attention ring", "cp.py --attention ulysses", "cp.py --attention allgather",
-]
 KEPT = "parameters", "gradients", "optimizer states"
 LEAST_POSITIONS = 4096  # on a context-parallel rank: with fewer, attention is too little work
 
@@ -85,7 +79,8 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
         elif batch_size % dp or batch_size // dp < pp:
             left_out[f"grids that cannot share the {batch_size} sequences of --batch-size"] += 1
         else:
-            ep = largest_ep(devices // pp, nproc_per_node, experts)
+            # The largest that divides the ranks of a stage and the devices of a machine.
+            ep = math.gcd(devices // pp, nproc_per_node, experts) if experts else 1
             sizes = {"--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep}
             options = [f"{option} {size}" for option, size in sizes.items() if size > 1]
             strategies.append(Strategy(" ".join(["hybrid_3d.py", *options]), dp, pp))
@@ -93,12 +88,17 @@ def strategies(devices, nproc_per_node, batch_size, seq_len, layers, experts=0):
 
 
 def one_strategy_each(devices, nproc_per_node):
-    """The scripts of one strategy, for a model without experts."""
-    strategies = [Strategy(command, devices) for command in WHOLE]
+    """The scripts of one strategy, for a model without experts; first the simplest."""
+    whole = ["ddp.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py"]
     if devices > nproc_per_node:
-        strategies.append(Strategy(f"fsdp.py --replicate {devices // nproc_per_node}", devices))
-    strategies += [Strategy(command, 1) for command in SPLIT]
-    return [*strategies, Strategy("pp.py --schedule 1f1b", 1, devices)]
+        whole.append(f"fsdp.py --replicate {devices // nproc_per_node}")
+    split = [  # all ranks read the same samples
+        "tp.py", "cp.py --attention ring", "cp.py --attention ulysses",
+        "cp.py --attention allgather",
+    ]
+    return [*(Strategy(command, devices) for command in whole),
+            *(Strategy(command, 1) for command in split),
+            Strategy("pp.py --schedule 1f1b", 1, devices)]
 
 
 def grids(devices):
@@ -106,12 +106,6 @@ def grids(devices):
     for tp, cp, pp in itertools.product(divisors(devices), repeat=3):
         if tp * cp * pp > 1 and devices % (tp * cp * pp) == 0:
             yield tp, cp, pp
-
-
-def largest_ep(ranks, nproc_per_node, experts):
-    """The largest --ep that divides the experts, the ranks of a stage and the devices of a machine:
-    tokens then stay within a machine."""
-    return math.gcd(ranks, nproc_per_node, experts) if experts else 1
 
 
 def divisors(number):
@@ -127,13 +121,13 @@ def variants(strategy, batch_size):
         few = max(n for n in divisors(share) if n <= 4 * strategy.pp)
         option = "--microbatches"
     numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
-    options = [[option, str(n)] for n in numbers]
-    return [[], *options[1:]] if numbers[0] == 1 else options
+    return [[option, str(n)] if n > 1 else []
+            for n in numbers]
 
 
 def search(strategy, options, args):
-    """The rows of a strategy: (command, counted) of the variants that fit into memory; if none
-    does, of the last that was counted.
+    """The rows of a strategy: of the variants that fit into memory; if none does, of the last that
+    was counted.
 
     Raises:
         SettingError: the script refuses these options, or by a formula none can fit.
@@ -141,14 +135,16 @@ def search(strategy, options, args):
     pipeline, rows = Pipeline(strategy, args), []
     least, tried = pipeline.least_held(), variants(strategy, args.batch_size)
     kinds = [[], [AGAIN, "selective"], [AGAIN]]
-    for again in kinds if least <= memory(args) else []:
+    if least > memory(args):
+        kinds = []
+    for again in kinds:
         commands = [[*strategy.command.split(), *variant, *again] for variant in tried]
         place, counted = first_that_fits(pipeline, commands, options, args)
         if counted is None:
             least = pipeline.least_at_peak(commands[-1])
             continue
-        rows.append((" ".join(commands[place]), counted))
-        if fits(counted, args):
+        rows.append(row_of(" ".join(commands[place]), counted, args))
+        if rows[-1]["fits"]:
             tried = tried[:place]  # checkpointing serves to accumulate less
             if place == 0 or strategy.pp > 1:
                 break
@@ -156,7 +152,12 @@ def search(strategy, options, args):
             break
     if not rows:
         raise SettingError(f"more than {gb(least)} GB, by a formula")
-    return [row for row in rows if fits(row[1], args)] or rows[-1:]
+    return [row for row in rows if row["fits"]] or rows[-1:]
+
+
+def row_of(command, counted, args):
+    return {"command": command, "fits": fits(counted, args), "bounds": bounds(counted, args),
+            **counted}
 
 
 def first_that_fits(pipeline, commands, options, args):
@@ -217,39 +218,38 @@ def bounds(counted, args):
     return compute, max(inside, counted["between_machines"] / (args.network * 1e9))
 
 
-def in_order(rows, args):
+def in_order(rows):
     """``rows``, of the simplest script first, sorted: what fits first. See the docstring."""
-    fitting = [row for row in rows if fits(row[1], args)]
-    larger, both = [], []
-    for _, counted in fitting:
-        larger.append(max(bounds(counted, args)))
-        both.append(sum(bounds(counted, args)))
+    fitting = [row for row in rows if row["fits"]]
+    others = [row for row in rows if not row["fits"]]
+    larger = min((max(row["bounds"]) for row in fitting), default=0)
+    both = min((sum(row["bounds"]) for row in fitting), default=0)
 
     def key(row):
         """Within 5 % of the least they stay as they are."""
-        of_row = bounds(row[1], args)
-        return (max(of_row) / min(larger) - 1) // 0.05, (sum(of_row) / min(both) - 1) // 0.05
+        of_row = row["bounds"]
+        return (max(of_row) / larger - 1) // 0.05, (sum(of_row) / both - 1) // 0.05
 
-    others = [row for row in rows if not fits(row[1], args)]
-    return sorted(fitting, key=key) + sorted(others, key=lambda row: row[1]["peak"]["in all"])
+    return sorted(fitting, key=key) + sorted(others, key=lambda row: row["peak"]["in all"])
 
 
-def cells(command, counted, args):
+def cells(row):
     """The cells of a row of the table, by the heads of their columns."""
-    peak, held, by_axis = counted["peak"], counted["held"], collections.Counter()
-    for part in counted["collectives"]:
+    peak, held, by_axis = row["peak"], row["held"], collections.Counter()
+    for part in row["collectives"]:
         by_axis[part["group"]] += part["bytes"]
     sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items()]
-    computes, sends = bounds(counted, args)
+    computes, sends = row["bounds"]
     return {
-        "fits": "yes" if fits(counted, args) else "no", "GB": gb(peak["in all"]),
+        "fits": "yes" if row["fits"] else "no", "GB": gb(peak["in all"]),
         "parameters": gb(held.get("parameters", 0)), "gradients": gb(held.get("gradients", 0)),
         "states": gb(held.get("optimizer states", 0)), "activations": gb(peak["activations"]),
         "sent, GB by axis": " + ".join(sent) or "0",
-        "between machines": gb(counted["between_machines"]),
-        "10^12 operations": f"{counted['operations'] / 1e12:,.3g}",
-        "bubble": f"{counted.get('bubble', 0):.0%}",
-        "computes >= s": f"{computes:.3f}", "sends >= s": f"{sends:.3f}", "command": command,
+        "between machines": gb(row["between_machines"]),
+        "10^12 operations": f"{row['operations'] / 1e12:,.3g}",
+        "bubble": f"{row.get('bubble', 0):.0%}",
+        "computes >= s": f"{computes:.3f}", "sends >= s": f"{sends:.3f}",
+        "command": row["command"],
     }
 
 
@@ -323,9 +323,9 @@ def main(argv=None):
     if args.only:
         tried = only(tried, args.only)
     simplest_first = count_all(tried, options, args, left_out)
-    rows = in_order(simplest_first, args)
+    rows = in_order(simplest_first)
     show(rows, left_out, args)
-    fitting = [command for command, counted in simplest_first if fits(counted, args)]
+    fitting = [row for row in simplest_first if row["fits"]]
     if not fitting:
         fail(f"nothing fits into {args.device_memory:g} GB of {args.devices} devices: take more, "
              f"or a smaller --batch-size")
@@ -333,8 +333,8 @@ def main(argv=None):
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
     setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
-    for name, command in ("the first row", rows[0][0]), ("the simplest that fits", fitting[0]):
-        print(f"{name}: {start} {shlex.join([*command.split(), *setting])}")
+    for name, row in ("the first row", rows[0]), ("the simplest that fits", fitting[0]):
+        print(f"{name}: {start} {shlex.join([*row['command'].split(), *setting])}")
 
 
 def only(tried, names):
@@ -360,22 +360,22 @@ def count_all(tried, options, args, left_out):
             rows[command] = each.result()
         except SettingError as error:
             left_out[f"{command}: {error}"] += 1
-        for row, counted in rows.get(command, []):
-            print(f"{gb(counted['peak']['in all'])} GB: {row}", file=sys.stderr, flush=True)
-    return [row for each in tried for row in rows.get(each.command, [])]
+            rows[command] = []
+        for row in rows[command]:
+            print(f"{gb(row['peak']['in all'])} GB: {row['command']}", file=sys.stderr, flush=True)
+    return [row for each in tried for row in rows[each.command]]
 
 
 def show(rows, left_out, args):
     """Print the table, and write it to --json."""
     print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
-    for line in lay_out([cells(*row, args) for row in rows]):
+    for line in lay_out([cells(row) for row in rows]):
         print(line)
     for reason, number in left_out.items():
-        print(printable(f"left out: {reason}" + (f" ({number} grids)" if number > 1 else "")))
+        grids = f" ({number} grids)" if number > 1 else ""
+        print(printable(f"left out: {reason}{grids}"))
     if args.json:
-        content = [{"command": command, "fits": fits(counted, args),
-                    "bounds": bounds(counted, args), **counted} for command, counted in rows]
-        args.json.write_text(json.dumps({"rows": content, "left_out": list(left_out)}, indent=1))
+        args.json.write_text(json.dumps({"rows": rows, "left_out": list(left_out)}, indent=1))
 
 
 if __name__ == "__main__":

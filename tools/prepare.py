@@ -73,22 +73,25 @@ def main(argv=None):
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # there may be gaps
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     texts = itertools.chain.from_iterable(map(read_texts, tqdm(args.files, unit=" files")))
-    sizes = [0, 0]  # tokens in train.bin and val.bin
+    in_train = in_val = 0  # tokens
     with new_folder(args.out) as half:
         with open(half / "train.bin", "wb") as train, open(half / "val.bin", "wb") as val:
             while batch := list(itertools.islice(texts, 64)):  # the cores share its work
                 encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 for text, encoding in zip(batch, encodings):
-                    in_val = zlib.crc32(text.encode()) < args.val * 2**32
                     ids = np.array([*begin, *encoding.ids, end], dtype)
-                    (val if in_val else train).write(ids)
-                    sizes[in_val] += len(ids)
-        if not sizes[0]:
-            fail(f"no document is in train.bin, {sizes[1]:,} tokens in val.bin: see --val "
-                 f"{args.val}")
-    print(f"{args.out / 'train.bin'}: {sizes[0]:,} tokens; val.bin: {sizes[1]:,}\n"
-          f"give the scripts --data {args.out / 'train.bin'} --token-dtype {dtype} --vocab-size "
-          f"{vocab_size}; an imported model has a vocabulary of its own")
+                    if zlib.crc32(text.encode()) < args.val * 2**32:
+                        val.write(ids)
+                        in_val += len(ids)
+                    else:
+                        train.write(ids)
+                        in_train += len(ids)
+        if not in_train:
+            fail(f"no document is in train.bin, {in_val:,} tokens in val.bin: see --val {args.val}")
+    path = args.out / "train.bin"
+    print(f"{path}: {in_train:,} tokens; val.bin: {in_val:,}\n"
+          f"give the scripts --data {path} --token-dtype {dtype} --vocab-size {vocab_size}; an "
+          f"imported model has a vocabulary of its own")
 
 
 if __name__ == "__main__":

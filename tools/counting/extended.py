@@ -9,8 +9,6 @@ with a few micro-batches in flight one with many.
 """
 
 import collections
-import functools
-import operator
 import re
 
 from tools.command import ROOT
@@ -56,10 +54,10 @@ class Rank:
 
     def count(self):
         """What the rank counts, as ``one_rank.count``."""
-        for sizes in LAYERS:
-            if self.layers > sum(sizes) and None not in map(self.total, sizes):
-                few, some = map(self.count_steps, sizes)
-                if extended := extend(few, some, by_layer, sizes, self.layers):
+        for few, some in LAYERS:
+            if self.layers > few + some and self.total(few) and self.total(some):
+                counts = self.count_steps(few), self.count_steps(some)
+                if extended := extend(*counts, by_layer, (few, some), self.layers):
                     return extended
         return self.count_steps(self.layers)
 
@@ -82,49 +80,53 @@ class Rank:
     def dry_run(self, size, steps):
         args, ranks = self.args, self.pipeline.per_place
         batch_size = (args.batch_size * steps * self.few) // (self.steps * self.micro_batches)
-        less = ["--num-hidden-layers", self.total(size), "--grad-accum", steps]
+        less = f"--num-hidden-layers {self.total(size)} --grad-accum {steps}"
         if self.few < self.micro_batches:
-            less += ["--microbatches", self.few]
-            less += ["--pp", self.n] if "--pp" in self.words else []
-        script, *words = [*self.words, *map(str, [*less, "--batch-size", batch_size])]
+            less += f" --microbatches {self.few}"
+        if "--pp" in self.words:
+            less += f" --pp {self.n}"
+        script, *words = [*self.words, *less.split(), "--batch-size", str(batch_size)]
         return one_rank.count_apart(str(ROOT / script), words, ranks * self.n,
                                     ranks * self.counted_at, args.nproc_per_node)
 
     def over_micro_batches(self, counted):
         """What it would count with all micro-batches, from ``counted`` in the small pipeline."""
-        n, kept = self.few, self.n - self.counted_at
+        pipeline, few, kept = self.pipeline, self.few, self.n - self.counted_at
         kind = "at first" if kept < 3 else "in all"  # the first pass gathers parameters
         starts = [peak[kind] for name, peak in counted["moments"] if name == "0. forward"]
         (sent,) = (part["bytes"] for part in counted["collectives"] if part["collective"] == "send")
         # A micro-batch leaves to the end of the step a buffer for what other stages send, as much
         # as they are sent; its tokens and targets; and on the last stage its loss.
-        received, loss = sent // n, 4 * (self.place == self.pipeline.n - 1)
-        left = received + 16 * self.pipeline.tokens(self.words) + loss
+        received, loss = sent // few, 4 * (self.place == pipeline.n - 1)
+        left = received + 16 * pipeline.tokens(self.words) + loss
         until_backward = starts[kept - 1] - starts[kept - 2] - received if kept > 1 else 0
-        stays = (self.micro_batches - n) * left
+        stays = (self.micro_batches - few) * left
         full = stays + (self.in_flight - kept) * until_backward
-        moments = [*self.with_more(counted["moments"], stays, full)]
-        more = self.micro_batches / n
-        collectives = [self.across_stages(part, more) for part in counted["collectives"]]
-        return counted | totals(collectives, moments) | {
+        more = self.micro_batches / few
+        return counted | totals(
+            [self.across_stages(part, more) for part in counted["collectives"]],
+            [*self.with_more(counted["moments"], stays, full)],
+        ) | {
             "held": more_activations(counted["held"], stays),
-            "bubble": bubble("1f1b", self.pipeline.n, 1, self.micro_batches),
+            "bubble": bubble("1f1b", pipeline.n, 1, self.micro_batches),
             "operations": counted["operations"] * more, "world_size": self.args.devices,
-            "rank": self.place * self.pipeline.per_place}
+            "rank": self.place * pipeline.per_place,
+        }
 
     def with_more(self, moments, stays, full):
         """``moments`` with more activations: ``full`` more while as many micro-batches as can be
         are there, which is not so in the first forward and in the last backward pass."""
-        n, kept = self.few, self.n - self.counted_at
-        total, seen = collections.Counter(name for name, _ in moments), collections.Counter()
+        kept, seen = self.n - self.counted_at, collections.Counter()
+        total = collections.Counter(name for name, _ in moments)
         for name, peak in moments:
             seen[name] += 1
-            there = seen[name] >= kept if name.endswith(" forward") else seen[name] < n
-            yield name, more_activations(peak, full if there and total[name] == n else stays)
+            there = seen[name] >= kept if name.endswith(" forward") else seen[name] < self.few
+            of_each = total[name] == self.few  # a moment of each micro-batch
+            yield name, more_activations(peak, full if there and of_each else stays)
 
     def across_stages(self, part, more):
         """``part`` of the collectives, of ``more`` times as many micro-batches, in all stages."""
-        part, n = dict(part), self.pipeline.n
+        part, n, place = dict(part), self.pipeline.n, self.place
         machines = [i * self.pipeline.per_place // self.args.nproc_per_node for i in range(n)]
         if part["group"] in ("tp", "cp") or part["collective"] in ("send", "all-to-all"):
             for name in "calls", "bytes", "between_machines":
@@ -132,9 +134,8 @@ class Rank:
         if part["group"] != "pp":
             return part
         if part["collective"] == "send":
-            before, after = max(0, self.place - 1), self.place + 2
-            others = [*machines[before : self.place], *machines[self.place + 1 : after]]
-            far = [machine != machines[self.place] for machine in others]
+            neighbours = machines[max(0, place - 1) : place] + machines[place + 1 : place + 2]
+            far = [machine != machines[place] for machine in neighbours]
         else:  # of the norm, around a ring
             part["bytes"] *= (1 - 1 / n) / (1 - 1 / self.n)
             far = [a != b for a, b in zip(machines, machines[1:] + machines[:1])]
@@ -151,23 +152,25 @@ def extend(few, some, grouped, sizes, number):
     with the two ``sizes`` of them; ``grouped``: a function that groups their moments, and says
     whether those between are on a line. None: these counts do not show that each moment is."""
     before, after = grouped(few["moments"], sizes[0]), grouped(some["moments"], sizes[1])
-    at = functools.partial(on_line, sizes, number)
     if before.keys() != after.keys():
         return None
-    moments, collectives = [], []
+    moments = []
     for kind, a in before.items():
         pairs = same_moments(a, after[kind], sizes)
         if not pairs:
             return None
-        moments += [(kind[0], at(*pair)) for pair in pairs]
+        moments += [(kind[0], on_line(sizes, number, *pair)) for pair in pairs]
     if any(size != int(size) for _, peak in moments for size in peak.values()):
         return None
     parts = {(part["collective"], part["group"]): part for part in few["collectives"]}
+    collectives = []
     for part in some["collectives"]:
         fewer = parts.get((part["collective"], part["group"]), {})
-        collectives.append(at(fewer, part))
+        collectives.append(on_line(sizes, number, fewer, part))
     return some | totals(collectives, moments) | {
-        "held": at(few["held"], some["held"]), "operations": at(few, some)["operations"]}
+        "held": on_line(sizes, number, few["held"], some["held"]),
+        "operations": on_line(sizes, number, few, some)["operations"],
+    }
 
 
 def same_moments(a, b, sizes):
@@ -177,7 +180,8 @@ def same_moments(a, b, sizes):
         return [(a[0], b[0])]
     if (len(a), len(b)) != sizes:
         return []
-    if len(between := b[2:-2]) > 2:
+    between = b[2:-2]
+    if len(between) > 2:
         first, second, third, *_ = between
         if any(first.get(name, 0) + third.get(name, 0) != 2 * second[name] for name in second):
             return []
@@ -187,29 +191,27 @@ def same_moments(a, b, sizes):
 
 def on_line(sizes, number, a, b):
     """The numbers of a dict at ``number``: at the two ``sizes`` they are ``a`` and ``b``."""
-    found = dict(b)
+    found, run = dict(b), sizes[1] - sizes[0]
     for name, value in b.items():
         if isinstance(value, (int, float)):
             first = a.get(name, 0)
-            rise, run = (value - first) * (number - sizes[0]), sizes[1] - sizes[0]
-            exact = isinstance(rise, int) and rise % run == 0
-            found[name] = first + (rise // run if exact else rise / run)
+            rise = (value - first) * (number - sizes[0])
+            found[name] = first + (rise / run if rise % run else rise // run)  # to the byte
     return found
 
 
 def by_layer(moments, _):
     """The peaks of the moments that differ only in the number of the layer, in its order: a list
     for each (name, how often it was there before)."""
-    found, seen = collections.defaultdict(list), collections.Counter()
+    found, seen = collections.defaultdict(dict), collections.Counter()
     for name, peak in moments:
-        kind, layer = name, 0
-        if number := re.search(r"\.(\d+)\b", name):
-            kind, layer = name.replace(number[0], ".*", 1), int(number[1])
-        found[kind, seen[name]].append((layer, peak))
+        number = re.search(r"\.(\d+)\b", name)
+        layer = int(number[1]) if number else 0
+        kind = re.sub(r"\.\d+\b", ".*", name, count=1)
+        found[kind, seen[name]][layer] = peak
         seen[name] += 1
-    for kind, numbered in found.items():  # in the backward pass the last layer came first
-        found[kind] = [peak for _, peak in sorted(numbered, key=operator.itemgetter(0))]
-    return found
+    # In the backward pass the last layer came first.
+    return {kind: [peaks[layer] for layer in sorted(peaks)] for kind, peaks in found.items()}
 
 
 def by_step(moments, steps):
@@ -218,7 +220,7 @@ def by_step(moments, steps):
     total, seen = collections.Counter(name for name, _ in moments), collections.Counter()
     found = collections.defaultdict(list)
     for name, peak in moments:
-        each = total[name] // steps
-        found[name, seen[name] % each if each else seen[name]].append(peak)
+        in_step = total[name] // steps or total[name]
+        found[name, seen[name] % in_step].append(peak)
         seen[name] += 1
     return found

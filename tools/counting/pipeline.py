@@ -32,11 +32,19 @@ class Pipeline:
         self.args, self.n = args, strategy.pp
         self.per_place = args.devices // self.n
         self.script, *self.words = strategy.command.split()
+        self.size, self.exact = SIZES[args.dtype]
+        number = args.config.num_hidden_layers
         with torch.device("meta"):
             config = dataclasses.replace(args.config, num_hidden_layers=1)
             self.model = use_experts(Transformer(config))
-        self.head = self.model.lm_head.weight.numel()  # as many as the embedding has
-        self.layers = self.cut(args.config.num_hidden_layers, self.n)
+        # How many parameters: of the head, which are as many as the embedding's; of the experts of
+        # a layer; of the rest of a layer; of the model. All but the last norm.
+        self.head = self.model.lm_head.weight.numel()
+        sizes = {name: p.numel() for name, p in self.model.model.layers["0"].named_parameters()}
+        self.experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        self.others = sum(sizes.values()) - self.experts
+        self.all = number * sum(sizes.values()) + 2 * self.head
+        self.layers = self.cut(number, self.n)
 
     def cut(self, layers, n):
         """``self.layers`` of a model of ``layers`` on ``n`` ranks."""
@@ -64,23 +72,9 @@ class Pipeline:
     def tp(self, words):
         return self.args.devices if self.script == "tp.py" else option("--tp", words)
 
-    def numbers(self, place):
-        """How many parameters the stage at ``place`` has: in experts, and others, but the last
-        norm."""
-        layer, layers = self.model.model.layers["0"], self.layers[place]
-        ends = (place == 0) + (place == self.n - 1)  # the embedding, the head
-        sizes = {name: p.numel() for name, p in layer.named_parameters()}
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        others = sum(sizes.values()) - experts
-        return layers * experts, layers * others + ends * self.head
-
-    def all_numbers(self):
-        return sum(sum(self.numbers(place)) for place in range(self.n))
-
     def least_held(self):
         """Bytes of parameters, gradients and AdamW's two states."""
-        _, size = SIZES[self.args.dtype]
-        held = 4 * size * self.all_numbers()
+        held = 4 * self.exact * self.all
         if self.script in ("single.py", "ddp.py", "cp.py"):
             return held
         return held * option("--replicate", self.words) / self.args.devices
@@ -90,58 +84,58 @@ class Pipeline:
         gradients of micro-batches before; and either the gradient of the head's weight or a layer
         that is computed again."""
         config, tp, (steps, _) = self.args.config, self.tp(words), accumulated(words)
-        size, exact = SIZES[self.args.dtype]
         tokens = self.tokens(words)
-        of_layer = tokens // tp * size * kept_by_layer(words, config, tp)
-        again = tokens // tp * size * kept_by_layer([], config, tp) - of_layer
-        kept, head = self.layers[place] * of_layer, 0
+        of_number = tokens // tp * self.size  # that is kept for each token
+        of_layer = of_number * kept_by_layer(words, config, tp)
+        more = of_number * kept_by_layer([], config, tp) - of_layer
+        copied = self.size if self.size < self.exact else 0  # of a weight, to be multiplied
         if place == self.n - 1 and tokens * config.vocab_size > MAX_LOGITS:
-            head = self.head / tp  # in chunks: their gradients add up
+            of_head = self.exact + (copied if self.n == 1 else 0)
+            more = max(more, self.head / tp * of_head)  # in chunks: their gradients add up
+        kept = self.layers[place] * of_layer
         if self.n > 1:
-            return self.least_in_pipeline(words, place, kept, max(head * exact, again))
-        copied = size if size < exact else 0  # of a weight, to be multiplied
+            return self.least_in_pipeline(words, place, kept, more)
         held = self.least_held() * (1 if steps > 1 else 3 / 4)  # without gradients
         if self.script == "zero.py" or "--no-reshard-after-forward" in words:
-            held += size * self.all_numbers()  # all are gathered
-        return held + kept + max(head * (exact + copied), again)
+            held += self.size * self.all  # all are gathered
+        return held + kept + more
 
     def least_in_pipeline(self, words, place, kept, more):
         """The same of a pipeline: also with buffers for what other stages send, and in hybrid_3d.py
         all parameters of the stage gathered. ``kept``: by the layers of the stage for a
         micro-batch; ``more``: when its backward pass begins."""
-        size, exact = SIZES[self.args.dtype]
         tp, (steps, micro_batches) = self.tp(words), accumulated(words)
-        experts, others = self.numbers(place)
-        neighbours = 2 - (place == 0) - (place == self.n - 1)
+        ends = (place == 0) + (place == self.n - 1)  # the embedding, the head
+        experts = self.layers[place] * self.experts
+        others = self.layers[place] * self.others + ends * self.head
+        held = 3 * self.exact * (experts + others) / self.per_place
         hidden = self.tokens(words) // tp * self.args.config.hidden_size
-        held = 3 * exact * (experts + others) / self.per_place
-        held += micro_batches * neighbours * hidden * size
+        held += micro_batches * (2 - ends) * hidden * self.size  # of two neighbours, or one
         numbers = others / tp + experts / option("--ep", words)
         embedding = self.head / tp if place == 0 else 0
-        of_embedding = exact * embedding  # its gradient comes last
+        of_embedding = self.exact * embedding  # its gradient comes last
         if self.script == "hybrid_3d.py":
-            held += size * numbers
-            of_embedding = size * embedding
-        elif size < exact and AGAIN not in words:  # each micro-batch in flight has its own copies
-            kept += size * (numbers - embedding)
-        in_flight, gradients = min(self.n - place, micro_batches), exact * numbers
+            held += self.size * numbers
+            of_embedding = self.size * embedding
+        elif self.size < self.exact and AGAIN not in words:
+            kept += self.size * (numbers - embedding)  # each micro-batch in flight has its copies
+        in_flight, gradients = min(self.n - place, micro_batches), self.exact * numbers
         before = gradients
         if micro_batches == in_flight and steps == 1:  # there are none yet
             before, of_embedding = 0, gradients
-        others_kept = (in_flight - 1) * kept
-        return held + before + others_kept + max(kept + more, of_embedding)
+        return held + before + (in_flight - 1) * kept + max(kept + more, of_embedding)
 
 
 def kept_by_layer(words, config, tp):
     """How many numbers a layer keeps for each token of a rank: its input; with "selective" also
     what products and attention return; without checkpointing, what these, the norms and SwiGLU
     read. Tensor parallelism gathers what a layer's first products read. Experts keep more."""
-    D, F = config.hidden_size, config.intermediate_size
+    D = config.hidden_size
+    Q = config.num_attention_heads * config.head_dim
+    KV = config.num_key_value_heads * config.head_dim
+    F, gathered = config.intermediate_size, 2 * (tp - 1) * D
     if config.num_experts:
-        F = config.expert_size * config.experts_per_token
-    Q, KV = (heads * config.head_dim for heads in (
-        config.num_attention_heads, config.num_key_value_heads))
-    gathered = (tp - 1) * D * (1 if config.num_experts else 2)
+        F, gathered = config.expert_size * config.experts_per_token, (tp - 1) * D
     if "selective" in words:
         return 3 * D + 2 * (Q + KV + F) + gathered
     return D if AGAIN in words else 4 * D + 3 * Q + 2 * KV + 4 * F + gathered

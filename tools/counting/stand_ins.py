@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import ep
-import pp
 from common import experts, materialise, model, run
 from common.options import SettingError
 from cp import wide
@@ -246,7 +245,7 @@ class Run:
 def pipeline(args, mesh):
     """Of a pipeline: the first rank of each stage, and the share of a step in which ranks wait."""
     ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0)
-    n, schedule = len(ranks), getattr(args, "schedule", "1f1b")
-    v = getattr(args, "stages_per_rank", 1) or (1 if schedule in pp.ONE_STAGE else 2)
+    n, v = len(ranks), getattr(args, "stages_per_rank", 1)  # hybrid_3d.py has 1F1B alone
+    schedule = getattr(args, "schedule", "1f1b")
     return {"stages": ranks.reshape(n, -1)[:, 0].tolist(),
-            "bubble": theory.bubble(schedule, n, v, args.microbatches or n)}
+            "bubble": theory.bubble(schedule, n, v, args.microbatches)}

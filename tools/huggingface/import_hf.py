@@ -18,7 +18,7 @@ import torch
 
 from common.checkpoint import complete, start_save
 from tools.command import fail, make_parser, new_folder, run
-from tools.huggingface.config import config_file, read_config, read_json
+from tools.huggingface.config import read_config, read_json
 from tools.huggingface.weights import empty_state, is_bias, their_names
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -29,10 +29,11 @@ def read_files(folder):
     from safetensors import SafetensorError  # an optional package
     from safetensors.torch import load_file
 
-    index, names, stored = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
+    names, stored = ["model.safetensors"], {}
+    index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = set(read_json(index)["weight_map"].values())
-    for name in sorted(names):
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    for name in names:
         try:
             stored |= load_file(folder / name)
         except SafetensorError as error:
@@ -50,15 +51,15 @@ def read_weights(folder, config):
         if is_bias(name):
             weights[name] = torch.zeros_like(empty, device="cpu")
             continue
-        names = their_names(name, empty.shape)
-        for each in names:
+        parts = []
+        for each in their_names(name, empty.shape):
             if each not in stored:
                 fail(f"{folder} lacks the tensor {each}: is a file of it missing? If the head is "
                      f"the embedding, set tie_word_embeddings to true in config.json")
-        parts = [stored.pop(each) for each in names]
-        weights[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
-        if weights[name].shape != empty.shape:
-            fail(f"{folder} has {name} of shape {tuple(weights[name].shape)}, and its config needs "
+            parts.append(stored.pop(each))
+        weights[name] = found = torch.stack(parts) if len(parts) > 1 else parts[0]
+        if found.shape != empty.shape:
+            fail(f"{folder} has {name} of shape {tuple(found.shape)}, and its config needs "
                  f"{tuple(empty.shape)}")
     for name in stored:
         fail(f"{folder} has the tensor {name}, unlike a Llama or Mixtral of its config: save the "
@@ -74,14 +75,14 @@ def main(argv=None):
                         help="the folder to create; it must not exist")
     args = parser.parse_args(argv)
     config = read_config(args.folder)
-    content = read_json(config_file(args.folder))
     with new_folder(args.out) as half:
-        checkpoint, weights = half / "step-00000000", read_weights(args.folder, config)
+        weights = read_weights(args.folder, config)
+        checkpoint = half / "step-00000000"
         writer, _ = start_save(checkpoint, {f"model.{name}": x for name, x in weights.items()})
         settings = {name: str(value) for name, value in vars(config).items() if value}
         complete(checkpoint, [writer.sums], {"step": 0, "fixed": settings, "options": {}})
         (half / "model.json").write_text(json.dumps(vars(config), indent=1) + "\n")
-    if content.get("tie_word_embeddings"):
+    if read_json(args.folder / "config.json").get("tie_word_embeddings"):
         print("tie_word_embeddings: here the head is trained apart from the embedding")
     script = "ep.py" if getattr(config, "num_experts", 0) else "fsdp.py"
     print(f"{args.folder} -> {args.out}; for example: bash run.sh {script} --model "
