@@ -561,7 +561,7 @@ step 0: .*returns 0.5 times as many numbers .* ranks that must read the same sam
 step 0: .*the outputs of all modules agree
   | accumulate=2, loss_of=lambda model, x: model(x)[0].abs().mean()
   | make=Scaled, loss_of=lambda model, x: model(x)[0].square().mean()
-step 0: .* is `0`, the first of all .are its inputs those of the batch..;
+step 0: .* is `0`, the first of all .are its inputs those of the batch, or drawn otherwise..;
   | spoil=rolled(0.1), edit=edit_rank(outputs={"0": [1.5, 24], "": [1.0, 24]})
   | edit=edit_rank(outputs={"0": [1.0, 48], "": [1.0, 24]})
 # Each has a stage.
