@@ -148,8 +148,10 @@ def orthogonalize(shards, shapes, ranks):
     order = [i for indices in owned for i in indices]
 
     # To the owners: this rank gets the parts of its own matrices from each rank.
-    sizes = [[shard_size(shapes[i], n, r) for i in owned[rank]] for r in range(n)]
-    to_owners = [sum(shards[i].numel() for i in indices) for indices in owned]
+    sizes, to_owners = [], []
+    for r, indices in enumerate(owned):
+        sizes.append([shard_size(shapes[i], n, r) for i in owned[rank]])
+        to_owners.append(sum(shards[i].numel() for i in indices))
     from_ranks = [sum(parts) for parts in sizes]
     sent = torch.cat([shards[i].flatten() for i in order])
     received = sent.new_empty(sum(from_ranks))

@@ -109,6 +109,9 @@ single 0 --data big.bin | token 256, beyond a vocabulary of 256 ... --vocab-size
 single 0 --data big.bin --token-dtype uint32 | token 16777472
 single 0 --out done/step-00000002 | --out done/step-00000002 is a checkpoint ... run folder
 single 0 --val-data nowhere | --val-data nowhere: no such file
+single 0 --val-data '' | --val-data : no such file
+single 0 --model true.json | num_hidden_layers is True
+single 0 --model infinite.json | rope_theta is inf
 single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
@@ -190,6 +193,7 @@ FILES = {
     "folder.bin/file": "text " * 99, "text.json": '{"num_hidden_layers": "two"}',
     "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
     "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
+    "true.json": '{"num_hidden_layers": true}', "infinite.json": '{"rope_theta": Infinity}',
     "half.json": '{"rope_scaling": {"rope_type": "llama3", "factor": 8}}',
     "binary.json": "\0\1", "bad.json": "no JSON",
     "unknown.json": '{"hidden_size": 32, "bias": true}',

@@ -121,8 +121,10 @@ def variants(strategy, batch_size):
         few = max(n for n in divisors(share) if n <= 4 * strategy.pp)
         option = "--microbatches"
     numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
-    return [[option, str(n)] if n > 1 else []
-            for n in numbers]
+    choices = []
+    for n in numbers:
+        choices.append([option, str(n)] if n > 1 else [])
+    return choices
 
 
 def search(strategy, options, args):

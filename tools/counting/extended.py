@@ -210,8 +210,9 @@ def by_layer(moments, _):
         kind = re.sub(r"\.\d+\b", ".*", name, count=1)
         found[kind, seen[name]][layer] = peak
         seen[name] += 1
-    # In the backward pass the last layer came first.
-    return {kind: [peaks[layer] for layer in sorted(peaks)] for kind, peaks in found.items()}
+    for kind, peaks in found.items():  # in the backward pass the last layer came first
+        found[kind] = [peaks[layer] for layer in sorted(peaks)]
+    return found
 
 
 def by_step(moments, steps):

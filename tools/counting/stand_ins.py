@@ -112,11 +112,15 @@ def start_process(start, world_size, args):
 # Model
 
 
+def draw_nothing(name, slices, *_):
+    return torch.empty([rows.stop - rows.start for rows in slices])
+
+
 def allocate(module, device, seed):
     """``materialise`` without drawing: only the sizes count."""
     with mock.patch.multiple(
         materialise, local_slices=pretend.outside(materialise.local_slices),
-        draw_weight=lambda name, slices, *_: torch.empty([s.stop - s.start for s in slices]),
+        draw_weight=draw_nothing,
     ):
         materialise.materialise(module, device, seed)
 

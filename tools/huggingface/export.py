@@ -78,7 +78,9 @@ def write_weights(path, weights):
                      f"with --balance-rate 0")
             continue
         names = their_names(name, x.shape)
-        parts = [part.clone() for part in x] if len(names) > 1 else [x]
+        parts = [x]
+        if len(names) > 1:
+            parts = [part.clone() for part in x]
         theirs.update(zip(names, parts))
     save_file(theirs, path, metadata={"format": "pt"})
 
