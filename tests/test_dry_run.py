@@ -157,7 +157,7 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
     assert most["between_machines"] > 0
     mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp", "pp"))
-    found = pipeline(types.SimpleNamespace(microbatches=None), mesh)  # of hybrid_3d.py
+    found = pipeline(types.SimpleNamespace(microbatches=2), mesh)  # of hybrid_3d.py
     assert found == {"stages": [0, 1], "bubble": 1 / 3}
 
 

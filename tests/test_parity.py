@@ -555,7 +555,7 @@ step 0: .*the model returns 0.875 times as many numbers .*: samples are lost
   | loss_of=lambda model, x: square(model, x[1:])
 step 0: .*returns 0.8333 times as many numbers .* positions are lost, as where labels
   | loss_of=lambda model, ids: loss_of_texts()(model, ids[:, 1:]) | TEXTS
-step 0: .*returns 0.5 times as many numbers .* ranks that must read the same samples
+step 0: .*each rank's model has seen a part of its own: do ranks that must read the same samples
   | ABSOLUTE, edit=on_ranks(1, 1, outputs=2 * [{"0": [2.0, 12], "": [2.0, 6]}], numbers=[16, 16])
 # Of two outputs one is a parameter.
 step 0: .*the outputs of all modules agree
