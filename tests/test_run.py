@@ -11,6 +11,7 @@ import pytest
 
 import single
 from common.options import SettingError
+from tests.support.commands import left_over, wait_until
 from tests.support.compare import assert_bit_equal
 from tests.support.processes import SMALL
 from tests.support.sample import table
@@ -89,6 +90,17 @@ def test_a_fault(run, once, corpus, command, world, options, inject, words, left
         assert lines and all(in_order(words, line) for line in lines), result.output
     elif left:
         goes_on(run(command, world, options), left[-1], once(command, world, OPTIONS))
+
+
+def test_a_data_worker_ends_with_a_run_that_dies_while_it_starts(run, corpus):
+    """Torch looks for the parent of a worker as soon as it has read: that one is gone."""
+    inject = ("before(os, 'setpgrp', lambda: (os.kill(os.getppid(), signal.SIGKILL), "
+              "time.sleep(0.5), pathlib.Path('worker').write_text(str(os.getpid()))))")
+    result = run("single.py", 0, f"{OPTIONS} --data {corpus} --workers 1", inject=inject,
+                 expect_ok=False)
+    worker = result.out.parent / "worker"
+    wait_until(worker.exists)
+    wait_until(lambda: worker.read_text() and not left_over(result.out.parent))
 
 
 def goes_on(again, step, whole):
