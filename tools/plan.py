@@ -373,11 +373,11 @@ def show(rows, left_out, args):
     print(f"--tflops {args.tflops:g} --link {args.link:g} --network {args.network:g}")
     for line in lay_out([cells(row) for row in rows]):
         print(line)
-    for reason, number in left_out.items():
+    for reason, number in sorted(left_out.items()):
         grids = f" ({number} grids)" if number > 1 else ""
         print(printable(f"left out: {reason}{grids}"))
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "left_out": list(left_out)}, indent=1))
+        args.json.write_text(json.dumps({"rows": rows, "left_out": sorted(left_out)}, indent=1))
 
 
 if __name__ == "__main__":
