@@ -126,14 +126,11 @@ def same_loss(lines, one, two):
 
 def names_to_compare(one, two):
     """The names of parameters in both runs; of a tied tensor the first, unless the tie is lost."""
-    values = [lines[0]["values"] for lines in (one, two)]
-    repeated = [repeated_names(lines) for lines in (one, two)]
-    names = []
-    for name in values[0] | values[1]:
-        tied = [name in again for own, again in zip(values, repeated) if name in own]
-        if not all(tied):
-            names.append(name)
-    return names
+    names = {}  # in their order
+    for lines in one, two:
+        again = repeated_names(lines)
+        names |= {name: None for name in lines[0]["values"] if name not in again}
+    return [*names]
 
 
 def repeated_names(lines):
@@ -320,17 +317,16 @@ class Step:
         history = self.history
         now = self.reference.weights, self.run.weights
         self.first = history.first or now
-        # (N,) how far weights have moved since the first step, in both runs; and are apart
-        self.moved, self.gap = ways(now, self.first)
+        # (N, K) the ways of weights since the first step, in both runs; (N,) their lengths; and how
+        # far they are apart
+        self.ways, self.moved, self.gap = ways(now, self.first)
         # (N,) bool: the way of a weight is rounding where its first gradient is
         usual = history.scale.norm() / len(self.names) ** 0.5
         self.known = (history.scale > self.tolerance.gradients * usual) | (history.scale == 0)
-        # (N,) how far rounding of its gradients may part a weight, as a share of its way
-        self.inexact = torch.where(self.known, 2 * history.noise, math.inf)
         want, have = self.reference.others, self.run.others
         self.names_of_others = [name for name in want if name in have]  # M tensors
         self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
-        moved, self.others_gap = ways(self.others, history.first_others or self.others)  # (M,)
+        _, moved, self.others_gap = ways(self.others, history.first_others or self.others)  # (M,)
         self.others_moved = torch.maximum(*moved)  # (M,)
 
     def measure_gradients(self):
@@ -352,7 +348,6 @@ class Step:
         self.everywhere = bool((self.off | self.unclear).all())
         # (N,) bool: gradients are 0 in both runs
         self.dead = x.there & (x.length + y.length == 0)
-        self.strayed = self.gap > room.ways  # (N,) bool: weights have moved otherwise
 
     def measure_loss(self):
         want, have = self.reference.loss, self.run.loss
@@ -366,10 +361,10 @@ class Step:
 
 
 def ways(now, first):
-    """How far the tensors of both runs have moved since the first step, and the length of the
-    difference of their ways: ((N,), (N,)), (N,)."""
-    moved = [tensors.sketch - then.sketch for tensors, then in zip(now, first)]
-    return tuple(way.norm(dim=1) for way in moved), (moved[0] - moved[1]).norm(dim=1)
+    """The ways of the tensors of both runs since the first step, their lengths, and the length of
+    their difference: (2, N, K), (2, N), (N,)."""
+    both = torch.stack([tensors.sketch - then.sketch for tensors, then in zip(now, first)])
+    return both, both.norm(dim=2), (both[0] - both[1]).norm(dim=1)
 
 
 def measure(*step):
