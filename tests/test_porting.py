@@ -185,7 +185,7 @@ def test_zero_with_muon(once, tmp_path):
 @on_ranks(2)
 def test_a_step_that_leaves_out_a_part_is_refused():
     """In the last step no rank uses attention: the script ends in it, not in a next one."""
-    left_out = "in step 3 a rank left out parameters: call usage.drop_unused"
+    left_out = "in step 3 a rank left out parameters of its model: add 0"
     attention = mock.patch.object(Attention, "forward", Attention.forward)
 
     def skip_in_the_last(*args):
@@ -216,14 +216,13 @@ def test_a_step_that_leaves_out_a_part_is_refused():
 COLUMNS = [
     ["aa bb, bb aa, aa bb"], ["ab bb, bb ba, aa ab", "AB bb, bb BA, cc AB", "ac bb, c- ca, -b"],
     ["aa bb, bb bb, AA, bb, --"]]
-DROPPED = "equal with `drop_unused`, otherwise refused in the same step"
 OTHER_UNITS = "ranks used other units of FSDP"
 # What is refused: in the words, what is refused in the last of these steps
 REFUSED = {
     "refused in the same step, in torch's words": (
         "find_unused_parameters=True", ["ab", "cc, aa", "cc cc, cc ab"]),
-    DROPPED: ("in step {} a rank left out parameters: call usage.drop_unused",
-              ["aa", "cc, bb bb", "cc, AA"]),
+    "refused in the same step": (
+        "in step {} a rank left out parameters of its model", ["aa", "cc, bb bb", "cc, AA"]),
     "refused at the end of the step, if it ends: see below": (
         f"in step {{}} {OTHER_UNITS}", ["ab", "cc, ba"]),
     "equal": ("", []), "cannot be": ("", []),
@@ -240,35 +239,40 @@ STRATEGIES = """
 3 | sample | fully_sharded(model) | Parts()
 3 | sample | zero(model) | Parts()
 3 | 2 ranks | zero(model, 2) | Parts()
-3 | 2 ranks | fully_sharded(model, 2) | Parts()
+3 | sample | fully_sharded(model, 2) | Parts()
 3 | 2 ranks | zero(model, stage=1) | Parts()
 3 | 4 ranks | fully_sharded(model) | Parts()
 3 | 4 ranks | fully_sharded(model, 2) | Parts()
 3 | 4 ranks | fully_sharded(model, 4) | Parts()
 3 | 4 ranks | hybrid_in_one_stage(model) | Parts()
 4 | sample | fully_sharded(model, together=True) | Parts()
-4 | sample | fully_sharded(model, 2, together=True) | Parts()
-4 | 2 ranks | zero(model, together=True) | Parts()
 4 | 2 ranks | zero(model, 2, together=True) | Parts()
-4 | 2 ranks | zero(model, stage=1, together=True) | Parts()
-4 | 2 ranks | expert(model, 1, together=True) | Mixture(rests=True)
 4 | 2 ranks | expert(model, 2, together=True) | Mixture(rests=True)
-4 | 4 ranks | fully_sharded(model, together=True) | Parts()
 4 | 4 ranks | fully_sharded(model, 2, together=True) | Parts()
-4 | 4 ranks | fully_sharded(model, 4, together=True) | Parts()
 4 | 4 ranks | hybrid_in_stages(model) | Parts()
-5 | sample | expert(model, 2) | Mixture()
-5 | 2 ranks | expert(model, 1) | Mixture()
-5 | 4 ranks | expert(model, 2, replicas=2) | Mixture()
-5 | 4 ranks | expert(model, 1, replicas=2) | Mixture()
-6 | sample | tensor(model) | Parts()
-6 | sample | pipeline(model, "zbv") | Parts()
-6 | 2 ranks | pipeline(model, "gpipe") | Parts()
-6 | 2 ranks | pipeline(model, "1f1b") | Parts()
-6 | 2 ranks | pipeline(model, "interleaved1f1b") | Parts()
-6 | 2 ranks | pipeline(model, "loopedbfs") | Parts()
-6 | 2 ranks | pipeline(model, "zerobubble") | Parts()
-6 | 2 ranks | pipeline(model, "dualpipev") | Parts()
+5 | sample | fully_sharded(model, together=True) | Parts(zeros=True)
+5 | 2 ranks | fully_sharded(model, 2, together=True) | Parts(zeros=True)
+5 | 2 ranks | zero(model, together=True) | Parts(zeros=True)
+5 | 2 ranks | zero(model, 2, together=True) | Parts(zeros=True)
+5 | 2 ranks | zero(model, stage=1, together=True) | Parts(zeros=True)
+5 | 2 ranks | expert(model, 1, together=True) | Mixture(rests=True, zeros=True)
+5 | 2 ranks | expert(model, 2, together=True) | Mixture(rests=True, zeros=True)
+5 | 4 ranks | fully_sharded(model, together=True) | Parts(zeros=True)
+5 | 4 ranks | fully_sharded(model, 2, together=True) | Parts(zeros=True)
+5 | 4 ranks | fully_sharded(model, 4, together=True) | Parts(zeros=True)
+5 | 4 ranks | hybrid_in_stages(model) | Parts(zeros=True)
+6 | sample | expert(model, 2) | Mixture()
+6 | 2 ranks | expert(model, 1) | Mixture()
+6 | 4 ranks | expert(model, 2, replicas=2) | Mixture()
+6 | 4 ranks | expert(model, 1, replicas=2) | Mixture()
+7 | sample | tensor(model) | Parts()
+7 | sample | pipeline(model, "zbv") | Parts()
+7 | 2 ranks | pipeline(model, "gpipe") | Parts()
+7 | 2 ranks | pipeline(model, "1f1b") | Parts()
+7 | 2 ranks | pipeline(model, "interleaved1f1b") | Parts()
+7 | 2 ranks | pipeline(model, "loopedbfs") | Parts()
+7 | 2 ranks | pipeline(model, "zerobubble") | Parts()
+7 | 2 ranks | pipeline(model, "dualpipev") | Parts()
 """
 
 
@@ -278,13 +282,12 @@ def expected(steps, model):
 
 
 def equal_steps(cells, model):
-    """What a row trains as one process does, and whether with ``drop_unused``."""
-    yield "cc cc, cc cc", False  # leaves out nothing
+    """What a row trains as one process does."""
+    yield "cc cc, cc cc"  # leaves out nothing
     for number, cell in enumerate(cells):
         # The samples of ``context`` are alike: ranks with other positions are as those of ddp.
-        if cell in ("equal", DROPPED) and (model, number) != ("Sequences()", 1):
-            for steps in COLUMNS[number]:
-                yield steps, cell == DROPPED
+        if cell == "equal" and (model, number) != ("Sequences()", 1):
+            yield from COLUMNS[number]
 
 
 def compare(where):
@@ -298,8 +301,8 @@ def compare(where):
         make, strategy = (eval(text, vars(lifted)) for text in (f"lambda: {model}",
                                                                 f"lambda model: {code}"))
         cells = table[int(number)]
-        for steps, dropped in equal_steps(cells, model):
-            history, parameters = train(make, strategy, steps.split(", "), dropped)
+        for steps in equal_steps(cells, model):
+            history, parameters = train(make, strategy, steps.split(", "))
             right, whole = expected(steps, model)
             assert min(norm for _, norm in right) > MAX_NORM
             torch.testing.assert_close(history, right, rtol=0, atol=1e-12)
@@ -319,6 +322,8 @@ def test_a_sample_of_the_table():
     # The calls are the same, and each rank's loss takes another part.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, zero, ("cc", "AB"))
+    with pytest.raises(SettingError, match="in step 2 a rank left out parameters"):
+        train(Parts, functools.partial(zero, together=True), ("cc", "ab AB"))
 
 
 @on_ranks(2, thorough=True)
@@ -332,8 +337,6 @@ def test_on_four_ranks():
     # Stages have other units; ranks of one stage have not.
     with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
         train(Parts, functools.partial(hybrid_in_stages, together=False), ("cc", "abba"))
-    with pytest.raises(SettingError, match="drop_unused needs the group of the ranks of this"):
-        train(Parts, lambda model: hybrid_in_stages(model)._replace(group=None), ("aa",), True)
 
 
 # What cp.py refuses

@@ -47,10 +47,12 @@ class Part(nn.Module):
 
 class Choice(nn.Module):
     """``use`` says which of the parts a and b samples use: "a", "b", "c" (both), or "-". In
-    capitals both are computed, and the loss takes one."""
+    capitals both are computed, and the loss takes one. ``zeros``: what is not used gets a gradient
+    of 0."""
 
-    def __init__(self, **parts):
+    def __init__(self, zeros=False, **parts):
         super().__init__()
+        self.zeros = zeros
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -61,12 +63,12 @@ class Choice(nn.Module):
                 x = x + part(x)
             elif use.isupper():
                 part(x)
-        return x
+        return x + 0 * sum(p.sum() for p in self.parameters()) if self.zeros else x
 
 
 class Parts(Choice):
-    def __init__(self):
-        super().__init__(first=Part(), choice=Choice(a=Part(), b=Part()), out=Part())
+    def __init__(self, zeros=False):
+        super().__init__(first=Part(), choice=Choice(zeros, a=Part(), b=Part()), out=Part())
 
     def forward(self, x, use):
         for name, part in self.named_children():
@@ -93,8 +95,8 @@ class Sequences(Parts):
 class Mixture(Parts):
     """``use``: of the four experts the first two, the last two, or all. ``rests``: parts too."""
 
-    def __init__(self, rests=False):
-        super().__init__()
+    def __init__(self, rests=False, zeros=False):
+        super().__init__(zeros)
         self.rests = rests
         self.out = MixtureOfExperts(MixtureConfig(
             hidden_size=D, num_attention_heads=1, num_key_value_heads=1, num_experts=4,
@@ -121,10 +123,8 @@ def clip(parameters):
 
 
 # What a strategy makes of a model: its parameters by name; what computes the gradients of a
-# micro-batch, and returns this rank's part of its loss; the norm; what ``shard`` has returned, and
-# the ranks that have the same units
-Trainer = collections.namedtuple("Trainer", "parameters backward clip usage group",
-                                 defaults=[clip, None, None])
+# micro-batch, and returns this rank's part of its loss; the norm; what ``shard`` has returned
+Trainer = collections.namedtuple("Trainer", "parameters backward clip usage", defaults=[clip, None])
 
 
 def arguments(words):
@@ -135,7 +135,7 @@ def arguments(words):
     return parse_options(parser, words.split())
 
 
-def train(make, strategy, steps, drop_unused=False):
+def train(make, strategy, steps):
     """``steps``: each has micro-batches, words: the first letter is what the first half of the
     samples uses, the second what the second half does. Returns the loss and the norm of each step,
     and the parameters in the end."""
@@ -154,8 +154,6 @@ def train(make, strategy, steps, drop_unused=False):
         for i, word in enumerate(words):
             x = torch.randn(B, T, D, generator=generator, dtype=torch.double)
             loss += trainer.backward(x, word, i == len(words) - 1)
-        if drop_unused:
-            trainer.usage.drop_unused(trainer.group)
         norm = trainer.clip(trainer.parameters.values())
         optimizer.step()
         optimizer.zero_grad()
@@ -263,7 +261,7 @@ class Stage(Choice):
         self.uses = collections.deque()
         for name in names:
             if name in "ab":
-                self.choice = Choice(**{name: getattr(model.choice, name)})
+                self.choice = Choice(model.choice.zeros, **{name: getattr(model.choice, name)})
             else:
                 self.add_module(name, getattr(model, name))
 
@@ -350,4 +348,4 @@ def hybrid_in_stages(model, together=True):
         r, uses = mesh.get_local_rank("r"), len(word) // 2
         return trainer.backward(x.chunk(2)[r], word[r * uses : (r + 1) * uses], last)
 
-    return trainer._replace(backward=backward, group=mesh.get_group("r"))
+    return trainer._replace(backward=backward)
