@@ -270,7 +270,7 @@ def test_hooks_on_gradients_are_refused(mesh):
                 model[1].weight.register_hook(lambda gradient: gradient / 2)
             fsdp.shard(model, [[model[0]]], mesh)
             model[1].weight.register_hook(lambda gradient: gradient / 2)
-            model(torch.ones(2, 3))
+            model(torch.ones(2, 3)).sum().backward()
 
 
 class Codebook(nn.Module):
