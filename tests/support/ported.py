@@ -306,6 +306,35 @@ def with_lora(model):
     return model
 
 
+def with_adapters(model):
+    """As fsdp_lora.py has them, of rank 4 and alpha 6: what they change is added to the weight. A
+    ``bias`` begins with zeros, as B does."""
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if "_proj" in name:
+            linear.lora_A = nn.Linear(linear.in_features, 4, bias=False)
+            linear.bias = nn.Parameter(torch.empty(linear.out_features, 4))
+            linear.forward = lambda x, own=linear: F.linear(
+                x, own.weight + 6 / 4 * own.bias @ own.lora_A.weight)
+    return model
+
+
+# Documents
+
+
+class OfDocuments(Transformer):
+    """Each of them by itself: with plain causal attention, and with positions from 0 on."""
+
+    def forward(self, tokens, targets):
+        loss = 0.0
+        for row, own in zip(tokens, targets):
+            ends = (row == ord("\n")).nonzero().flatten() + 1
+            for document, its in zip(row.tensor_split(ends), own.tensor_split(ends)):
+                if len(document):
+                    loss += super().forward(document[None], its[None])
+        return loss
+
+
 # A model that returns a dict, and its loss outside
 
 
