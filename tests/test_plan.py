@@ -59,34 +59,39 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
     assert " ".join(map(str, found)) == str(counted) and found[-1] == most
 
 
-# Of README.md and docs/planning.md, and what else may differ: devices, script, options, model,
-# layers, and the rank. From 12 layers on zero.py has another peak.
-@pytest.mark.parametrize("world, script, options_, model, layers, rank", table(f"""
-8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
-8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
-8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
-8 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
-8 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
-8 | ddp.py | --grad-accum 8 {AGAIN} selective | --model llama3-1b | 16 | 0
-64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
-64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
-64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 34 | 0
-8 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 15 | 0
-8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
-2 | pp.py --schedule 1f1b | --microbatches 4 {AGAIN} | --model llama3-8b | 36 | 0
-64 | hybrid_3d.py --pp 8 | --microbatches 8 {AGAIN} | --model llama3-70b | 80 | 48
-64 | hybrid_3d.py --pp 16 | --microbatches 16 {AGAIN} | --model llama3-70b | 80 | 0
-64 | hybrid_3d.py --cp 2 --tp 2 --pp 8 | --microbatches 32 | --model llama3-70b | 80 | 0
-64 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 32 {AGAIN} | --model llama3-70b | 80 | 60
-8 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
-16 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
+# Of README.md and docs/planning.md, and what else may differ: devices, data-parallel ranks,
+# stages, sequences, script, options, model, layers, the rank. From 12 layers on zero.py has another
+# peak.
+@pytest.mark.parametrize(
+    "world, dp, pp, batch_size, script, options_, model, layers, rank", table(f"""
+8 | 8 | 1 | 8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
+8 | 8 | 1 | 8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
+8 | 8 | 1 | 8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
+8 | 8 | 1 | 48 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
+8 | 8 | 1 | 40 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
+8 | 8 | 1 | 64 | ddp.py | --grad-accum 8 {AGAIN} selective | --model llama3-1b | 16 | 0
+64 | 64 | 1 | 64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
+64 | 8 | 1 | 64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
+64 | 4 | 2 | 64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 34 | 0
+8 | 8 | 1 | 48 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 15 | 0
+8 | 8 | 1 | 8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
+2 | 1 | 2 | 8 | pp.py --schedule 1f1b | --microbatches 4 {AGAIN} | --model llama3-8b | 36 | 0
+64 | 8 | 8 | 64 | hybrid_3d.py --pp 8 | --microbatches 8 {AGAIN} | --model llama3-70b | 80 | 48
+64 | 4 | 16 | 64 | hybrid_3d.py --pp 16 | --microbatches 16 {AGAIN} | --model llama3-70b | 80 | 0
+64 | 2 | 8 | 256 | hybrid_3d.py --cp 2 --tp 2 --pp 8 | --microbatches 32
+  | --model llama3-70b | 80 | 0
+64 | 2 | 16 | 128 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 32 {AGAIN}
+  | --model llama3-70b | 80 | 60
+8 | 4 | 2 | 32 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
+16 | 2 | 8 | 32 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
   | --model llama3-1b --num-experts 4 | 16 | 4
-* 8 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
-8 | ep.py --ep 4 | {AGAIN} | --model llama3-8b --num-experts 8 --expert-size 7168 | 16 | 0
-8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
+* 8 | 1 | 8 | 32 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
+8 | 8 | 1 | 8 | ep.py --ep 4 | {AGAIN}
+  | --model llama3-8b --num-experts 8 --expert-size 7168 | 16 | 0
+8 | 4 | 1 | 8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
 """))
 def test_what_is_extended_equals_what_is_counted(
-    monkeypatch, world, script, options_, model, layers, rank
+    monkeypatch, world, dp, pp, batch_size, script, options_, model, layers, rank
 ):
     """Memory to the byte, also where another moment than in the small counts is the peak; and what
     is sent and computed, of many micro-batches in proportion."""
@@ -95,25 +100,17 @@ def test_what_is_extended_equals_what_is_counted(
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     model = [*model.split(), "--num-hidden-layers", str(layers)]
-    config = model_config(parse_options(parser, model), MixtureConfig)
-    name, *own = [*script.split(), *options_.split()]
-    values = {name: int(one_rank.value_of(name, own) or 1) for name in (
-        "--grad-accum", "--microbatches", "--tp", "--cp", "--pp")}
-    steps, micro_batches, tp, cp, pp = values.values()
-    pp = world if "pp.py" in script else pp
-    args = options(devices=world, seq_len=2048,
-                   batch_size=max(8, world // pp * micro_batches) * steps)
-    args.config = config
-    strategy = Strategy(script, world // (tp * cp * pp), pp)
-    words = [*own, *model, "--seq-len", "2048", "--dtype", "bfloat16"]
-    pipeline, place = Pipeline(strategy, args), rank * pp // world
-    found = extended.Rank(pipeline, place, [name, *words], args).count()
+    args = options(devices=world, seq_len=2048, batch_size=batch_size)
+    args.config = model_config(parse_options(parser, model), MixtureConfig)
+    words = f"{script} {options_}".split() + [*model, "--seq-len", "2048", "--dtype", "bfloat16"]
+    pipeline, place = Pipeline(Strategy(script, dp, pp), args), rank * pp // world
+    found = extended.Rank(pipeline, place, words, args).count()
     assert len(jobs) + ("pp" in script) > 1
-    counted = count(str(command.ROOT / name), [*words, "--batch-size", str(args.batch_size)],
+    counted = count(str(command.ROOT / words[0]), [*words[1:], "--batch-size", str(batch_size)],
                     world, rank, 8)
     for kind in "peak", "held", "rank", "world_size":
         assert found[kind] == counted[kind], kind
-    exactly = 1e-3 if micro_batches > 1 else 1e-12
+    exactly = 1e-3 if "--microbatches" in options_ else 1e-12
     for kind in "operations", "sent", "between_machines":
         assert found[kind] == pytest.approx(counted[kind], rel=exactly), kind
     for each in found, counted:
@@ -123,7 +120,7 @@ def test_what_is_extended_equals_what_is_counted(
         small = part["bytes"] < counted["sent"] / 1e3
         for kind in "calls", "bytes", "between_machines":
             assert small and exactly > 1e-9 or part[kind] == pytest.approx(whole[kind], rel=exactly)
-    least = pipeline.least_at_peak([name, *words], place) / counted["peak"]["in all"]
+    least = pipeline.least_at_peak(words, place) / counted["peak"]["in all"]
     assert (0.85 if pp > 1 else 0.5) < least < 1
 
 
