@@ -102,7 +102,7 @@ def test_settings_of_a_group_may_change(tmp_path):
     model = network()
     optimizer = Scattered(model.parameters(), lr=0.5)
     run_of(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["k"] == 1
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["step"] == 1
 
 
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):

@@ -36,6 +36,7 @@ def steps(folder):
 
 
 def small():
+    torch.manual_seed(0)  # on each rank
     return nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
 
 
@@ -76,19 +77,11 @@ def test_an_average_of_sharded_weights(folder, mesh):
     assert average.full_tensor().tolist() == [0, 0.5, 1, 1.5, 2]
 
 
-def ones():
-    """The same on each rank."""
-    model = small()
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    return model
-
-
 @on_ranks(2)
 def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
     """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. Of
     buffers only BatchNorm's may differ: those of one rank are saved."""
-    model, other = ones(), torch.tensor([[1.0], [1.0 + rank]]).T
+    model, other = small(), torch.tensor([[1.0], [1.0 + rank]]).T
     model.norm.running_mean.fill_(rank)
     for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
         state = model.state_dict(keep_vars=True) | {name: tensor}
@@ -107,20 +100,20 @@ def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
 @on_ranks(2)
 def test_each_rank_with_a_folder_of_its_own(folder, rank):
     with pytest.raises(SettingError, match="is not one folder for all machines: here it has no"):
-        train(run_of(folder / str(rank), ones()), 1)
+        train(run_of(folder / str(rank), small()), 1)
 
 
 @on_ranks(2)
 def test_each_rank_checks_a_share_of_the_files(folder, rank):
     """And all hear what one of them finds. What all hear of a signal or a disk: test_run.py."""
-    train(run_of(folder, ones()), 1)
+    train(run_of(folder, small()), 1)
     dist.barrier()
     if rank == 0:
         with open(folder / "step-00000001" / "SHA256SUMS", "a") as file:
             file.write("0  third\n")
     dist.barrier()
     with pytest.raises(SettingError, match="/third is damaged or missing"):
-        run_of(folder, ones())
+        run_of(folder, small())
 
 
 # Alone

@@ -357,16 +357,14 @@ class Scattered(torch.optim.Optimizer):
     list, and a tensor in float32 or wider. Each changes what a step does."""
 
     def __init__(self, parameters, lr):
-        start = {"lr": lr, "k": 0, "d": 1.0, "warm": False}
-        super().__init__(parameters, start)
+        super().__init__(parameters, {"lr": lr, "d": 1.0, "warm": False})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            group["k"] += 1
             group["d"] *= 0.7
             group["step"] = group.get("step", 0) + 1
-            rate = group["lr"] * group["d"] / (1 + group["k"])
+            rate = group["lr"] * group["d"] / (1 + group["step"])
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
