@@ -12,8 +12,6 @@ from common.data import BatchSampler, open_dataset, open_held_out
 from common.options import SettingError
 from common.run import Run
 from tests.support.lifted import arguments
-from tests.support.processes import SMALL
-from tests.support.sample import table
 
 
 class Model(nn.Module):
@@ -77,25 +75,3 @@ def test_when_it_is_due(tmp_path):
     assert [record["step"] for record in run.history if "val_loss" in record] == [3, 6, 7]
     rates = [record["tokens_per_second"] for record in run.history if "loss" in record]
     assert len(rates) == 7 and min(rates) > 8 * 4 / 0.2
-
-
-@pytest.mark.parametrize("command, world, stop", table("""
-* ddp.py | 2 | 2
-single.py | 0 | 4
-pp.py | 2 | 4
-"""))
-def test_a_step_is_saved_before_it_is_evaluated(run, once, corpus, held_out, command, world, stop):
-    """The run dies while it evaluates. It goes on from that step, and only the evaluation is lost;
-    also after its last step."""
-    options = (f"{SMALL} --steps 4 --log-every 1 --save-every 2 "
-               "--val-data {val} --val-every 2 --val-batches 1")
-    whole = once(command, world, options)
-    options = f"{options} --data {corpus}".replace("{val}", held_out)
-    dead = run(command, world, options, expect_ok=False, inject=(
-        "before(Run, 'validation_loss', lambda *_, calls=[]: "
-        f"calls.append(1) or len(calls) == {stop // 2} and signal_self('SIGKILL'))"))
-    assert not dead.ok and dead.curve("val_loss") == whole.curve("val_loss")[: stop == 4]
-    again = run(command, world, options)
-    assert again.curve() == whole.curve()
-    others = [line for line in whole.curve("step", "val_loss") if line[0] != stop]
-    assert again.curve("step", "val_loss") == others and len(others) == 1
