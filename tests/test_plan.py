@@ -299,12 +299,12 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     assert "--rope-scaling" not in given  # no script has it: the model brings it
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--model none --devices 2 --seq-len 128", "--model none: .*No such file"),
-    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, .*fsdp.py"),
-    (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
-    (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
-])
+@pytest.mark.parametrize("words, message", table(f"""
+--model none --devices 2 --seq-len 128 | --model none: .*No such file
+{TINY} --devices 2 --only foo.py | --only foo.py: .* ddp.py, .*fsdp.py
+{TINY} --devices 12 | --devices 12 .* --nproc-per-node 8
+{TINY} --devices 2 --link 0 | --link: 0 is not allowed
+"""))
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
         plan.main(f"{words} --device-memory 1".split())

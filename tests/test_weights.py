@@ -173,13 +173,6 @@ def start(server, corpus, tmp_path_factory):
     return start
 
 
-def test_a_script_wants_our_names(run, llama):
-    result = run("single.py", 0, f"--model {llama}/config.json", expect_ok=False)
-    (line,) = result.lines
-    assert "unexpected keyword argument" in line
-    assert line.endswith("or a JSON file as bash run.sh import_hf writes it")
-
-
 # Writing
 
 
@@ -190,14 +183,15 @@ def trained(start, llama):
     return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
-@pytest.mark.parametrize("source, options, dtype", [
-    ("", "", torch.float32),  # the newest checkpoint
-    ("step-00000001", "--dtype bfloat16", torch.bfloat16),
-    ("../hf", "", torch.bfloat16),  # imported weights are exported as they came
-])
+# The newest checkpoint; another; imported weights, which are exported as they came
+@pytest.mark.parametrize("source, options, dtype", table("""
+| | float32
+step-00000001 | --dtype bfloat16 | bfloat16
+../hf | | bfloat16
+"""))
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, options, dtype):
     """Ours reads it too. What config.json said, and generate needs, is as it was."""
-    folder = tmp_path / "new" / "hf"
+    folder, dtype = tmp_path / "new" / "hf", getattr(torch, dtype)
     export.main([str(trained / source), str(folder), "--like", str(llama), *options.split()])
     assert sorted(os.listdir(folder)) == ["config.json", GENERATION, "model.safetensors"]
     expected = weights_in(export.find_checkpoint(trained / source))
