@@ -142,22 +142,21 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
         ours(tmp_path / "hf")
 
 
-def test_a_config_of_older_versions(llama, tmp_path):
-    """rope_theta and rope_scaling apart, the type under its older name; null; and none at all."""
-    expected = read_config(llama)
-    assert expected.rope_scaling == SCALING and expected.rope_theta == 500
-    plain = dataclasses.replace(expected, rope_scaling=None)
-    older = {("type" if key == "rope_type" else key): value for key, value in SCALING.items()}
-    inner = {"rope_type": "default", "rope_theta": 500.0}
+# Changes, whether angles are scaled, the base of the angles: rope_theta and rope_scaling apart, the
+# type under its older name; no scaling; both places; none
+@pytest.mark.parametrize("changes, scaled, theta", table("""
+{"rope_parameters": null, "rope_theta": 500, "rope_scaling": {"type": "llama3", "factor": 4.0,
+  "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
+  | 1 | 500
+{"rope_parameters": null, "rope_theta": 500} | 0 | 500
+{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7.0} | 0 | 500
+{"rope_parameters": null} | 0 | 10000
+"""))
+def test_a_config_of_older_versions(llama, tmp_path, changes, scaled, theta):
     shutil.copy(llama / "config.json", tmp_path)
-    for values, found in (  # one change after the other
-        ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": older}, expected),
-        ({"rope_scaling": None}, plain), ({"rope_parameters": inner, "rope_theta": 7.0}, plain),
-        ({"rope_parameters": None, "rope_theta": None},
-         dataclasses.replace(plain, rope_theta=10000.0)),
-    ):
-        change(tmp_path, **values)
-        assert read_config(tmp_path) == found
+    change(tmp_path, **json.loads(changes))
+    assert read_config(tmp_path) == dataclasses.replace(
+        read_config(llama), rope_theta=theta, rope_scaling=SCALING if scaled else None)
 
 
 @pytest.fixture(scope="module")
