@@ -44,7 +44,8 @@ def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
     """A Run of at most 9 steps that saves each of them."""
     args = arguments(f"--batch-size 2 --steps 9 --save-every 1 --keep 9 --out {folder} {options}")
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    sampler = BatchSampler(len(dataset), 2, seed=args.seed, stop=args.steps)
+    sampler = BatchSampler(len(dataset), args.batch_size, args.grad_accum, seed=args.seed,
+                           stop=args.steps)
     run = Run(args, model, optimizer, sampler, dataset, torch.device("cpu"), **more)
     sampler.start = run.resume()
     return run
