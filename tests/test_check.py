@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import time
-from unittest import mock
 
 import pytest
 
@@ -20,6 +19,7 @@ from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
 from tests.support.sample import sampled, table, thorough
 from tests.test_porting import pairs_in, port
+from tests.test_refusals import Started, started
 from tools import check as tool
 from tools.flatten import flatten, without_run
 from tools.checking import recorded
@@ -128,10 +128,6 @@ def test_a_factor_on_one_process_too(check, tmp_path):
         "\n1 process with --grad-accum 1, .*: DIFFERENT .* all: divided by 4, as many as ", said)
 
 
-class Started(Exception):
-    """A script has not refused its options."""
-
-
 def test_a_script_that_is_none(check):
     """No advice on the reference."""
     status, said = check("nofile.py")
@@ -143,7 +139,7 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
     assert tool.DEFAULTS["steps"] > 3  # two updates after the warm-up
     for name, world in itertools.product(("fsdp", "tp", "cp", "pp", "ep"), "34"):
         module = importlib.import_module(name)
-        monkeypatch.setattr(module, "start_process_group", mock.Mock(side_effect=Started))
+        monkeypatch.setattr(module, "start_process_group", started)
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
             recorded.train_recorded(module, [], tmp_path / "run", tool.DEFAULTS)
