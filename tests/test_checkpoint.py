@@ -51,7 +51,8 @@ def run_of(folder, model, optimizer=None, options="", dataset=range(9), **more):
     return run
 
 
-def train(run, last, change=lambda step: None, figures=lambda step: (1.0, 1.0)):
+def train(run, last, change=lambda step: None,
+          figures=lambda step: (1.0, 1.0)):
     """Train up to step ``last``: ``change(step)`` stands for a step, counted from 1. ``figures``:
     its loss and norm."""
     for step, _ in run.steps((step, None) for step in range(run.sampler.start, last)):

@@ -113,7 +113,8 @@ def test_what_the_ring_holds(mesh):
                    for heads in (H, KV, KV))
         kept, done = [], []
         keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+            lambda tensor: kept.append(tensor) or tensor,
+            lambda tensor: tensor)
         with (Watch() as watch, keep, mock.patch.object(dist, "batch_isend_irecv", send_and_note),
               mock.patch.multiple(cp, attend=cp.attend, attend_backward=cp.attend_backward)):
             for name in "attend", "attend_backward":

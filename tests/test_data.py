@@ -31,10 +31,12 @@ def mesh_of(rank, *shape):
 
 def order(*shape, grad_accum=1, start=0, stop=15, size=SIZE, **options):
     """The global batches of the steps, put together from all ranks: a list of lists."""
-    meshes = [mesh_of(rank, *shape) for rank in range(np.prod(shape))] if shape else [None]
-    ranks = [np.array(list(BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh,
-                                        **options))) for mesh in meshes]
-    return np.hstack([rank.reshape(stop - start, -1) for rank in ranks]).tolist()
+    ranks = []
+    for rank in range(int(np.prod(shape))):
+        mesh = mesh_of(rank, *shape) if shape else None
+        sampler = BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh, **options)
+        ranks.append(np.reshape([*sampler], (stop - start, -1)))
+    return np.hstack(ranks).tolist()
 
 
 def test_permutation_for_every_size():
