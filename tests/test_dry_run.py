@@ -1,6 +1,7 @@
 """tools/dry_run.py counts what a real run counts, without running it."""
 
 import json
+import operator
 import re
 import types
 
@@ -61,9 +62,9 @@ SMALL = "--num-hidden-layers 2 --batch-size 1 --seq-len 64"
 
 
 # Numbers that the formulas gave in commit f660e7d: PaLM's count, and the scores of attention once
-# more in the backward pass; so of experts too, in a product of groups, of which some have a row more.
-# A rank of a ring, whose attention is not always causal, has half of them. Recomputing layers is one
-# more forward pass of each, without its last product, whose result nobody needs; selective
+# more in the backward pass; so of experts too, in a product of groups, of which some have a row
+# more. A rank of a ring, whose attention is not always causal, has half of them. Recomputing layers
+# is one more forward pass of each, without its last product, whose result nobody needs; selective
 # checkpointing repeats no product and no attention.
 @pytest.mark.parametrize("command, world, operations", table("""
 single.py | 1 | 161480704
@@ -83,6 +84,9 @@ def test_selective_checkpointing_keeps_some(count):
     assert least < some < most
 
 
+SENT = operator.itemgetter("collective", "group", "calls", "bytes")
+
+
 @pytest.mark.parametrize("command, world, ranks", RUNS)
 def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     """Each collective with its calls and bytes; parameters, gradients and optimizer states to the
@@ -92,22 +96,20 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
     if "gpt2" in command:
         needs("transformers")
     cpu = "from tools.counting import stand_ins; stand_ins.as_on_gpus = lambda: None"
-    ranks = [*map(int, str(ranks).split())]
-    dry = {rank: count(command, world or 1, rank, inject=cpu) for rank in ranks}
+    dry = {int(rank): count(command, world or 1, rank, inject=cpu) for rank in str(ranks).split()}
     options = ["--steps", 4, "--save-every", 0, "--data", corpus]  # the third is counted
     for attempt in range(3):
         result = run(command, world, options, out=f"out{attempt}", inject="write_counts()")
-        real = {rank: result.counts(rank) for rank in ranks}
-        for rank in ranks:
-            counted, expected = (
-                sorted([part[name] for name in ("collective", "group", "calls", "bytes")]
-                       for part in found["collectives"]) for found in (dry[rank], real[rank]))
-            assert counted == expected
+        peaks = []
+        for rank, counted in dry.items():
+            real = result.counts(rank)
+            sent = sorted(map(SENT, real["collectives"]))
+            assert sorted(map(SENT, counted["collectives"])) == sent
             for kind in ("parameters", "gradients", "optimizer states"):
-                assert dry[rank]["held"].get(kind, 0) == real[rank]["held"].get(kind, 0), kind
-        peaks = [(dry[rank]["peak"][kind], real[rank]["peak"][kind])
-                 for rank in ranks for kind in ("activations", "in all")]
-        if all(predicted <= counted <= 1.03 * predicted for predicted, counted in peaks):
+                assert counted["held"].get(kind, 0) == real["held"].get(kind, 0), kind
+            for kind in ("activations", "in all"):
+                peaks.append((counted["peak"][kind], real["peak"][kind]))
+        if all(predicted <= held <= 1.03 * predicted for predicted, held in peaks):
             return
     raise AssertionError(f"predicted and counted peaks: {peaks}")
 
@@ -165,8 +167,8 @@ def test_more_ranks_than_rows(count):
         assert found["held"][kind] == found["theory"][kind]["bytes"]
 
 
-# Of an all-to-all of 8 ranks 4 / 7; a ring crosses machines at 2 of 8 edges; rank 0 sends to rank 1.
-# With all axes it counts at all: what a stage gets must have the shape and the type it expects.
+# Of an all-to-all of 8 ranks 4 / 7; a ring crosses machines at 2 of 8 edges; rank 0 sends to rank
+# 1. With all axes it counts at all: what a stage gets must have the shape and the type it expects.
 @pytest.mark.parametrize("command, n, nproc_per_node, shares", table("""
 cp.py --attention ulysses | 8 | 4 | {"all-to-all": 0.571428571, "all-reduce": 0.25}
 pp.py | 4 | 2 | {"send": 0}
