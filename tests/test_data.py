@@ -34,7 +34,8 @@ def order(*shape, grad_accum=1, start=0, stop=15, size=SIZE, **options):
     ranks = []
     for rank in range(int(np.prod(shape))):
         mesh = mesh_of(rank, *shape) if shape else None
-        sampler = BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh, **options)
+        sampler = BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh,
+                               **options)
         ranks.append(np.reshape([*sampler], (stop - start, -1)))
     return np.hstack(ranks).tolist()
 
