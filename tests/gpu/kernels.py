@@ -63,14 +63,17 @@ def in_two_blocks(q, kv, grad_out):
 
 
 def check_attention(device, dtype, T, head_size, causal):
-    """attend and attend_backward. 8 query heads share 2 heads of keys."""
+    """attend and attend_backward. 8 query heads share 2 heads of keys. With ``causal`` half the
+    queries have a scale of their own, which makes the same scores."""
     size = {"device": device, "dtype": dtype}
     q, grad_out = (random(2, 8, T, head_size, **size) for _ in range(2))
     kv = random(2, 2, 2, T, head_size, **size)
+    by = 1 + causal
+    x, scale = q / by, by / head_size**0.5
     poison(device)
-    out, lse = attend(q, kv, causal)
-    found = {"ours": (out, *attend_backward(grad_out, q, kv, out, lse, causal)),
-             "plain": plain(q, kv, grad_out, causal)}
+    out, lse = attend(x, kv, causal, scale)
+    grad_x, grad_kv = attend_backward(grad_out, x, kv, out, lse, causal, scale)
+    found = {"ours": (out, grad_x / by, grad_kv), "plain": plain(q, kv, grad_out, causal)}
     if not causal:
         found["ours in two blocks"] = in_two_blocks(q, kv, grad_out)
     expected = plain(*(x.double().cpu() for x in (q, kv, grad_out)), causal)
