@@ -73,7 +73,8 @@ def trained(once):
         if world:
             others = [] if command.startswith("ep.py") else [trained(reference(command), 0).out]
             inject += f"; resumed({list(map(str, others))})"
-        return once(command, world, options_of(command), inject=inject)
+        model = reference(command).removeprefix("ep.py")  # what stands last counts
+        return once(command, world, f"{OPTIONS}{model} --dtype float64", inject=inject)
 
     return trained
 
@@ -81,10 +82,6 @@ def trained(once):
 def reference(command):
     model = next((model for model in (NARROW, SIX) if model in command), "")
     return f"ep.py {model}".strip()
-
-
-def options_of(command):  # what stands last counts
-    return " ".join([OPTIONS, *reference(command).split()[1:], "--dtype float64"])
 
 
 @pytest.mark.parametrize("command, world, held, sent", ROWS)

@@ -131,7 +131,8 @@ def counts(*peaks):
 
 
 def test_a_later_moment_becomes_the_peak():
-    few, some = counts(lambda i, n: 100 + n, lambda i, n: 3 * n + i)
+    few, some = counts(lambda i, n: 100 + n,
+                       lambda i, n: 3 * n + i)
 
     def extend(few, some):
         return extended.extend(few, some, extended.by_layer, (6, 8), 40)
