@@ -1,7 +1,6 @@
 """Promises 4 and 5, of Run alone: what a checkpoint holds, what is damaged, what another run or a
 stranger has written. Whole scripts: test_run.py; each script's resume: test_same_run.py."""
 
-import contextlib
 import os
 import pickle
 import random
@@ -12,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: F401  for a row
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from common.checkpoint import hash_of, list_checkpoints, open_checkpoint
