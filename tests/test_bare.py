@@ -36,16 +36,8 @@ def without_run(source):
     """``source`` without the import of Run, and without the statements of ``main`` that name Run or
     ``run``. In the header of the loop ``run.steps(x)`` becomes ``x``. That is all."""
     source = re.sub(r"\brun\.steps\((.*)\):", r"\1:", source)
-    tree, lines = ast.parse(source), source.splitlines(keepends=True)
-    (main,) = (node for node in tree.body if getattr(node, "name", "") == "main")
-    (loop,) = (node for node in main.body if isinstance(node, ast.For)
-               and "load_steps" in names_in(node.iter))
-    for node in [*tree.body, *main.body, *loop.body]:
-        imported = {alias.name for alias in getattr(node, "names", ())}
-        if node not in (main, loop) and (names_in(node) | imported) & {"Run", "run"}:
-            for number in range(node.lineno - 1, node.end_lineno):
-                lines[number] = ""
-    return "".join(lines)
+    first = r"( *)(?![ #]).*\b(?:run\.|run = |Run\.|import Run).*\n"
+    return re.sub(rf"(?m)^{first}(?:\1(?: .*|\))\n)*", "", source)  # and what is indented more
 
 
 def train(server, name, corpus, folder, bare):

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import time
-from unittest import mock
 
 import pytest
 
@@ -18,8 +17,9 @@ from parity.compare import Verdict
 from tests.support.commands import finish, left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, thorough
+from tests.support.sample import sampled, table, thorough
 from tests.test_porting import pairs_in, port
+from tests.test_refusals import Started, started
 from tools import check as tool
 from tools.flatten import flatten, without_run
 from tools.checking import recorded
@@ -103,16 +103,20 @@ def test_what_it_says(check, tmp_path, command, words, kinds, body):
     assert not differs or words != "EQUAL", said
 
 
-@pytest.mark.parametrize("verdicts, status", [
-    ("EQUAL REFUSED EQUAL", None), ("EQUAL DIFFERENT EQUAL", 1), ("EQUAL EQUAL FAILED", 1),
-    ("EQUAL NOTHING EQUAL", 1), ("REFUSED REFUSED REFUSED", 1)])
+@pytest.mark.parametrize("verdicts, status", table("""
+EQUAL REFUSED EQUAL | None
+EQUAL DIFFERENT EQUAL | 1
+EQUAL EQUAL FAILED | 1
+EQUAL NOTHING EQUAL | 1
+REFUSED REFUSED REFUSED | 1
+"""))
 def test_its_status(monkeypatch, verdicts, status):
     found = [Verdict(kind, "") for kind in verdicts.split()]
     monkeypatch.setattr(tool, "on_end", lambda _: None)  # of the process of the tests
     monkeypatch.setattr(tool, "verdicts_of", lambda *_: (found, [], False))
     with pytest.raises(SystemExit) as end:
         sys.exit(tool.main([f"{ROOT}/fsdp.py", "--float32-inside"]))
-    assert end.value.code == status
+    assert str(end.value.code) == str(status)
 
 
 @thorough
@@ -122,10 +126,6 @@ def test_a_factor_on_one_process_too(check, tmp_path):
     status, said = check(copy)
     assert status == 1 and re.search(
         "\n1 process with --grad-accum 1, .*: DIFFERENT .* all: divided by 4, as many as ", said)
-
-
-class Started(Exception):
-    """A script has not refused its options."""
 
 
 def test_a_script_that_is_none(check):
@@ -139,7 +139,7 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
     assert tool.DEFAULTS["steps"] > 3  # two updates after the warm-up
     for name, world in itertools.product(("fsdp", "tp", "cp", "pp", "ep"), "34"):
         module = importlib.import_module(name)
-        monkeypatch.setattr(module, "start_process_group", mock.Mock(side_effect=Started))
+        monkeypatch.setattr(module, "start_process_group", started)
         monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": world})
         with pytest.raises(Started):
             recorded.train_recorded(module, [], tmp_path / "run", tool.DEFAULTS)

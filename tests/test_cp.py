@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp
+from tests.gpu.kernels import with_gradients
 from tests.support import inject
 from tests.support.on_ranks import on_ranks
 
@@ -43,8 +44,10 @@ def test_all_agree_with_plain_attention():
         options = {"is_causal": causal, "scale": 0.7 if causal else None, "attn_mask": None,
                    "dropout_p": 0.0, "enable_gqa": True}
         # In float64, to measure the error of one of the two only
-        expected = results(functools.partial(plain, **options), *(x.double() for x in whole))
-        found = results(functools.partial(attention, group=mesh.get_group(), **options), *mine)
+        *inputs, weight = (x.double() for x in whole)
+        expected = with_gradients(functools.partial(plain, **options), *inputs, grad_out=weight)
+        attention = functools.partial(attention, group=mesh.get_group(), **options)
+        found = with_gradients(attention, *mine[:3], grad_out=mine[3])
         for x, y in zip(found, expected):
             assert x.dtype == dtype
             torch.testing.assert_close(x.double(), y[:, :, positions], rtol=bound, atol=bound)
@@ -63,14 +66,6 @@ def test_two_ranks_share_a_head(once):
     options = f"{TINY} --steps 3 --attention ulysses --dtype bfloat16"
     counts = once("cp.py", 2, options, inject="write_counts()").counts()
     assert counts["sent"] == counts["theory"]["sent"] > 0
-
-
-def results(attention, q, k, v, weight):
-    """The output, and the gradients of q, k and v, of a weighted sum of it."""
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    (out * weight).sum().backward()
-    return [out.detach(), *(x.grad for x in inputs)]
 
 
 class Watch(TorchDispatchMode):
@@ -113,7 +108,8 @@ def test_what_the_ring_holds(mesh):
                    for heads in (H, KV, KV))
         kept, done = [], []
         keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+            lambda tensor: kept.append(tensor) or tensor,
+            lambda tensor: tensor)
         with (Watch() as watch, keep, mock.patch.object(dist, "batch_isend_irecv", send_and_note),
               mock.patch.multiple(cp, attend=cp.attend, attend_backward=cp.attend_backward)):
             for name in "attend", "attend_backward":

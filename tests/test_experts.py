@@ -14,14 +14,13 @@ import hybrid_3d
 from common.experts import (
     MixtureConfig, MixtureOfExperts, balance_experts, busiest_share, use_experts
 )
-from common.materialise import draw_weight, materialise
+from common.materialise import materialise
 from common.model import Transformer
 from common.options import SettingError
 from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.on_ranks import on_ranks
 from tests.support.sample import needs, table
 from tools.huggingface import export
-from tools.huggingface.config import read_config
 
 MODEL = ("--hidden-size 16 --intermediate-size 40 --expert-size 24 --num-hidden-layers 2 "
          "--num-attention-heads 4 --num-key-value-heads 2 --num-experts 8 --experts-per-token 2")
@@ -74,7 +73,8 @@ def trained(once):
         if world:
             others = [] if command.startswith("ep.py") else [trained(reference(command), 0).out]
             inject += f"; resumed({list(map(str, others))})"
-        return once(command, world, options_of(command), inject=inject)
+        model = reference(command).removeprefix("ep.py")  # what stands last counts
+        return once(command, world, f"{OPTIONS}{model} --dtype float64", inject=inject)
 
     return trained
 
@@ -82,10 +82,6 @@ def trained(once):
 def reference(command):
     model = next((model for model in (NARROW, SIX) if model in command), "")
     return f"ep.py {model}".strip()
-
-
-def options_of(command):  # what stands last counts
-    return " ".join([OPTIONS, *reference(command).split()[1:], "--dtype float64"])
 
 
 @pytest.mark.parametrize("command, world, held, sent", ROWS)
@@ -131,14 +127,6 @@ hybrid_3d.py --tp 2 --ep 4 {AGAIN} --dtype float32 | 4 | 28832 | 390792
 def test_bytes_are_exact_if_routing_is_balanced(once, command, n, held, sent):
     result = once(command, n, f"{OPTIONS} {BALANCED}", inject="write_counts()")
     holds_and_sends(result.counts(), held, sent, 8 if "64" in command else 4)
-
-
-def test_a_model_whose_biases_are_0_is_exported(once, tmp_path):
-    needs("safetensors")
-    options = f"{OPTIONS} {BALANCED}"
-    result = once("ep.py --dtype float64", 2, options, inject="write_counts()")
-    export.export(result.out / "step-00000003", tmp_path / "exported")
-    assert read_config(tmp_path / "exported").expert_size == 24
 
 
 @on_ranks(2)
@@ -196,9 +184,7 @@ def test_how_ranks_share_experts(rank):
         for name, p in experts.named_parameters():
             expected = whole.model.layers["0"].mlp.experts.get_parameter(name)
             assert torch.equal(p.full_tensor(), expected), name
-        second = draw_weight("model.layers.0.mlp.experts.1.down_proj.weight",
-                             (slice(0, 16), slice(0, size)), (16, size), config, 0)
-        assert torch.equal(frozen.full_tensor()[1], second)
+        assert len(frozen.full_tensor()[:, 0, 0].unique()) == number  # each is drawn by itself
         assert own.to_local().shape == shape and own.requires_grad and not frozen.requires_grad
         own.grad = torch.ones_like(own)
         norm = pytest.approx((replicas * 16 * number * size) ** 0.5)  # of all ranks' parts

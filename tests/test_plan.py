@@ -16,7 +16,6 @@ from common.options import SettingError, option_parser, parse_options
 from tests.support.sample import table, thorough
 from tools import command, plan
 from tools.counting import extended, one_rank
-from tools.counting.counter import HELD
 from tools.counting.pipeline import AGAIN, Pipeline, Strategy
 
 TINY = "--model tiny --seq-len 128 --dtype float32"
@@ -59,34 +58,39 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
     assert " ".join(map(str, found)) == str(counted) and found[-1] == most
 
 
-# Of README.md and docs/planning.md, and what else may differ: devices, script, options, model,
-# layers, and the rank. From 12 layers on zero.py has another peak.
-@pytest.mark.parametrize("world, script, options_, model, layers, rank", table(f"""
-8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
-8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
-8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
-8 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
-8 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
-8 | ddp.py | --grad-accum 8 {AGAIN} selective | --model llama3-1b | 16 | 0
-64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
-64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
-64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 34 | 0
-8 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 15 | 0
-8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
-2 | pp.py --schedule 1f1b | --microbatches 4 {AGAIN} | --model llama3-8b | 36 | 0
-64 | hybrid_3d.py --pp 8 | --microbatches 8 {AGAIN} | --model llama3-70b | 80 | 48
-64 | hybrid_3d.py --pp 16 | --microbatches 16 {AGAIN} | --model llama3-70b | 80 | 0
-64 | hybrid_3d.py --cp 2 --tp 2 --pp 8 | --microbatches 32 | --model llama3-70b | 80 | 0
-64 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 32 {AGAIN} | --model llama3-70b | 80 | 60
-8 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
-16 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
+# Of README.md and docs/planning.md, and what else may differ: devices, data-parallel ranks,
+# stages, sequences, script, options, model, layers, the rank. From 12 layers on zero.py has another
+# peak.
+@pytest.mark.parametrize(
+    "world, dp, pp, batch_size, script, options_, model, layers, rank", table(f"""
+8 | 8 | 1 | 8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
+8 | 8 | 1 | 8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
+8 | 8 | 1 | 8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
+8 | 8 | 1 | 48 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
+8 | 8 | 1 | 40 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
+8 | 8 | 1 | 64 | ddp.py | --grad-accum 8 {AGAIN} selective | --model llama3-1b | 16 | 0
+64 | 64 | 1 | 64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
+64 | 8 | 1 | 64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
+64 | 4 | 2 | 64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 34 | 0
+8 | 8 | 1 | 48 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 15 | 0
+8 | 8 | 1 | 8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
+2 | 1 | 2 | 8 | pp.py --schedule 1f1b | --microbatches 4 {AGAIN} | --model llama3-8b | 36 | 0
+64 | 8 | 8 | 64 | hybrid_3d.py --pp 8 | --microbatches 8 {AGAIN} | --model llama3-70b | 80 | 48
+64 | 4 | 16 | 64 | hybrid_3d.py --pp 16 | --microbatches 16 {AGAIN} | --model llama3-70b | 80 | 0
+64 | 2 | 8 | 256 | hybrid_3d.py --cp 2 --tp 2 --pp 8 | --microbatches 32
+  | --model llama3-70b | 80 | 0
+64 | 2 | 16 | 128 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 32 {AGAIN}
+  | --model llama3-70b | 80 | 60
+8 | 4 | 2 | 32 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
+16 | 2 | 8 | 32 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
   | --model llama3-1b --num-experts 4 | 16 | 4
-* 8 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
-8 | ep.py --ep 4 | {AGAIN} | --model llama3-8b --num-experts 8 --expert-size 7168 | 16 | 0
-8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
+* 8 | 1 | 8 | 32 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
+8 | 8 | 1 | 8 | ep.py --ep 4 | {AGAIN}
+  | --model llama3-8b --num-experts 8 --expert-size 7168 | 16 | 0
+8 | 4 | 1 | 8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 15 | 0
 """))
 def test_what_is_extended_equals_what_is_counted(
-    monkeypatch, world, script, options_, model, layers, rank
+    monkeypatch, world, dp, pp, batch_size, script, options_, model, layers, rank
 ):
     """Memory to the byte, also where another moment than in the small counts is the peak; and what
     is sent and computed, of many micro-batches in proportion."""
@@ -95,25 +99,17 @@ def test_what_is_extended_equals_what_is_counted(
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     model = [*model.split(), "--num-hidden-layers", str(layers)]
-    config = model_config(parse_options(parser, model), MixtureConfig)
-    name, *own = [*script.split(), *options_.split()]
-    values = {name: int(one_rank.value_of(name, own) or 1) for name in (
-        "--grad-accum", "--microbatches", "--tp", "--cp", "--pp")}
-    steps, micro_batches, tp, cp, pp = values.values()
-    pp = world if "pp.py" in script else pp
-    args = options(devices=world, seq_len=2048,
-                   batch_size=max(8, world // pp * micro_batches) * steps)
-    args.config = config
-    strategy = Strategy(script, world // (tp * cp * pp), pp)
-    words = [*own, *model, "--seq-len", "2048", "--dtype", "bfloat16"]
-    pipeline, place = Pipeline(strategy, args), rank * pp // world
-    found = extended.Rank(pipeline, place, [name, *words], args).count()
+    args = options(devices=world, seq_len=2048, batch_size=batch_size)
+    args.config = model_config(parse_options(parser, model), MixtureConfig)
+    words = f"{script} {options_}".split() + [*model, "--seq-len", "2048", "--dtype", "bfloat16"]
+    pipeline, place = Pipeline(Strategy(script, dp, pp), args), rank * pp // world
+    found = extended.Rank(pipeline, place, words, args).count()
     assert len(jobs) + ("pp" in script) > 1
-    counted = count(str(command.ROOT / name), [*words, "--batch-size", str(args.batch_size)],
+    counted = count(str(command.ROOT / words[0]), [*words[1:], "--batch-size", str(batch_size)],
                     world, rank, 8)
     for kind in "peak", "held", "rank", "world_size":
         assert found[kind] == counted[kind], kind
-    exactly = 1e-3 if micro_batches > 1 else 1e-12
+    exactly = 1e-3 if "--microbatches" in options_ else 1e-12
     for kind in "operations", "sent", "between_machines":
         assert found[kind] == pytest.approx(counted[kind], rel=exactly), kind
     for each in found, counted:
@@ -123,7 +119,7 @@ def test_what_is_extended_equals_what_is_counted(
         small = part["bytes"] < counted["sent"] / 1e3
         for kind in "calls", "bytes", "between_machines":
             assert small and exactly > 1e-9 or part[kind] == pytest.approx(whole[kind], rel=exactly)
-    least = pipeline.least_at_peak([name, *words], place) / counted["peak"]["in all"]
+    least = pipeline.least_at_peak(words, place) / counted["peak"]["in all"]
     assert (0.85 if pp > 1 else 0.5) < least < 1
 
 
@@ -135,7 +131,8 @@ def counts(*peaks):
 
 
 def test_a_later_moment_becomes_the_peak():
-    few, some = counts(lambda i, n: 100 + n, lambda i, n: 3 * n + i)
+    few, some = counts(lambda i, n: 100 + n,
+                       lambda i, n: 3 * n + i)
 
     def extend(few, some):
         return extended.extend(few, some, extended.by_layer, (6, 8), 40)
@@ -232,6 +229,13 @@ def test_strategies_and_why_not(words, tried, not_tried):
     assert (len(found) == 1) == words.startswith("1 ")
 
 
+COUNTED = """{
+    "held": {"parameters": 4e6, "gradients": 3e6, "optimizer states": 2e6},
+    "sent": 8e6, "between_machines": 3e6, "operations": 4e9,
+    "collectives": [
+        {"collective": "all-reduce", "group": "dp", "bytes": 8e6, "between_machines": 3e6}]}"""
+
+
 def test_a_plan(monkeypatch, capsys, tmp_path):
     """The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and
     a command that can be pasted. Why nothing can run."""
@@ -245,12 +249,10 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
                        for name in ("--grad-accum", "--batch-size"))
         activations = 16e6 * rows / steps / world_size**2 / (4 if AGAIN in words else 1)
         peak = {"in all": 10e6 + activations, "activations": activations}
-        return {"peak": peak, "moments": [("", peak)],
-                "held": dict(zip(HELD, (4e6, 3e6, 2e6))),
-                "collectives": [{"collective": "all-reduce", "group": "dp", "bytes": 8e6,
-                                 "between_machines": 3e6}],
-                "sent": 8e6, "between_machines": 3e6, "operations": 4e9,
-                **({"bubble": 0.5} if "ddp" in str(script) else {})}
+        counted = json.loads(COUNTED) | {"peak": peak, "moments": [("", peak)]}
+        if "ddp" in str(script):
+            counted["bubble"] = 0.5
+        return counted
 
     def rows(words):
         path = tmp_path / "plan.json"
@@ -302,12 +304,12 @@ def test_a_plan(monkeypatch, capsys, tmp_path):
     assert "--rope-scaling" not in given  # no script has it: the model brings it
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--model none --devices 2 --seq-len 128", "--model none: .*No such file"),
-    (f"{TINY} --devices 2 --only foo.py", "--only foo.py: .* ddp.py, .*fsdp.py"),
-    (f"{TINY} --devices 12", "--devices 12 .* --nproc-per-node 8"),
-    (f"{TINY} --devices 2 --link 0", "--link: 0 is not allowed"),
-])
+@pytest.mark.parametrize("words, message", table(f"""
+--model none --devices 2 --seq-len 128 | --model none: .*No such file
+{TINY} --devices 2 --only foo.py | --only foo.py: .* ddp.py, .*fsdp.py
+{TINY} --devices 12 | --devices 12 .* --nproc-per-node 8
+{TINY} --devices 2 --link 0 | --link: 0 is not allowed
+"""))
 def test_bad_input(words, message):
     with pytest.raises(SettingError, match=message):
         plan.main(f"{words} --device-memory 1".split())

@@ -189,7 +189,7 @@ def in_order(words, line):
 FILES = {
     "file": "text " * 2000, "big.bin": "\0\1" * 5000,
     "0/letters": "a" + "x" * 9999, "1/letters": "b" + "x" * 9999,  # the same name for other data
-    "1/more.py": "pass",
+    "1/more": "x" * 9999,
     "folder.bin/file": "text " * 99, "text.json": '{"num_hidden_layers": "two"}',
     "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
     "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
@@ -318,6 +318,8 @@ ddp.py | 2 | 2 | sys.argv += ['--lr', '0.5'] * rank
 ddp.py | 2 | 2 | common.step.__file__ = (common.step, common.model)[rank].__file__
   | the code is ... on rank 0 ... on rank 1
 ddp.py | 2 | 2 | torch.__version__ = str(rank) | torch is 0 on rank 0, 1 on rank 1
+ddp.py --data ../file --val-data letters | 2 | 2 | os.chdir(str(rank)) | hash of --val-data is
+ddp.py --data ../file --val-data . | 2 | 2 | os.chdir(str(rank)) | samples in --val-data is
 ddp.py {AGAIN} --out ../done --data letters | 2 | 2 | os.chdir(str(rank)) | hash of --data is
 """))
 def test_a_command(server, folder, command, world, most, code, words):

@@ -158,6 +158,10 @@ flatten | no_main.py | no_main.py has no function main
 flatten | fsdp.py --no-such-option | unrecognized arguments: --no-such-option
 dry_run | 1 folder | folder is no script
 dry_run | --rank 0 1 broken.py | cannot be imported: SyntaxError
+dry_run | --rank 0 4 nothing.py | nothing.py is no script
+dry_run | --rank 0 4 tools/prepare.py | tools/prepare.py has no load_steps, Run
+dry_run | --rank 0 4 single.py | single.py is one process: its world size is 1
+dry_run | --rank 0 4 run/mine.py | run/mine.py has a common/ of its own
 plan | --model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py --json no/plan.json
   | No such file or directory: 'no/plan.json'
 export | folder out | folder is neither a checkpoint nor a run folder
@@ -168,9 +172,10 @@ import_hf | list.json out | list.json is no JSON file with an object
 def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
     """It names the path."""
     monkeypatch.chdir(tmp_path)
-    for folder in "folder", "run":
-        (tmp_path / folder).mkdir()
-    for name in "list.json", "run/run.json":
+    for folder in "folder", "run/common":
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run" / "common" / "launch.py").touch()
+    for name in "list.json", "run/run.json", "run/mine.py":
         (tmp_path / name).write_text("[]")
     (tmp_path / "broken.py").write_text("def main(:")
     (tmp_path / "bytes.py").write_bytes(b'def main(): "\xff"')

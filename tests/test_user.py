@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from common.experts import MixtureConfig
 from common.model import PRESETS
 from tests.support.processes import SMALL
 from tests.test_checkpoint import steps
@@ -49,7 +50,10 @@ def test_mfu():
         assert peak_tflops(f"NVIDIA {name}") == peak
     # 4 layers of width 128, 4 of 8 heads have keys and values: 6 * (4 * 128 * (3 * 128 + 3 * 352) +
     # 128 * 256) + 6 * 4 * 128 * 128
-    assert flops_per_token(PRESETS["tiny"], 128) == 5_013_504
+    tiny = PRESETS["tiny"]
+    assert flops_per_token(tiny, 128) == 5_013_504
+    mixture = MixtureConfig(**vars(tiny) | {"num_experts": 4, "expert_size": 64})
+    assert flops_per_token(mixture, 128) == 2_961_408  # and 4 + 3 * 2 * 64 for 3 * 352
 
 
 def test_help_comes_once_and_waits_for_no_rank(run):

@@ -142,22 +142,21 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
         ours(tmp_path / "hf")
 
 
-def test_a_config_of_older_versions(llama, tmp_path):
-    """rope_theta and rope_scaling apart, the type under its older name; null; and none at all."""
-    expected = read_config(llama)
-    assert expected.rope_scaling == SCALING and expected.rope_theta == 500
-    plain = dataclasses.replace(expected, rope_scaling=None)
-    older = {("type" if key == "rope_type" else key): value for key, value in SCALING.items()}
-    inner = {"rope_type": "default", "rope_theta": 500.0}
+# Changes, whether angles are scaled, the base of the angles: rope_theta and rope_scaling apart, the
+# type under its older name; no scaling; both places; none
+@pytest.mark.parametrize("changes, scaled, theta", table("""
+{"rope_parameters": null, "rope_theta": 500, "rope_scaling": {"type": "llama3", "factor": 4.0,
+  "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
+  | 1 | 500
+{"rope_parameters": null, "rope_theta": 500} | 0 | 500
+{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7.0} | 0 | 500
+{"rope_parameters": null} | 0 | 10000
+"""))
+def test_a_config_of_older_versions(llama, tmp_path, changes, scaled, theta):
     shutil.copy(llama / "config.json", tmp_path)
-    for values, found in (  # one change after the other
-        ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": older}, expected),
-        ({"rope_scaling": None}, plain), ({"rope_parameters": inner, "rope_theta": 7.0}, plain),
-        ({"rope_parameters": None, "rope_theta": None},
-         dataclasses.replace(plain, rope_theta=10000.0)),
-    ):
-        change(tmp_path, **values)
-        assert read_config(tmp_path) == found
+    change(tmp_path, **json.loads(changes))
+    assert read_config(tmp_path) == dataclasses.replace(
+        read_config(llama), rope_theta=theta, rope_scaling=SCALING if scaled else None)
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +172,6 @@ def start(server, corpus, tmp_path_factory):
     return start
 
 
-def test_a_script_wants_our_names(run, llama):
-    result = run("single.py", 0, f"--model {llama}/config.json", expect_ok=False)
-    (line,) = result.lines
-    assert "unexpected keyword argument" in line
-    assert line.endswith("or a JSON file as bash run.sh import_hf writes it")
-
-
 # Writing
 
 
@@ -190,14 +182,15 @@ def trained(start, llama):
     return start(llama, "fsdp.py", 2, "--dtype float32 --save-every 1").out
 
 
-@pytest.mark.parametrize("source, options, dtype", [
-    ("", "", torch.float32),  # the newest checkpoint
-    ("step-00000001", "--dtype bfloat16", torch.bfloat16),
-    ("../hf", "", torch.bfloat16),  # imported weights are exported as they came
-])
+# The newest checkpoint; another; imported weights, which are exported as they came
+@pytest.mark.parametrize("source, options, dtype", table("""
+| | float32
+step-00000001 | --dtype bfloat16 | bfloat16
+../hf | | bfloat16
+"""))
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, options, dtype):
     """Ours reads it too. What config.json said, and generate needs, is as it was."""
-    folder = tmp_path / "new" / "hf"
+    folder, dtype = tmp_path / "new" / "hf", getattr(torch, dtype)
     export.main([str(trained / source), str(folder), "--like", str(llama), *options.split()])
     assert sorted(os.listdir(folder)) == ["config.json", GENERATION, "model.safetensors"]
     expected = weights_in(export.find_checkpoint(trained / source))

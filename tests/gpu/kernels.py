@@ -18,11 +18,12 @@ EXACT = 1e-4  # float32
 ROUNDED = 0.015  # bfloat16: 0.2 % to 0.5 % of a result on the CPU; a wrong kernel has 10 % and more
 
 
-def check(name, found, expected, within):
-    """The norm of the difference is at most ``within`` times the norm of the reference."""
-    found, expected = found.double().cpu(), expected.double().cpu()
-    distance = (found - expected).norm() / (expected.norm() or 1)  # of no rows it is 0
-    assert distance <= within, (name, distance)
+def check(names, found, expected, within):
+    """The norm of each difference is at most ``within`` times the norm of the reference."""
+    for name, one, other in zip(names, found, expected, strict=True):
+        one, other = one.double().cpu(), other.double().cpu()
+        distance = (one - other).norm() / (other.norm() or 1)  # of no rows it is 0
+        assert distance <= within, (name, distance)
 
 
 def random(*shape, device, dtype):
@@ -37,12 +38,17 @@ def poison(device):
         torch.full((size,), torch.nan, device=device)
 
 
+def with_gradients(function, *inputs, grad_out=None):
+    """The output, and the gradients of the inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    return out, *torch.autograd.grad(out, inputs, grad_out)
+
+
 def plain(q, kv, grad_out, causal):
-    """The output, and the gradients of q and kv. On newer GPUs this is cuDNN's attention: what all
-    scripts but cp.py use."""
-    q, kv = (x.clone().requires_grad_() for x in (q, kv))
-    out = plain_attention(q, *kv, is_causal=causal)
-    return out, *torch.autograd.grad(out, (q, kv), grad_out)
+    """On newer GPUs this is cuDNN's attention: what all scripts but cp.py use."""
+    return with_gradients(lambda q, kv: plain_attention(q, *kv, is_causal=causal), q, kv,
+                          grad_out=grad_out)
 
 
 def in_two_blocks(q, kv, grad_out):
@@ -57,40 +63,40 @@ def in_two_blocks(q, kv, grad_out):
 
 
 def check_attention(device, dtype, T, head_size, causal):
-    """attend and attend_backward. 8 query heads share 2 heads of keys."""
+    """attend and attend_backward. 8 query heads share 2 heads of keys. With ``causal`` half the
+    queries have a scale of their own, which makes the same scores."""
     size = {"device": device, "dtype": dtype}
     q, grad_out = (random(2, 8, T, head_size, **size) for _ in range(2))
     kv = random(2, 2, 2, T, head_size, **size)
+    by = 1 + causal
+    x, scale = q / by, by / head_size**0.5
     poison(device)
-    out, lse = attend(q, kv, causal)
-    found = {"ours": (out, *attend_backward(grad_out, q, kv, out, lse, causal)),
-             "plain": plain(q, kv, grad_out, causal)}
+    out, lse = attend(x, kv, causal, scale)
+    grad_x, grad_kv = attend_backward(grad_out, x, kv, out, lse, causal, scale)
+    found = {"ours": (out, grad_x / by, grad_kv), "plain": plain(q, kv, grad_out, causal)}
     if not causal:
         found["ours in two blocks"] = in_two_blocks(q, kv, grad_out)
     expected = plain(*(x.double().cpu() for x in (q, kv, grad_out)), causal)
     within = EXACT if dtype == torch.float32 else ROUNDED
     for whose, results in found.items():
-        for name, *pair in zip(("out", "grad_q", "grad_kv"), results, expected, strict=True):
-            check(f"{whose}: {name}", *pair, within)
+        check([f"{whose}: {name}" for name in ("out", "grad_q", "grad_kv")], results, expected,
+              within)
 
 
 def check_experts(device, counts):
     """grouped_product in bfloat16, some of whose groups are empty, beside a loop over the experts
     in float64. ``counts``: the rows of each expert."""
     size = {"device": device, "dtype": torch.bfloat16}
-    inputs = [random(sum(counts), 256, **size), random(len(counts), 128, 256, **size)]
+    rows, weights = random(sum(counts), 256, **size), random(len(counts), 128, 256, **size)
     grad_out = random(sum(counts), 128, **size)
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-
-    def results(inputs, grad_out, ends):
-        out = grouped_product(*(x.requires_grad_() for x in inputs), ends, counts)
-        return out, *torch.autograd.grad(out, inputs, grad_out)
-
     poison(device)
-    found = results(inputs, grad_out, ends)
-    expected = results([x.detach().double().cpu() for x in inputs], grad_out.double().cpu(), None)
-    for name, *pair in zip(("out", "grad_rows", "grad_weights"), found, expected):
-        check(name, *pair, ROUNDED)
+    found = with_gradients(lambda *x: grouped_product(*x, ends, counts), rows, weights,
+                           grad_out=grad_out)
+    expected = with_gradients(
+        lambda *x: grouped_product(*x, None, counts), rows.double().cpu(), weights.double().cpu(),
+        grad_out=grad_out.double().cpu())
+    check(("out", "grad_rows", "grad_weights"), found, expected, ROUNDED)
     empty = [expert for expert, count in enumerate(counts) if not count]
     assert not found[2][empty].any(), "gradients of experts without rows"
 
@@ -103,16 +109,14 @@ def check_loss_in_chunks(device, chunk):
     targets = torch.arange(4096, device=device) % 512
     poison(device)
 
-    def results(x, weight, targets):
-        x, weight = x.requires_grad_(), weight.requires_grad_()
-        loss = LossInChunks.apply(x, weight, targets, chunk, next_token_loss) / 4096
-        return loss, *torch.autograd.grad(loss, (x, weight))
+    def loss_over(targets):
+        return lambda x, weight: LossInChunks.apply(
+            x, weight, targets, chunk, next_token_loss) / 4096
 
-    found = results(x.clone(), weight.clone(), targets)
+    found = with_gradients(loss_over(targets), x, weight)
     assert found[2].dtype == torch.float32
-    expected = results(x.double().cpu(), weight.double().cpu(), targets.cpu())
-    for name, *pair in zip(("loss", "grad_x", "grad_weight"), found, expected):
-        check(name, *pair, ROUNDED)
+    expected = with_gradients(loss_over(targets.cpu()), x.double().cpu(), weight.double().cpu())
+    check(("loss", "grad_x", "grad_weight"), found, expected, ROUNDED)
 
 
 def main(device):

@@ -160,17 +160,9 @@ def test_what_kernels_of_gpus_are_given(monkeypatch, dtype):
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for head_size, causal in itertools.product((64, 10), (True, False)):
         kernels.check_attention("cpu", dtype, 80, head_size, causal)
-    q, grad_out, kv = (torch.randn(size).to(dtype)
-                       for size in ((2, 4, 16, 12), (2, 4, 16, 12), (2, 2, 2, 16, 12)))
-    results = []
-    for x, scale in ((q, 0.3), (0.3 * 12**0.5 * q, None)):  # a scale of one's own
-        out, lse = cp.attend(x, kv, True, scale)
-        results.append((out, cp.attend_backward(grad_out, x, kv, out, lse, True, scale)[1]))
-    (out, grad), (expected, expected_grad) = results
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(grad, expected_grad, rtol=0.03, atol=0.03)
+    q = torch.zeros(2, 4, 16, 12, dtype=torch.float64)
     with pytest.raises(SettingError, match="use float32, or the CPU"):
-        cp.attend(q.double(), kv.double(), True)
+        cp.attend(q, q[None].expand(2, -1, -1, -1, -1), True)
 
 
 @thorough

@@ -17,7 +17,7 @@ import re
 import types
 
 from common.launch import launch
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, with_edits
 from tools.checking.recorded import train_recorded
 
 OPTIONS = ("--hidden-size 32 --intermediate-size 48 --num-hidden-layers 3 --num-attention-heads 8 "
@@ -70,10 +70,7 @@ def main():
         if ranks != int(os.environ.get("WORLD_SIZE", 1)):
             continue
         script, *options = command.split()
-        text = (ROOT / script).read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"{name}: {script} has {text.count(old)} times {old}"
-            text = text.replace(old, new)
+        text = with_edits((ROOT / script).read_text(), edits)
         module = types.ModuleType(script)
         module.__file__ = str(ROOT / script)
         exec(compile(text, script, "exec"), vars(module))

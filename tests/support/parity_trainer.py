@@ -116,10 +116,8 @@ def main(argv):
     parser.add_argument("--out")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--tied", action="store_true")  # embedding and head
-    parser.add_argument("--query-norm", action="store_true")
-    parser.add_argument("--fsdp", action="store_true")
-    parser.add_argument("--hsdp", action="store_true")
+    for name in "tied", "query-norm", "fsdp", "hsdp":  # tied: embedding and head
+        parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args(argv)
     n, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if n > 1 and not dist.is_initialized():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.data import Dataset, default_collate  # noqa: F401
 
-from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotary_table
-from common.model import next_token_loss, plain_attention, rotate  # noqa: F401
+from common.model import Attention, Head, Layer, RMSNorm, Transformer, rotate
+from common.model import next_token_loss  # noqa: F401
 from tests.support.processes import ROOT
 
 # A condition, such as a class or the time of a diffusion model
@@ -23,8 +23,8 @@ class ConditionedLayer(Layer):
         super().__init__(config)
         self.shift = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x, condition, cos, sin):
-        return super().forward(x + self.shift(condition), cos, sin)
+    def forward(self, x, cos, sin):
+        return super().forward(x + self.shift(self.condition), cos, sin)
 
 
 class Conditioned(Transformer):
@@ -38,16 +38,16 @@ class Conditioned(Transformer):
             self.model.layers[name] = ConditionedLayer(config)
 
     def forward(self, x, classes=None, targets=None):
-        first = not isinstance(self.model.embed_tokens, nn.Identity)  # stage
-        condition = self.model.classes(classes)[:, None] if first else x[:, :1]  # (B, 1, D)
-        x = x if first else x[:, 1:]
-        positions, x = torch.arange(x.shape[1]), self.model.embed_tokens(x)  # x: (B, T, D)
-        cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        if classes is None:  # a later stage
+            condition, x = x[:, :1], x[:, 1:]  # (B, 1, D), (B, T, D)
+        else:
+            condition = self.model.classes(classes)[:, None]
         for layer in self.model.layers.values():
-            x = layer(x, condition, cos, sin)
+            layer.condition = condition
+        x = super().forward(x, targets)
         if isinstance(self.lm_head, nn.Identity):  # not the last stage
             return torch.cat((condition, x), dim=1)  # (B, 1+T, D)
-        return self.lm_head(self.model.norm(x), targets=targets)
+        return x
 
 
 def train_only(model, names):
@@ -173,15 +173,13 @@ def with_recurrence(model):
 # A model of one's own, which becomes the stages of a pipeline
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self, width):
-        super().__init__()
-        self.norm, self.heads = nn.LayerNorm(width), 4
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Tanh(),
+                         nn.Linear(4 * width, width))
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return x + self.out(plain_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + super().forward(x)
 
 
 class Own(nn.Module):
@@ -308,6 +306,35 @@ def with_lora(model):
     return model
 
 
+def with_adapters(model):
+    """As fsdp_lora.py has them, of rank 4 and alpha 6: what they change is added to the weight. A
+    ``bias`` begins with zeros, as B does."""
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if "_proj" in name:
+            linear.lora_A = nn.Linear(linear.in_features, 4, bias=False)
+            linear.bias = nn.Parameter(torch.empty(linear.out_features, 4))
+            linear.forward = lambda x, own=linear: F.linear(
+                x, own.weight + 6 / 4 * own.bias @ own.lora_A.weight)
+    return model
+
+
+# Documents
+
+
+class OfDocuments(Transformer):
+    """Each of them by itself: with plain causal attention, and with positions from 0 on."""
+
+    def forward(self, tokens, targets):
+        loss = 0.0
+        for row, own in zip(tokens, targets):
+            ends = (row == ord("\n")).nonzero().flatten() + 1
+            for document, its in zip(row.tensor_split(ends), own.tensor_split(ends)):
+                if len(document):
+                    loss += super().forward(document[None], its[None])
+        return loss
+
+
 # A model that returns a dict, and its loss outside
 
 
@@ -332,16 +359,14 @@ class Scattered(torch.optim.Optimizer):
     list, and a tensor in float32 or wider. Each changes what a step does."""
 
     def __init__(self, parameters, lr):
-        start = {"lr": lr, "k": 0, "d": 1.0, "warm": False}
-        super().__init__(parameters, start)
+        super().__init__(parameters, {"lr": lr, "d": 1.0, "warm": False})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            group["k"] += 1
             group["d"] *= 0.7
             group["step"] = group.get("step", 0) + 1
-            rate = group["lr"] * group["d"] / (1 + group["k"])
+            rate = group["lr"] * group["d"] / (1 + group["step"])
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]

@@ -119,21 +119,24 @@ def free_port():
         yield held.getsockname()[1]
 
 
-def edited(folder, script, *edits, source=None):
-    """Write a copy of ``script``, or of ``source``, into ``folder``, beside a link to common/, with
-    ``edits``, pairs (text that stands in it once, new text). Returns its path, as ProcessServer.run
-    takes it."""
-    text = (ROOT / (source or script)).read_text()
+def with_edits(text, edits):
+    """``text`` with ``edits``, pairs (text that stands in it once, new text)."""
     for before, after in edits:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
+    return text
+
+
+def edited(folder, script, *edits, source=None):
+    """Write a copy of ``script``, or of ``source``, into ``folder``, beside a link to common/, with
+    ``edits``. Returns its path, as ProcessServer.run takes it."""
     folder.mkdir(exist_ok=True)
     for link in ("common", *(path.name for path in ROOT.glob("*.py") if path.name != script)):
         if not (folder / link).exists():
             (folder / link).symlink_to(ROOT / link)
     copy = folder / script
     copy.unlink(missing_ok=True)  # it may be the link of an earlier call, to the script itself
-    copy.write_text(text)
+    copy.write_text(with_edits((ROOT / (source or script)).read_text(), edits))
     return str(copy)
 
 
