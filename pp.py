@@ -67,7 +67,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data import BatchSampler, add_text_options, load_steps, open_dataset, open_held_out
 from common.launch import launch, start_process_group, world_size
-from common.materialise import materialise
+from common.materialise import materialise, names_of_parameters
 from common.model import (
     Transformer, add_model_options, compute_in_bfloat16, model_config, wrap_layers
 )
@@ -258,12 +258,9 @@ def check_stages(whole, parts, group):
     of_ranks = [None] * group.size()
     dist.all_gather_object(of_ranks, names, group=group)
     stages = [set(stage) for rank in of_ranks for stage in rank]
-    ties = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        ties.setdefault(parameter, []).append(name)
-    for parameter, names in ties.items():
+    for names in names_of_parameters(whole):
         shared = sum(not stage.isdisjoint(names) for stage in stages) > 1
-        if shared and parameter.requires_grad:  # frozen copies stay equal
+        if shared and whole.get_parameter(names[0]).requires_grad:  # frozen copies stay equal
             raise SettingError(
                 f"several stages have the parameter {' = '.join(names)}: delete it from all stages "
                 f"but one (layers must keep their names, as in a ModuleDict), and untie tied "

@@ -84,10 +84,11 @@ class Run:
         self.args, self.sampler, self.device = args, sampler, device
         self.models = model if isinstance(model, list) else [model]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.tensors = state_dict_of(self.models) if tensors is None else tensors
+        self.tensors = tensors or {name: x for each in self.models
+                                   for name, x in each.state_dict(keep_vars=True).items()}
         self.optimizer_of = optimizers_by_tensor(self.optimizers, self.tensors)
         self.loss_of, self.after_evaluation, self.usage = loss_of, after_evaluation, usage
-        self.history, self.loggers, self.last = [], [], {}  # the last figure of each name
+        self.history, self.loggers, self.shown = [], [], {}  # the last figure of each name
         self.norms = 0.0  # the sum of all gradient norms: finite if each of them is
         self.lock = self.saving = None  # rank 0: the open lock file; a save that is not complete
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
@@ -103,7 +104,6 @@ class Run:
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
         self.unit = "tokens" if "seq_len" in args else "samples"
-        self.per_second = f"{self.unit}_per_second"
         self.say(*start_lines(args, self.models, device, mesh, size), sampler,
                  f"{len(dataset):,} samples")
         if not args.out:
@@ -130,14 +130,12 @@ class Run:
     def steps(self, numbered):
         """Yields what ``numbered`` yields, pairs (step, batch), until a signal (SIGTERM, SIGUSR1 or
         Ctrl-C) asks to stop. What this changes in the process is put back at the end."""
-        handlers = {number: signal.getsignal(number) for number in STOPS}
         self.bar = tqdm(initial=self.sampler.start, total=self.args.steps, unit=" steps",
                         disable=self.rank != 0, dynamic_ncols=True,
                         mininterval=0.1 if sys.stderr.isatty() else 5)
         self.clock = self.sampler.start, time.perf_counter()  # of the last line
+        handlers = {number: signal.signal(number, self.on_signal) for number in STOPS}
         try:
-            for number in handlers:
-                signal.signal(number, self.on_signal)
             for pair in numbered:
                 yield pair
                 self.bar.update()
@@ -235,7 +233,7 @@ class Run:
         rate = (done - before) * self.units / (self.clock[1] - since)
         lr = self.optimizers[0].param_groups[0]["lr"]
         record = {"step": done, "loss": loss, "grad_norm": grad_norm, "lr": lr,
-                  self.unit: done * self.units, self.per_second: rate}
+                  self.unit: done * self.units, f"{self.unit}_per_second": rate}
         if self.device.type == "cuda":  # bytes, of this rank
             record["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
         for name, value in more.items():
@@ -245,20 +243,20 @@ class Run:
         if done == self.sampler.start + 1 and loss == grad_norm == 0 and not skipped:
             raise SettingError(
                 "the first step has neither loss nor gradient: is every target -100?")
-        if not math.isfinite(loss + grad_norm):
+        if not math.isfinite(loss + float(self.norms)):
             raise SettingError(
-                f"at step {done} the loss is {loss} and the gradient norm {grad_norm}, which is "
-                f"not finite: lower --lr ({lr:.3g} here) if it diverged, or look at the data; to "
-                f"skip such a step give after_step finite numbers")
+                f"at step {done} the loss is {loss} and the gradient norm {grad_norm}: one of "
+                f"them, or a norm since the last line, is not finite: lower --lr ({lr:.3g} here) "
+                f"if it diverged, or look at the data; to skip such a step give after_step finite "
+                f"numbers")
 
     def write(self, record):
         """Add a line to metrics.jsonl, show it beside the bar, and give it to the loggers."""
         self.history.append(record)
-        self.last.update(record)
         if self.rank != 0:
             return
-        shown = {name: f"{self.last[name]:,.4g}" for name in SHOWN if name in self.last}
-        self.bar.set_postfix(shown, refresh=False)
+        self.shown |= {name: f"{record[name]:,.4g}" for name in SHOWN if name in record}
+        self.bar.set_postfix(self.shown, refresh=False)
         if self.args.out:
             with opening(f"--out {self.args.out}"):
                 with open(self.args.out / "metrics.jsonl", "a") as file:
@@ -275,12 +273,9 @@ class Run:
         if self.stopping and self.done < args.steps:
             then = "saved: the same command continues from there" if saves else "nothing is saved"
             return f"stopped after step {self.done} of {args.steps}, {then}"
-        words = [f"final loss {self.last['loss']:.4f}"]
-        if "val_loss" in self.last:
-            words.append(f"val loss {self.last['val_loss']:.4f}")
-        words.append(f"{self.last[self.per_second]:,.0f} {self.unit}/s")
+        words = [f"{name} {figure}" for name, figure in self.shown.items()]
         words.append(f"saved in {args.out}" if saves else "nothing is saved")
-        return " | ".join(words)
+        return f"final {' | '.join(words)}"
 
     @torch.no_grad()
     def validation_loss(self):
@@ -362,23 +357,20 @@ class Run:
     def drop_lines_after(self, done):
         """Drop from metrics.jsonl the lines of steps that this run repeats, and a last one that was
         not written whole. Other lines, such as a note, stay."""
-        metrics, new, kept = self.args.out / "metrics.jsonl", self.args.out / "metrics.tmp", []
+        metrics, new = self.args.out / "metrics.jsonl", self.args.out / "metrics.tmp"
         metrics.touch()
-        for line in metrics.read_text(errors="replace").splitlines(True):
-            step = re.match(r'\{"step": (\d+)', line)
-            if line.endswith("\n") and (not step or int(step[1]) <= done):
-                kept.append(line)
-        write_file(new, "".join(kept))
+
+        def kept(line):
+            return line[0] if int(line[1]) <= done else ""
+
+        whole, end, _ = metrics.read_text(errors="replace").rpartition("\n")
+        write_file(new, re.sub(r'(?m)^\{"step": (\d+).*\n', kept, whole + end))
         new.rename(metrics)
 
     @torch.no_grad()
     def save(self, step):
         """Write the checkpoint after ``step`` steps; with --async-save begin to, from a copy."""
         self.finish_save()
-        if not math.isfinite(float(self.norms)):
-            raise SettingError(
-                f"step {step} is not saved, a gradient norm was not finite: lower --lr if training "
-                f"diverged, or look at the data; to skip such a step give after_step a finite norm")
         half = self.args.out / f"step-{step:08d}.tmp"
         named = self.named_states()
         self.agreed(half.mkdir)
@@ -391,9 +383,7 @@ class Run:
     def named_states(self):
         """What a checkpoint holds, by name. Raises SettingError if it cannot."""
         named = named_states(self.tensors, self.optimizer_of)
-        buffers = {f"model.{name}" for each in self.models for name, _ in each.named_buffers()
-                   if "running_" in name}  # BatchNorm's
-        refuse_unlike(named, buffers, self.group)
+        refuse_unlike(named, self.group)
         return named
 
     def finish_save(self):
@@ -413,14 +403,6 @@ class Run:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
         self.agreed(complete_and_rotate)
-
-
-def state_dict_of(models):
-    """The tensors of the modules that a rank holds, by name."""
-    tensors = {}
-    for each in models:
-        tensors.update(each.state_dict(keep_vars=True))
-    return tensors
 
 
 def optimizers_by_tensor(optimizers, tensors):
@@ -470,9 +452,8 @@ def held_out_order(args, sampler, held_out):
 
 def start_lines(args, models, device, mesh, size):
     """What runs where: processes and grid; the model."""
-    ranks = mesh.mesh.numel() if mesh is not None else 1
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    place = f"{os.path.basename(sys.argv[0])}: {ranks:,} process{'es' * (ranks > 1)} on {kind}"
+    place = f"{os.path.basename(sys.argv[0])} on {kind}"
     if mesh is not None:
         grid = " x ".join(f"{dim} {n}" for dim, n in zip(mesh.mesh_dim_names, mesh.shape))
         place += f" ({dist.get_backend()}), rank grid {grid}"

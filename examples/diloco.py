@@ -182,10 +182,9 @@ def check(args, n):
     Raises:
         SettingError: the message says what they can do.
     """
-    fitting = " or ".join(str(r) for r in range(1, n + 1) if n % r == 0)
     if n % args.replicas:
-        raise SettingError(
-            f"--replicas {args.replicas} does not divide the world size {n}: use {fitting}")
+        raise SettingError(f"--replicas {args.replicas} does not divide the world size {n}: use a "
+                           f"divisor")
 
 
 if __name__ == "__main__":

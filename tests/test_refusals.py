@@ -73,11 +73,11 @@ AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two s
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 LONG = "x" * 300
 REFUSED = f"""
-single 0 --beta2 1 | --beta2: 1 is not allowed: it must be less than 1 (end)
-single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0 (end)
-single 0 --lr inf | must be finite
-single 0 --steps 0 | must be at least 1 (end)
-single 0 --steps 2147483648 | must be less than 2147483648
+single 0 --beta2 1 | --beta2: 1 is not allowed: it must be at least 0, and less than 1 (end)
+single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0, and less than inf (end)
+single 0 --lr inf | must be at least 0, and less than inf
+single 0 --steps 0 | must be at least 1, and less than 2147483648 (end)
+single 0 --steps 2147483648 | must be at least 1, and less than 2147483648
 single 0 --unknown | --unknown
 single 0 --lr 0.1 --min-lr 0.2 | --min-lr 0.2 is above --lr 0.1
 single 0 --lr 0.1 --min-lr 0.1 | it starts
@@ -92,8 +92,8 @@ single 0 --model text.json | --model text.json: num_hidden_layers is 'two' ... i
 single 0 --model null.json | --model null.json: vocab_size is None
 single 0 --model zero.json | num_hidden_layers is 0
 single 0 --model list.json | --model list.json ... it is one of tiny
-single 0 --model rope.json | rope_scaling ... 'yarn' ... see rope_type, or leave
-single 0 --model half.json | rope_scaling ... see low_freq_factor, or leave
+single 0 --model rope.json | rope_scaling ... 'yarn' ... not like that of Llama 3.1
+single 0 --model half.json | rope_scaling ... not like that of Llama 3.1
 single 0 --model binary.json | --model binary.json: Expecting value
 single 0 --model {LONG} | name too long
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
@@ -162,8 +162,8 @@ hybrid_3d 4 --tp 2 --pp 2 --num-experts 4 --ep 4 | --ep 4 must divide the 2 rank
 hybrid_3d 8 --replicate 2 --tp 2 --num-experts 6 --ep 4 | --ep 4 ... --num-experts 6
 hybrid_3d 8 --replicate 2 --num-experts 8 --ep 8 | --ep 8 must divide the 4 ranks
 hybrid_3d 1 --balance-rate 1e-3 | --balance-rate ... give --num-experts
-examples.diloco 4 --replicas 3 | --replicas 3 ... world size 4: use 1 or 2 or 4
-examples.diloco 1 | --replicas 2 ... world size 1: use 1
+examples.diloco 4 --replicas 3 | --replicas 3 ... world size 4: use a divisor
+examples.diloco 1 | --replicas 2 ... world size 1: use a divisor
 ep 2 | give --num-experts, or use fsdp.py
 ep 2 {SELECTIVE} | selective with --num-exper
 ep 4 --num-experts 4 --ep 3 --expert-size 25 | --ep 3 must divide the 4 ranks

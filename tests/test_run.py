@@ -19,7 +19,7 @@ from tests.test_checkpoint import steps, tensors
 from tests.test_refusals import in_order
 
 OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
-NOT_FINITE = "the loss is ... gradient norm nan, which is not finite: lower --lr (0.00"
+NOT_FINITE = "the loss is ... gradient norm nan: one of them, ... is not finite: lower --lr (0.00"
 REFUSE = "common.options.refuse([(True, 'my words')])"
 SILENT = "(signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(60))"
 FULL = "no space left on device, or a limit on the size of files"

@@ -12,21 +12,19 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import ep
-from common import experts, materialise, model, run
-from common.options import SettingError
+from common import experts, launch, materialise, model, run
 from cp import wide
 from tools.counting import pretend, theory
 from tools.counting.counter import OneStep, StepCounter
 
 
-def stand_ins(counted, steps, start, world_size, nproc_per_node):
+def stand_ins(counted, steps, start, nproc_per_node):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
@@ -39,10 +37,9 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node):
     count.add_options = run.Run.add_options
     return {
         "start_process_group": start,
-        "start_process": functools.partial(start_process, start, world_size),
+        "start_process": functools.partial(start_process, start),
         "init_device_mesh": pretend.outside(init_device_mesh),  # it reads the ranks' numbers
         "materialise": allocate, "wrap_layers": wrap_uncompiled,
-        "CPUOffloadPolicy": functools.partial(CPUOffloadPolicy, pin_memory=False),
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,
         "open_dataset": open_dataset, "open_held_out": lambda args: None,
@@ -103,9 +100,8 @@ def repeat_heads(attention, q, k, v, *args, **options):
     return attention(q, k, v, *args, **options)
 
 
-def start_process(start, world_size, args):
-    if world_size > 1:
-        raise SettingError(f"{sys.argv[0]} is one process: its world size is 1")
+def start_process(start, args):
+    launch.start_process(args)  # it refuses several
     return start(args)
 
 
@@ -158,9 +154,6 @@ class NoData:
     def __init__(self, seq_len):
         self.seq_len = seq_len
 
-    def __str__(self):
-        return "no data"
-
     def __len__(self):
         return 10**12
 
@@ -168,7 +161,7 @@ class NoData:
         return torch.zeros(2, self.seq_len, dtype=torch.int64).unbind()
 
 
-def open_dataset(args, data=None):
+def open_dataset(args):
     return NoData(args.seq_len)
 
 

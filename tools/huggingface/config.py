@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from common.experts import MixtureConfig
-from common.model import LLAMA_3_1, PRESETS, ModelConfig
+from common.model import PRESETS, ModelConfig
 from common.options import SettingError
 
 # Options that our model does not have, with the value that turns each off in a config.json.
@@ -54,7 +54,7 @@ def read_config(path):
         config_class, content = MixtureConfig, MIXTRAL | content
         content["num_experts"] = content["num_local_experts"]
         content["experts_per_token"] = content["num_experts_per_tok"]
-    content = content | rope_of(content, path)
+    content = content | rope_of(content)
     for name, plain in PLAIN.items():
         if content.get(name) not in (None, plain):
             raise SettingError(f"{path} has {name} {content[name]!r:.80}: only {plain!r} is "
@@ -69,7 +69,7 @@ def read_config(path):
         raise SettingError(f"{path}: {error}") from None
 
 
-def rope_of(content, path):
+def rope_of(content):
     """rope_theta and rope_scaling as ModelConfig has them. transformers 5 writes both, and
     partial_rotary_factor, into rope_parameters; older versions write rope_theta beside it."""
     rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
@@ -79,10 +79,6 @@ def rope_of(content, path):
     kind = kind or older or "default"
     if kind == "default":
         return inner | {"rope_scaling": None}
-    if kind != "llama3" or rope.keys() != LLAMA_3_1.keys() - {"rope_type"}:
-        raise SettingError(
-            f"{path}: rope_scaling has rope_type {kind!r} with {rope!r:.200}; only 'llama3' (Llama "
-            f"3.1) is supported, with {', '.join(LLAMA_3_1)}")
     return inner | {"rope_scaling": {"rope_type": kind, **rope}}
 
 
