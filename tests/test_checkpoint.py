@@ -170,7 +170,7 @@ def test_targets_that_are_masked(tmp_path):
 def test_targets_are_masked_by_100_below_0(tmp_path):
     """nanoGPT's way, -1, would be counted among the targets."""
     samples = [(torch.arange(3.0), torch.tensor([5, -100, last])) for last in (-100, -1)]
-    with pytest.raises(SettingError, match="targets below 0: the mask is -100"):
+    with pytest.raises(SettingError, match="^--data: .* targets below 0: the mask is -100"):
         run_of(tmp_path, small(), dataset=samples)
 
 
