@@ -129,7 +129,7 @@ a.bin | np.arange(99).tobytes() | {"token_dtype": "uint16"}
   | every second id is 0: give another --token-dtype; .*uint16
 a.bin | np.arange(99).tobytes() | {"token_dtype": "uint32"}
   | every second id is 0: give another --token-dtype; .*uint32
-a.txt | b"some text" | {"vocab_size": 100} | a.txt holds token 115, beyond a vocabulary of 100:
+a.txt | b"some text" | {"vocab_size": 100} | holds token 115, beyond a vocabulary of 100:
 nowhere | b"" | {} | no such file or folder .give one, or 'stdlib'
 none/a.txt | b"" | {} | no such file or folder
 """))
@@ -137,7 +137,7 @@ def test_what_cannot_be_read(tmp_path, monkeypatch, name, content, options, word
     monkeypatch.chdir(tmp_path)
     if name.startswith("a."):
         (tmp_path / name).write_bytes(eval(content))
-    with pytest.raises(SettingError, match=f"{name}.*{words}"):
+    with pytest.raises(SettingError, match=f"--data {name}.*{words}"):
         TokenDataset(name, 4, **eval(options))[0]
 
 
