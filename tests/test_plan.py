@@ -157,6 +157,7 @@ def test_nothing_is_counted_that_cannot_fit(monkeypatch):
 def test_a_plan_that_is_stopped_ends():
     """At once: what is being counted is not waited for. Rows were printed as they were counted."""
     words = "--model medium --devices 2 --device-memory 99 --seq-len 128 --batch-size 2048"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.plan", *words.split()],  # many rows are left to count
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=command.ROOT)
