@@ -47,7 +47,8 @@ def port(kinds, script=""):
 EVALUATED = " --val-data {val} --val-batches 1 --val-every 1"
 OPTIONS_OF = {"a metric that is no mean": EVALUATED, "an average": EVALUATED}
 INFINITE = "gradients_times(float('inf'), 2)"
-INJECT = {"a step that is skipped": INFINITE, "a scaler": INFINITE}
+INJECT = {"a step that is skipped": INFINITE, "a scaler": INFINITE,
+          "only layer 1": "loss_in_chunks()"}  # its head is frozen
 AS_BEFORE = "returns a dict", "dicts in dicts", "a metric that is no mean", "an average"
 
 
