@@ -1,5 +1,6 @@
 """The model: its initial weights, its loss, its types and its presets. That it computes what
-transformers computes too: test_weights.py; what checkpointing computes again: test_dry_run.py."""
+transformers computes too: test_weights.py; what checkpointing computes again, and which bytes are
+bfloat16's: test_dry_run.py."""
 
 import dataclasses
 import math

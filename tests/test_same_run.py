@@ -99,7 +99,6 @@ def held_and_sent(row, run):
         assert more - expected == pytest.approx(last, abs=1) or abs(more - expected) < 1
     else:
         assert abs(more - expected) < 1
-    assert counts["sent"] == pytest.approx(sum(c["bytes"] for c in counts["collectives"]), abs=1)
 
 
 def collectives(row, run):
