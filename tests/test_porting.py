@@ -243,7 +243,6 @@ STRATEGIES = """
 3 | 4 ranks | fully_sharded(model) | Parts()
 3 | 4 ranks | fully_sharded(model, 2) | Parts()
 3 | 4 ranks | fully_sharded(model, 4) | Parts()
-3 | 4 ranks | hybrid_in_one_stage(model) | Parts()
 4 | sample | fully_sharded(model, together=True) | Parts()
 4 | 2 ranks | zero(model, 2, together=True) | Parts()
 4 | 2 ranks | expert(model, 2, together=True) | Mixture(rests=True)
