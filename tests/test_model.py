@@ -93,6 +93,16 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
     assert next_token_loss(logits.double(), targets).dtype == torch.float64
 
 
+def test_rotary_angles_stay_in_float32(monkeypatch, model):
+    """Of a model in bfloat16, whose layers FSDP casts: test_own_model.py."""
+    rotate = mock.Mock(wraps=common.model.rotate)
+    monkeypatch.setattr(common.model, "rotate", rotate)
+    model.bfloat16()(torch.arange(64).view(2, 32))
+    x, cos, sin = rotate.call_args.args
+    assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (cos**2 + sin**2 - 1).abs().max() < 1e-6  # bfloat16: 4e-3
+
+
 def test_what_is_compiled(monkeypatch, model):
     """Each layer, and the loss. How often it is called: test_same_run.py."""
     monkeypatch.setattr(torch, "compile", lambda call, **_: ("compiled", call))
