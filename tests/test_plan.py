@@ -171,7 +171,7 @@ def test_a_plan_that_is_stopped_ends():
 
 # In order, what is given first of equal ones: GB at the peak, 10^12 operations, GB sent, of these
 # between machines, the bubble
-ROWS = """
+ROWS = table("""
 given first | 1 104 10 0 0
 least | 10 100 10 0 0
 sends more | 1 100 50 0 0
@@ -180,15 +180,14 @@ bubble | 1 60 0 0 0.5
 slow network | 1 10 1 20 0
 too large | 11 1 0 0 0
 larger | 12 1 0 0 0
-"""
+""")
 
 
 def test_what_sorts_the_rows():
     """What fits; then the larger bound, to 5 %; then both bounds, to 5 %; then the simplest."""
     args = options(device_memory=10, tflops=100, link=100, network=10)
     rows = []
-    for line in ROWS.strip().splitlines():
-        name, numbers = line.split(" | ")
+    for name, numbers in (row.values for row in ROWS):
         peak, operations, sent, crossing, bubble = map(float, numbers.split())
         rows.append(plan.row_of(name, {
             "peak": {"in all": peak * 1e9}, "operations": operations * 1e12, "bubble": bubble,

@@ -290,15 +290,14 @@ def equal_steps(cells, model):
 
 def compare(where):
     page = (ROOT / "docs" / "strategies.md").read_text().partition("\n## Parts that rest\n")[2]
-    table = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| (.*) \|$", page)
-    for row in STRATEGIES.strip().splitlines():
-        number, on, code, model = row.split(" | ")
+    lines = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| (.*) \|$", page)
+    for number, on, code, model in (row.values for row in table(STRATEGIES)):
         if on != where:
             continue
-        print(row)
+        print(code, model)
         make, strategy = (eval(text, vars(lifted)) for text in (f"lambda: {model}",
                                                                 f"lambda model: {code}"))
-        cells = table[int(number)]
+        cells = lines[number]
         for steps in equal_steps(cells, model):
             history, parameters = train(make, strategy, steps.split(", "))
             right, whole = expected(steps, model)
