@@ -339,11 +339,13 @@ def test_on_four_ranks():
 # What cp.py refuses
 
 
-@pytest.mark.parametrize("name", ["ring_attention", "allgather_attention"])
-@pytest.mark.parametrize("keyword, value", table("""
-attn_mask | torch.ones(4, 4).tril()
-dropout_p | 0.1
-window_size | 7
+@pytest.mark.parametrize("name, keyword, value", table("""
+ring_attention | attn_mask | torch.ones(4, 4).tril()
+ring_attention | dropout_p | 0.1
+ring_attention | window_size | 7
+allgather_attention | attn_mask | torch.ones(4, 4).tril()
+allgather_attention | dropout_p | 0.1
+allgather_attention | window_size | 7
 """))
 def test_what_an_attention_does_not_compute_is_refused(name, keyword, value):
     q, more = torch.zeros(1, 2, 4, 8), {keyword: eval(str(value))}
