@@ -22,7 +22,7 @@ from common.step import seed_step
 from tests.support.compare import furthest
 from tests.support.lifted import whole
 from tests.support.on_ranks import on_ranks
-from tests.support.ported import Listing, Scattered
+from tests.support.ported import Scattered
 from tests.support.processes import edited
 from tests.support.sample import table
 from tests.test_checkpoint import run_of
@@ -107,8 +107,11 @@ def test_settings_of_a_group_may_change(tmp_path):
 
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
     """In the first step, not at the first save."""
+    run = run_of(tmp_path, network())
+    (optimizer,) = run.optimizers
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["past"] = [torch.ones(2)]
     with pytest.raises(SettingError, match="past.* of the optimizer cannot be saved: .* not JSON"):
-        train(tmp_path, functools.partial(Listing, lr=0.1), 2)
+        train_steps(run, 2)
 
 
 def test_a_parameter_without_gradient_in_the_first_step(tmp_path, capsys):

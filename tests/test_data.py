@@ -106,16 +106,19 @@ def test_large_data_costs_what_small_data_costs(tmp_path):
     assert len({*batch}) == BATCH and max(batch) > 10**11 and mixed.max() > 10**10
 
 
-def test_samples_are_windows_with_shifted_targets(tmp_path):
+@pytest.mark.parametrize("dtype, options", table("""
+uint16 | {}
+uint16 | {"vocab_size": 65536}
+uint32 | {"vocab_size": 65537}
+uint32 | {"token_dtype": "uint32"}
+"""))
+def test_samples_are_windows_with_shifted_targets(tmp_path, dtype, options):
     """16 bits hold ids to 65,535."""
-    for dtype in np.uint16, np.uint32:
-        np.arange(1000).astype(dtype).tofile(tmp_path / f"{dtype.__name__}.bin")
-    for name, options in (("uint16", {}), ("uint16", {"vocab_size": 2**16}), (
-            "uint32", {"vocab_size": 2**16 + 1}), ("uint32", {"token_dtype": "uint32"})):
-        dataset = TokenDataset(tmp_path / f"{name}.bin", 20, **options)
-        inputs, targets = dataset[48]
-        assert len(dataset) == 49
-        assert inputs.equal(torch.arange(960, 980)) and targets.equal(torch.arange(961, 981))
+    np.arange(1000).astype(dtype).tofile(tmp_path / "tokens.bin")
+    dataset = TokenDataset(tmp_path / "tokens.bin", 20, **json.loads(options))
+    inputs, targets = dataset[48]
+    assert len(dataset) == 49
+    assert inputs.equal(torch.arange(960, 980)) and targets.equal(torch.arange(961, 981))
 
 
 # A file, its bytes and the options, both in Python; the words

@@ -179,9 +179,6 @@ def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)
     found = {part["collective"]: part["between_machines"] / part["bytes"]
              for part in counted["collectives"]}
-    of_all = sum(part["between_machines"] for part in counted["collectives"])
-    assert counted["between_machines"] == round(of_all)
-    assert counted["sent"] == round(sum(part["bytes"] for part in counted["collectives"]))
     shares = json.loads(shares)
     assert {name: found[name] for name in shares} == pytest.approx(shares)
 

@@ -139,7 +139,7 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
         folder = tmp_path / str(world)
         shutil.copytree(whole.out, folder / "out", ignore=shutil.ignore_patterns("*4"))
         again = start(name, world, folder=folder)
-        assert "after step 2" in again.output and again.history[-1]["step"] == 4
+        assert "after step 2" in again.output
         found = saved(again, 4)
         assert found.keys() == expected.keys()
         assert world == 1 or all(torch.equal(found[name], expected[name]) for name in found)

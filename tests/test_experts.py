@@ -17,7 +17,7 @@ from common.experts import (
 from common.materialise import materialise
 from common.model import Transformer
 from common.options import SettingError
-from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
+from tests.support.compare import assert_bit_equal, assert_same_run, furthest, saved
 from tests.support.on_ranks import on_ranks
 from tests.support.sample import needs, table
 from tools.huggingface import export
@@ -91,8 +91,7 @@ def test_every_row_trains_the_same(trained, command, world, held, sent):
     with what one process has saved follows the same curve."""
     expected = trained(reference(command), 0)
     found = trained(command, world)
-    assert furthest(found.curve(*NAMES), expected.curve(*NAMES)) < 1e-10
-    assert furthest(found.curve("val_loss"), expected.curve("val_loss")) < 1e-10
+    assert_same_run(found, expected)
     own, *others = (found.again(i) for i in range(len(list(found.out.glob("again-*")))))
     assert own.curve(*NAMES) == found.curve(*NAMES)[2:]
     assert own.curve("step", "val_loss") == found.curve("step", "val_loss")[-1:]
@@ -100,7 +99,6 @@ def test_every_row_trains_the_same(trained, command, world, held, sent):
         assert furthest(other.curve(*NAMES), expected.curve(*NAMES)[2:]) < 1e-10
     tensors = saved(found)
     assert_bit_equal(saved(own), tensors)
-    assert_near(tensors, saved(expected))
     for name, tensor in saved(expected).items():
         if name.endswith("mlp.bias"):
             assert torch.equal(tensors[name], tensor) and len(set(tensor.tolist())) > 2, name

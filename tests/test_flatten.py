@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from common.options import SettingError
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, edited
 from tests.support.sample import table
 from tools.flatten import flatten
 
@@ -67,33 +67,28 @@ def test_its_text_is_of_one_file(script, with_run):
 def test_a_script_beside_its_own_common(tmp_path, common):
     """As docs/copying.md takes it: what is in that folder goes into the file, not ours."""
     shutil.copytree(ROOT / "common", tmp_path / common)
-    for path in [*(tmp_path / common).glob("*.py"), ROOT / "fsdp.py"]:
+    mine = shutil.copy(ROOT / "fsdp.py", tmp_path / "my_fsdp.py")
+    for path in tmp_path.rglob("*.py"):
         text = re.sub(r"\bcommon\b", common, path.read_text())
-        place = tmp_path / ("my_fsdp.py" if path.name == "fsdp.py" else f"{common}/{path.name}")
-        place.write_text(text)
-    (tmp_path / common / "step.py").write_text(
-        (tmp_path / common / "step.py").read_text().replace("Two parameter groups", "Own groups"))
-    flat = flatten(tmp_path / "my_fsdp.py")
+        path.write_text(text.replace("Two parameter groups", "Own groups"))
+    flat = flatten(mine)
     assert "Own groups" in flat and "class SettingError" in flat
     assert not re.search(rf"from {common}\b", flat)
 
 
 def test_a_base_class_comes_first(tmp_path):
-    text = (ROOT / "single.py").read_text()
     own = ("\n\nclass Reversed(TokenDataset):\n    def __getitem__(self, index):\n"
            "        return super().__getitem__(len(self) - 1 - index)\n\n\ndef main(")
-    text = text.replace("\n\ndef main(", own).replace("load_steps, open", 
-                                                               "TokenDataset, load_steps, open")
-    text = text.replace("open_dataset(args)", "Reversed(args.data, args.seq_len)")
-    (tmp_path / "my.py").write_text(text)
-    flat = flatten(tmp_path / "my.py")
+    edited(tmp_path, "single.py", ("\n\ndef main(", own),
+           ("load_steps,", "TokenDataset, load_steps,"),
+           ("open_dataset(args)", "Reversed(args.data, args.seq_len)"))
+    flat = flatten(tmp_path / "single.py")
     assert flat.index("class TokenDataset") < flat.index("class Reversed") < flat.index("def main(")
 
 
 def test_refuses_a_clash(tmp_path):
-    *_, text = (ROOT / "ddp.py").read_text().split('"""\n')[:2]
     own = "same_on_all_ranks"
-    text = text.replace("    args.config", f"    {own}()\n    args.config")
-    (tmp_path / "my.py").write_text(f"def {own}():\n    pass\n\n\n{text}")
-    with pytest.raises(SettingError, match=f"{own} means two things: in launch.py, my.py"):
-        flatten(tmp_path / "my.py")
+    edited(tmp_path, "ddp.py", ("def main(", f"def {own}():\n    pass\n\n\ndef main("),
+           ("    args.config", f"    {own}()\n    args.config"))
+    with pytest.raises(SettingError, match=f"{own} means two things: in ddp.py, launch.py"):
+        flatten(tmp_path / "ddp.py")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.processes import ROOT, SMALL, edited
 from tests.support.sample import table
+from tests.test_docs import PAGES, blocks, section
 
 STAND_INS = """
 import types
@@ -32,20 +33,12 @@ sys.modules["wandb"] = types.SimpleNamespace(
 """
 
 
-def with_recipes(folder, script):
-    """A copy of a script with both recipes."""
-    page = (ROOT / "docs" / "copying.md").read_text().partition("\n## Your own logger\n")[2]
-    page = page.partition("\n## ")[0]
-    recipes = "".join(re.findall(r"(?s)```python\n(.*?)```", page))
-    imports = "\n".join(re.findall("`((?:import|from) .*?)`", page))
-    loop = "    # Loop\n"
-    return edited(folder, script, ("import torch\n", f"{imports}\nimport torch\n"),
-                  (loop, f"{recipes}\n{loop}"))
-
-
 def test_the_recipes(run, corpus, tmp_path):
     """They get what metrics.jsonl has, also in a resume. The second start repeats step 3."""
-    script = with_recipes(tmp_path, "ddp.py")
+    page, loop = section(PAGES["docs/copying.md"], "Your own logger"), "    # Loop\n"
+    imports = "\n".join(re.findall("`((?:import|from) .*?)`", page))
+    script = edited(tmp_path, "ddp.py", ("import torch\n", f"{imports}\nimport torch\n"),
+                    (loop, "\n".join([*blocks(page, "python"), loop])))
     options = f"{SMALL} --steps 4 --log-every 1 --save-every 2 --data {corpus}"
     run(script, 2, options, expect_ok=False,
         inject=f"{STAND_INS}\nat(4, signal_self, 'SIGKILL', on=0)")

@@ -1,5 +1,6 @@
 """The model: its initial weights, its loss, its types and its presets. That it computes what
-transformers computes too: test_weights.py; what checkpointing computes again: test_dry_run.py."""
+transformers computes too: test_weights.py; what checkpointing computes again, and which bytes are
+bfloat16's: test_dry_run.py."""
 
 import dataclasses
 import math
@@ -92,6 +93,16 @@ def test_the_loss_of_rounded_logits_is_not_rounded():
     assert next_token_loss(logits.double(), targets).dtype == torch.float64
 
 
+def test_rotary_angles_stay_in_float32(monkeypatch, model):
+    """Of a model in bfloat16, whose layers FSDP casts: test_own_model.py."""
+    rotate = mock.Mock(wraps=common.model.rotate)
+    monkeypatch.setattr(common.model, "rotate", rotate)
+    model.bfloat16()(torch.arange(64).view(2, 32))
+    x, cos, sin = rotate.call_args.args
+    assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (cos**2 + sin**2 - 1).abs().max() < 1e-6  # bfloat16: 4e-3
+
+
 def test_what_is_compiled(monkeypatch, model):
     """Each layer, and the loss. How often it is called: test_same_run.py."""
     monkeypatch.setattr(torch, "compile", lambda call, **_: ("compiled", call))
@@ -121,32 +132,6 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
     exact = gradient(torch.float64, x.double())
     for dtype in (torch.float32, torch.bfloat16):
         assert (gradient(dtype, x) - exact).norm() / exact.norm() < 0.004, dtype
-
-
-def test_a_loss_in_chunks_leaves_out_what_is_frozen(monkeypatch):
-    monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
-    for x_trains in (True, False):
-        head, x = common.model.Head(8, 96, bias=False), torch.ones(1, 32, 8)
-        x.requires_grad_(x_trains)
-        head.weight.requires_grad_(not x_trains)
-        head(x, targets=torch.zeros(1, 32, dtype=torch.int64)).backward()
-        assert (x.grad is not None, head.weight.grad is None) == (x_trains, x_trains)
-
-
-def test_what_autocast_makes_bfloat16(model):
-    """The residual stream, and nothing that must be exact: weights, their gradients, the loss."""
-    types = []
-    for name, module in model.named_modules():
-        if "layers." in name and name.count(".") == 2 or name.endswith("norm"):
-            module.register_forward_hook(
-                lambda _, inputs, out: types.append((inputs[0].dtype, out.dtype)))
-    tokens = torch.arange(64).view(2, 32)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        loss = model(tokens, tokens)
-    loss.backward()
-    assert types == (2 + 2 * 2 + 1) * [(torch.bfloat16, torch.bfloat16)]
-    assert loss.dtype == torch.float32
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

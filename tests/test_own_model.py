@@ -31,16 +31,11 @@ from tests.support.sample import table
 from tests.test_porting import OPTIONS
 
 
-def meta_model():
-    with torch.device("meta"):
-        return Transformer(ModelConfig(96, 48, 80, 2, 6, 2))
-
-
 def test_initial_values_of_other_layers():
     """Biases are 0, weights of norms 1, and ties stay. What is unknown is refused by name."""
-    model = meta_model()
-    layer = model.model.layers["0"]
     with torch.device("meta"):
+        model = Transformer(ModelConfig(96, 48, 80, 2, 6, 2))
+        layer = model.model.layers["0"]
         layer.mlp.up_proj, layer.input_layernorm = nn.Linear(48, 80), nn.LayerNorm(48)
     model.lm_head.weight = model.model.embed_tokens.weight
     materialise(model, "cpu", 0)
@@ -54,18 +49,6 @@ def test_initial_values_of_other_layers():
     model.model.register_buffer("inv_freq", torch.empty(4), persistent=False)
     with pytest.raises(SettingError, match="does not know model.inv_freq of a ModuleDict"):
         materialise(model, "cpu", 0)
-
-
-def test_rotary_angles_stay_in_float32(monkeypatch):
-    """Of a model in bfloat16, whose layers FSDP casts: see below."""
-    rotate = mock.Mock(wraps=common.model.rotate)
-    monkeypatch.setattr(common.model, "rotate", rotate)
-    model = meta_model().bfloat16()
-    materialise(model, "cpu", 0)
-    model(torch.arange(64).view(2, 32))
-    for x, cos, sin in (call.args for call in rotate.call_args_list):
-        assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-        assert (cos**2 + sin**2 - 1).abs().max() < 1e-6  # bfloat16: 4e-3
 
 
 @on_ranks(2, thorough=True)

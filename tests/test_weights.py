@@ -136,7 +136,6 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
         "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
         f"{out}/step-00000000", "--out", "runs/mine", "--lr", "1e-5", "--warmup-steps",
         "20"]
-    assert contents(out, "model.json") == vars(model.config)
     change(tmp_path / "hf", tie_word_embeddings=False)
     with pytest.raises(SettingError, match="lacks the tensor lm_head.weight: .* set tie_word"):
         ours(tmp_path / "hf")

@@ -4,7 +4,6 @@ It shows what runs on the device, which kernels of attention are called, and tha
 nothing. It does not show what kernels compute, NCCL, or time: test_cuda.py does, on a GPU.
 """
 
-import fcntl
 import json
 import os
 import pathlib
@@ -57,18 +56,15 @@ pytestmark = [thorough, pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def guard(shared):
-    """guard.cpp, compiled once for all processes of pytest-xdist."""
-    path, installed = shared / "guard.so", pathlib.Path(torch.__file__).parent
-    with open(shared / "guard.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            subprocess.run(
-                ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
-                 f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
-                 f"-Wl,-rpath,{installed}/lib", "-o", shared / "new.so"], check=True,
-            )
-            (shared / "new.so").rename(path)
+def guard(tmp_path_factory):
+    """guard.cpp, compiled."""
+    installed = pathlib.Path(torch.__file__).parent
+    path = tmp_path_factory.mktemp("guard") / "guard.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-std=c++20", "-w", FOLDER / "guard.cpp",
+         f"-I{installed}/include", f"-L{installed}/lib", "-ltorch_cpu", "-lc10",
+         f"-Wl,-rpath,{installed}/lib", "-o", path], check=True,
+    )
     return path
 
 

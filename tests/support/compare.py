@@ -36,6 +36,13 @@ def assert_near(tensors, others):
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
+def assert_same_run(found, expected, step=3):
+    """All that is logged; weights and optimizer states after ``step``."""
+    for name in set().union(*expected.history) - {"tokens_per_second"}:
+        assert furthest(found.curve(name), expected.curve(name)) < 1e-10, name
+    assert_near(saved(found, step), saved(expected, step))
+
+
 def furthest(curve, other):
     """The largest difference between two curves: lists of lists of numbers."""
     assert len(curve) == len(other) > 0

@@ -197,7 +197,6 @@ def write_counts():
                 sys.argv[0], self.args, self.ranks, rank, self.models)
             (self.args.out / f"rank{rank}.json").write_text(json.dumps({
                 "held": counter.held, **counter.totals(),
-                "sent": sum(part["bytes"] for part in counter.collectives.values()),
                 "theory": {name: size for name, (_, size) in formulas.items()}}))
 
     common.run.Run = CountedRun

@@ -5,7 +5,6 @@ shows these lines, and tests/test_porting.py compares each with one process."""
 import collections
 import contextlib
 import functools
-import types
 from unittest import mock
 
 import torch
@@ -21,7 +20,6 @@ from torch.nn.utils import clip_grad_norm_
 import cp
 import ep
 import fsdp
-import hybrid_3d
 import pp
 import tp
 from common.data import BatchSampler, add_text_options
@@ -309,25 +307,6 @@ def expert(model, ep_ranks, replicas=1, together=False):
         alone = init_device_mesh("cpu", (n, 1), mesh_dim_names=("pp", "stage"))["stage"]
         norm = functools.partial(pp.clip_over_stages, max_norm=MAX_NORM, group=alone.get_group())
     return trainer._replace(clip=norm)
-
-
-def hybrid_in_one_stage(model):
-    """Two replicas of two ranks with tensor parallelism; two micro-batches of the only stage."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("r", "s", "tp"))
-    split(model, mesh["tp"])
-    usage = fsdp.shard(model, units_of(model, False), mesh["r", "s"])
-    fsdp.reduce_by_sum(model)
-    forward = model.forward
-    model.forward = lambda x, targets: forward(x, targets.pop())
-
-    def backward(x, word, last):
-        r = mesh.get_local_rank("r")
-        uses = types.SimpleNamespace(chunk=lambda M: [[word[r]] for _ in range(M)])
-        losses = hybrid_3d.in_one_stage(
-            model, 2, lambda x, _: mean_loss(x) / 4, x.chunk(2)[r], uses, last)
-        return sum(losses).detach() / 2
-
-    return Trainer(dict(model.named_parameters()), backward, usage=usage)
 
 
 def hybrid_in_stages(model, together=True):

@@ -381,16 +381,6 @@ class Scattered(torch.optim.Optimizer):
             group["warm"] = True
 
 
-class Listing(torch.optim.SGD):
-    """It keeps a list of tensors of each parameter."""
-
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["past"] = [p.detach().clone()]
-
-
 # Noise
 
 

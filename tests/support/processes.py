@@ -131,11 +131,11 @@ def edited(folder, script, *edits, source=None):
     """Write a copy of ``script``, or of ``source``, into ``folder``, beside a link to common/, with
     ``edits``. Returns its path, as ProcessServer.run takes it."""
     folder.mkdir(exist_ok=True)
-    for link in ("common", *(path.name for path in ROOT.glob("*.py") if path.name != script)):
-        if not (folder / link).exists():
-            (folder / link).symlink_to(ROOT / link)
+    for path in ROOT / "common", *ROOT.glob("*.py"):
+        if not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
     copy = folder / script
-    copy.unlink(missing_ok=True)  # it may be the link of an earlier call, to the script itself
+    copy.unlink(missing_ok=True)  # it may be a link to the script itself
     copy.write_text(with_edits((ROOT / (source or script)).read_text(), edits))
     return str(copy)
 
