@@ -1,8 +1,10 @@
 """parity/: sound runs are equal, and faults are found and named. Whole scripts are compared in
 test_check.py, and published bugs in test_bugs.py."""
 
+import ast
 import dataclasses  # noqa: F401  for rows of the tables
 import functools
+import importlib
 import itertools
 import math  # noqa: F401  for rows of the tables
 import operator
@@ -689,30 +691,66 @@ def rows(text):
     return pytest.mark.parametrize("row", found, ids=operator.itemgetter(0))
 
 
-def judge(folder, row, prefix="", of_all={}, nudges=()):
-    """A row says what ``compare`` says."""
+@pytest.fixture(scope="session")
+def reworded(tmp_path_factory):
+    """``compare`` of a copy of parity in which all words are others: in capitals."""
+    folder = tmp_path_factory.mktemp("loud", numbered=False)
+    for path in (ROOT / "parity").glob("*.py"):
+        tree = Reword().visit(ast.parse(path.read_text()))
+        (folder / path.name).write_text(ast.unparse(tree))
+    with mock.patch.object(sys, "path", [str(folder.parent), *sys.path]):
+        return importlib.import_module("loud.compare").compare
+
+
+class Reword(ast.NodeTransformer):
+    def visit_Assign(self, node):  # the kinds of a verdict, and keys of a recording
+        return node if node.col_offset == 0 else self.generic_visit(node)
+
+    def visit_JoinedStr(self, node):
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                part.value = part.value.upper()
+            else:
+                part.value = self.visit(part.value)  # its format stays
+        return node
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str) and " " in node.value and node.value not in KEYS:
+            node.value = node.value.upper()
+        return node
+
+
+KEYS = {*recording.TYPES, "loss of"}
+
+
+def judge(folder, reworded, row, prefix="", of_all={}, nudges=()):
+    """A row says what ``compare`` says. And nothing reads what it says: with other words each
+    verdict is the same."""
     says, *cells = *row, "", "", ""
     own, both, options = (eval(f"settings({cell})") for cell in cells[:3])
     both = of_all | both
     one, two = train(folder / "one", **both), train(folder / "two", **both | own)
     nudged = [train(folder / f"{nudge}", **both, nudge=nudge) for nudge in nudges]
-    said = str(compare(one, two, **options, nudged=nudged)).replace("\n", " ")
+    verdict, loud = (words(one, two, **options, nudged=nudged) for words in (compare, reworded))
+    said = str(verdict).replace("\n", " ")
     assert re.match(prefix + says, said), said
+    assert (verdict.kind, verdict.step, verdict.fault) == (loud.kind, loud.step, loud.fault)
+    assert loud.words != verdict.words and str(loud).lower() == str(verdict).lower()
 
 
 @rows(FAULTS)
-def test_what_it_says_of_a_fault(tmp_path, row):
-    judge(tmp_path, row, "DIFFERENT: ")
+def test_what_it_says_of_a_fault(tmp_path, reworded, row):
+    judge(tmp_path, reworded, row, "DIFFERENT: ")
 
 
 @rows(SOUND)
-def test_what_it_says_of_sound_runs(tmp_path, row):
-    judge(tmp_path, row)
+def test_what_it_says_of_sound_runs(tmp_path, reworded, row):
+    judge(tmp_path, reworded, row)
 
 
 @rows(NOISY)
-def test_what_it_says_beside_noise(tmp_path, row):
-    judge(tmp_path, row, of_all=IN_BFLOAT16, nudges=(1, 2))
+def test_what_it_says_beside_noise(tmp_path, reworded, row):
+    judge(tmp_path, reworded, row, of_all=IN_BFLOAT16, nudges=(1, 2))
 
 
 def test_it_must_see_a_forward_pass(tmp_path):
