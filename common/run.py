@@ -36,7 +36,7 @@ from common.launch import agreed, gather, options_of, same_on_all_ranks
 from common.options import SettingError, at_least, opening
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
-SHOWN = "loss", "val_loss", "grad_norm", "tokens_per_second", "samples_per_second"
+SHOWN = {"loss", "val_loss", "grad_norm", "tokens_per_second", "samples_per_second"}
 
 
 class Run:
@@ -255,7 +255,9 @@ class Run:
         self.history.append(record)
         if self.rank != 0:
             return
-        self.shown |= {name: f"{record[name]:,.4g}" for name in SHOWN if name in record}
+        for name, value in record.items():
+            if name in SHOWN:
+                self.shown[name] = f"{value:,.0f}" if value > 999 else f"{value:.4g}"
         self.bar.set_postfix(self.shown, refresh=False)
         if self.args.out:
             with opening(f"--out {self.args.out}"):
