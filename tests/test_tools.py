@@ -160,7 +160,7 @@ dry_run | 1 folder | folder is no script
 dry_run | --rank 0 1 broken.py | cannot be imported: SyntaxError
 dry_run | --rank 0 4 nothing.py | nothing.py is no script
 dry_run | --rank 0 4 tools/prepare.py | tools/prepare.py has no load_steps, Run
-dry_run | 4 single.py | this script is one process and was started as 4
+dry_run | 4 single.py | single.py is one process: its world size is 1
 dry_run | --rank 0 4 run/mine.py | run/mine.py has a common/ of its own
 plan | --model tiny --devices 2 --seq-len 64 --device-memory 1 --only ddp.py --json no/plan.json
   | No such file or directory: 'no/plan.json'

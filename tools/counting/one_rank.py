@@ -57,7 +57,7 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
         pretend.world(world_size, rank)
         return device
 
-    replaced = stand_ins.stand_ins(counted, steps, start, nproc_per_node)
+    replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
     own = getattr(module, "WITHOUT_VALUES", {})
     for name in own.keys() - vars(module).keys():
         fail(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")

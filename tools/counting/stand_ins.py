@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import ep
-from common import experts, launch, materialise, model, run
+from common import experts, materialise, model, run
+from common.options import SettingError
 from cp import wide
 from tools.counting import pretend, theory
 from tools.counting.counter import OneStep, StepCounter
 
 
-def stand_ins(counted, steps, start, nproc_per_node):
+def stand_ins(counted, steps, start, world_size, nproc_per_node):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
@@ -37,7 +38,7 @@ def stand_ins(counted, steps, start, nproc_per_node):
     count.add_options = run.Run.add_options
     return {
         "start_process_group": start,
-        "start_process": functools.partial(start_process, start),
+        "start_process": functools.partial(start_process, start, world_size),
         "init_device_mesh": pretend.outside(init_device_mesh),  # it reads the ranks' numbers
         "materialise": allocate, "wrap_layers": wrap_uncompiled,
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
@@ -100,8 +101,9 @@ def repeat_heads(attention, q, k, v, *args, **options):
     return attention(q, k, v, *args, **options)
 
 
-def start_process(start, args):
-    launch.start_process(args)  # it refuses several
+def start_process(start, world_size, args):
+    if world_size > 1:
+        raise SettingError(f"{sys.argv[0]} is one process: its world size is 1")
     return start(args)
 
 
