@@ -503,8 +503,8 @@ step 0: loss: a mean of means, times 2, as many as the ranks
   losses=[[1.0, 2.0], [2.0, 0.5]]) | edit=edit_rank(losses=[(2 * 3.0 + 6 * 2.5) / 8])
 # Samples whose ends differ hide nothing, and what is not recorded cannot be told.
 step 0: loss: a mean of means: .*right | in_texts(2) | TEXTS
-step 0: gradients: .*, and record the labels, .* no mean of means is seen | in_texts(2, labels=False)
-  | TEXTS, in_texts(1, labels=False)
+step 0: gradients: .*, and record the labels, .* no mean of means is seen
+  | in_texts(2, labels=False) | TEXTS, in_texts(1, labels=False)
 # Gradients
 step 0: gradients: all: times 2 | spoil=scale(2) | dtype=torch.bfloat16
 step 0: gradients: all: times -1; the loss is right | spoil=scale(-1)

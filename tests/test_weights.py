@@ -248,7 +248,8 @@ import_hf | change(given, model_type="mistral") | model_type 'mistral'
 import_hf | change(given, quantization_config={"bits": 4}) | quantization_config
 import_hf | change(given, rope_scaling={"type": "linear", "factor": 2.0})
   | 'linear'.* is not like that of Llama 3.1
-import_hf | change(given, rope_scaling={**SCALING, "mscale": 1.0}) | 'mscale': 1.0.*is not like that of Llama 3.1
+import_hf | change(given, rope_scaling={**SCALING, "mscale": 1.0})
+  | 'mscale': 1.0.*is not like that of Llama 3.1
 import_hf | change(given, vocab_size=None) | lacks vocab_size
 import_hf | change(given, num_hidden_layers="three") | num_hidden_layers is 'three': it must be
 import_hf | change(given, num_hidden_layers=4) | lacks the tensor model.layers.3.input_layernorm
