@@ -67,6 +67,7 @@ from common.model import (
 from common.options import at_least, option_parser, parse_options, refuse
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.usage import Usage
 from cp import allgather_attention, check_sequence, set_attention, shard_positions
 from ep import cannot_share_experts, prefetch, shard_experts, to_experts_and_back
 from fsdp import reduce_by_sum, shard
@@ -105,7 +106,7 @@ def main(argv=None):
         whole, model = (  # EP: experts for each MLP
             use_experts(Transformer(args.config)).to(args.param_dtype) for _ in range(2)
         )
-    usage = compose(args, whole, model, meshes, positions)
+    compose(args, whole, model, meshes, positions)
     materialise(model, device, args.seed)
 
     # PP: a schedule calls loss_fn, so each step writes the number of all targets here.
@@ -159,7 +160,7 @@ def main(argv=None):
         args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
         loss_of=loss_of_part, size=sum(p.numel() for p in whole.parameters()),  # PP: not a stage
         after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
-        usage=usage,  # FSDP: all ranks of a stage must use the same units
+        usage=Usage(model, stage, pp),  # FSDP: all ranks of a stage must use the same units
     )
     sampler.start = run.resume()
     figures = {}
@@ -225,8 +226,7 @@ def make_meshes(args, device_type):
 
 def compose(args, whole, model, meshes, positions):
     """Cut ``model``, a copy of ``whole`` on the meta device, to the stage of this rank, and apply
-    each strategy to it in its turn, in place. ``positions`` (T/cp,): those of this rank. Returns
-    the ``Usage`` of ``shard``."""
+    each strategy to it in its turn, in place. ``positions`` (T/cp,): those of this rank."""
     mesh, E = meshes.all, args.config.num_experts
     cp, tp, pp = (mesh[name].size() for name in ("cp", "tp", "pp"))
     # PP: delete what other stages have
@@ -266,13 +266,11 @@ def compose(args, whole, model, meshes, positions):
     ]
     units = [unit for unit in units if list(nn.ModuleList(unit).parameters())]  # PP: of this stage
     # DP, CP: over both. PP: a stage keeps its parameters gathered for all of its micro-batches
-    usage = shard(model, units, meshes.shard, dtype, reshard_after_forward=pp == 1)
-    usage.stage, usage.stages = mesh.get_local_rank("pp"), pp  # PP: a stage has its own units
+    shard(model, units, meshes.shard, dtype, reshard_after_forward=pp == 1)
     # EP: gather what a layer needs ahead of the wait for the counts
     if E:
         prefetch(units, backward=args.activation_checkpointing)
     reduce_by_sum(model)  # DP, CP: each rank's loss is a part of the mean over all ranks
-    return usage
 
 
 def plan_with_experts(plan):

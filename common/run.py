@@ -53,7 +53,7 @@ class Run:
             this rank computes, and the number of its targets; None: of ``model(*micro_batch)``.
         after_evaluation: called when the model has been evaluated.
         size: the number of parameters of the whole model, if this rank has a part of it.
-        usage: what ``shard`` returns; what ranks have used of the model is compared.
+        usage: of a model that FSDP shards; what ranks have used of it is compared.
 
     ``history`` has the records of metrics.jsonl, on every rank; ``loggers`` are functions of a
     record, which rank 0 calls. Raises SettingError: a checkpoint would lack what is trained; ranks

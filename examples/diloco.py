@@ -49,6 +49,7 @@ from common.model import Transformer, add_model_options, model_config, wrap_laye
 from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.usage import Usage
 from fsdp import reduce_by_sum, shard
 
 
@@ -87,7 +88,7 @@ def main(argv=None):
         [model.model.norm, model.lm_head],
     ]
     # DiLoCo: over the ranks of this replica
-    usage = shard(
+    shard(
         model, units, mesh["dp_shard"],
         dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
     )
@@ -116,7 +117,7 @@ def main(argv=None):
         args, model, [optimizer, outer], sampler, dataset, device, mesh,
         held_out=open_held_out(args), tensors=tensors,
         after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
-        usage=usage,  # FSDP: all ranks must use the same units
+        usage=Usage(model),  # FSDP: all ranks must use the same units
     )
     sampler.start = run.resume()
 

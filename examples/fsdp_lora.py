@@ -37,6 +37,7 @@ from common.model import Transformer, add_model_options, model_config, wrap_laye
 from common.options import SettingError, at_least, option_parser, parse_options
 from common.run import Run
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.usage import Usage
 from fsdp import reduce_by_sum, shard
 
 
@@ -70,7 +71,7 @@ def main(argv=None):
         [model.model.embed_tokens], *([layer] for layer in layers),
         [model.model.norm, model.lm_head],
     ]
-    usage = shard(
+    shard(
         model, units, mesh, dtype=torch.bfloat16 if args.bfloat16 else None,  # FSDP: no autocast
     )
     reduce_by_sum(model)  # FSDP: each rank's loss is a part of the mean over all ranks
@@ -104,7 +105,7 @@ def main(argv=None):
         args, model, optimizer, sampler, dataset, device, mesh, held_out=open_held_out(args),
         tensors=adapters,  # LoRA: what a checkpoint holds
         after_evaluation=model.reset_iter_state,  # FSDP: the last unit would stay gathered
-        usage=usage,  # FSDP: all ranks must use the same units
+        usage=Usage(model),  # FSDP: all ranks must use the same units
     )
     sampler.start = run.resume()
 

@@ -26,6 +26,7 @@ from common.data import BatchSampler, add_text_options
 from common.experts import MixtureConfig, MixtureOfExperts
 from common.options import option_parser, parse_options
 from common.run import Run
+from common.usage import Usage
 
 CPU = torch.device("cpu")
 # A table has hundreds of trainers in one process: with groups of their own, threads of gloo would
@@ -214,8 +215,7 @@ def units_of(model, together):
 
 
 def fully_sharded(model, replicas=1, together=False, reshard=True, stage=2):
-    usage = fsdp.shard(model, units_of(model, together), flat(replicas),
-                       reshard_after_forward=reshard)
+    fsdp.shard(model, units_of(model, together), flat(replicas), reshard_after_forward=reshard)
     fsdp.reduce_by_sum(model)
 
     def backward(x, word, last):
@@ -226,7 +226,7 @@ def fully_sharded(model, replicas=1, together=False, reshard=True, stage=2):
         loss.backward()
         return loss.detach()
 
-    return Trainer(dict(model.named_parameters()), backward, usage=usage)
+    return Trainer(dict(model.named_parameters()), backward, usage=Usage(model))
 
 
 zero = functools.partial(fully_sharded, reshard=False)
@@ -315,11 +315,10 @@ def hybrid_in_stages(model, together=True):
 
     def prepare(part):
         parts = part.children() if together else [m for m in part.modules() if type(m) is Part]
-        usage = fsdp.shard(part, [[module] for module in parts], mesh["r", "s"],
-                           reshard_after_forward=False)  # for all micro-batches of a step
-        usage.stage, usage.stages = mesh.get_local_rank("pp"), 2
+        fsdp.shard(part, [[module] for module in parts], mesh["r", "s"],
+                   reshard_after_forward=False)  # for all micro-batches of a step
         fsdp.reduce_by_sum(part)
-        return usage
+        return Usage(part, mesh.get_local_rank("pp"), 2)
 
     trainer = pipeline(model, "1f1b", prepare, mesh.get_group("pp"), replicas=2)
 
