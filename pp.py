@@ -251,8 +251,7 @@ def check_stages(whole, parts, group):
         parts: the modules of this rank's stages, cut from copies of it.
         group: the process group of the pipeline. All of its ranks call this function.
 
-    Raises:
-        SettingError: it names the parameter and what to do, on all ranks.
+    Raises SettingError, which names the parameter and what to do, on all ranks.
     """
     names = [[*dict(part.named_parameters(remove_duplicate=False))] for part in parts]
     of_ranks = [None] * group.size()
@@ -360,11 +359,7 @@ def clip_over_stages(parameters, max_norm, group):
 
 
 def check(args, n):
-    """Refuse what the schedule cannot do on n ranks.
-
-    Raises:
-        SettingError: the message says what it can do.
-    """
+    """Raise SettingError, in words, if the schedule cannot do on n ranks what ``args`` say."""
     name, M, accum, v = args.schedule, args.microbatches, args.grad_accum, args.stages_per_rank
     own, pieces = 1 if name in ONE_STAGE else 2, accum * M
     refuse([

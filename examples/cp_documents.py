@@ -49,12 +49,11 @@ from common.model import (
     Transformer, add_model_options, compute_in_bfloat16, model_config, plain_attention,
     wrap_layers
 )
-from common.options import SettingError, at_least, option_parser, parse_options
+from common.options import at_least, option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
 from common.step import count_targets, decay_groups, seed_step, set_learning_rate
 from cp import (
-    RingAttention, check, in_sight, refuse_others, set_attention, shard_positions,
-    ulysses_attention
+    RingAttention, check, set_attention, shard_positions, sight_of, ulysses_attention
 )
 
 HIDDEN = -1e30  # added to a score, its weight is 0. -inf in all scores of a query would give NaN.
@@ -107,8 +106,7 @@ def main(argv=None):
     # CP: for gradients, ranks with other positions are as ranks with other samples: see ddp.py. A
     # group of its own: with NCCL, blocks of the ring would wait behind gradients in one queue.
     replica = DistributedDataParallel(
-        model, process_group=dist.new_group(), gradient_as_bucket_view=True
-    )
+        model, process_group=dist.new_group(), gradient_as_bucket_view=True)
     # CP: torch.compile would cut the graph of a layer at every 25 MB of gradients
     replica.forward = torch._dynamo.config.patch(optimize_ddp=False)(replica.forward)
 
@@ -183,30 +181,21 @@ def documents_of(tokens, separator, shards):
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
-    """Ring attention over a ProcessGroup, causal, within ``documents_of``. The positions of a
-    rank must be zig-zag chunks: see ``shard_positions``.
-
-    Raises:
-        SettingError: it is asked for full attention, a mask, dropout, or for anything else.
-    """
-    refuse_others("ring_attention", **others)
-    if not is_causal:
-        raise SettingError("ring_attention within documents is causal: give it is_causal=True")
-    sight = functools.partial(
-        same_document, group=group, documents=documents, heads=q.shape[1], dtype=q.dtype
-    )
+    """``ring_attention`` of cp.py within ``documents_of``. Raises SettingError: see ``sight_of``."""
+    inside = sight_of(q, group, is_causal, **others)
+    sight = functools.partial(same_document, inside, group.rank(), documents, q)
     return RingAttention.apply(q, k, v, group, sight, scale)
 
 
-def same_document(source, group, documents, heads, dtype):
-    """``in_sight``, and a bias (B, H, Q, S) that hides the keys of other documents."""
-    queries, keys, causal = in_sight(source, group, documents[source].shape[1], is_causal=True)
-    ours, theirs = documents[group.rank()][:, queries], documents[source][:, keys]
+def same_document(inside, rank, documents, q, source):
+    """``inside(source)``, and a bias (B, H, Q, S) that hides the keys of other documents."""
+    queries, keys, causal = inside(source)
+    ours, theirs = documents[rank][:, queries], documents[source][:, keys]
     visible = ours[:, None, :, None] == theirs[:, None, None, :]  # (B, 1, Q, S)
     *shape, S = visible.shape
-    bias = torch.full((*shape, S + -S % 8), HIDDEN, dtype=dtype, device=visible.device)
+    bias = torch.full((*shape, S + -S % 8), HIDDEN, dtype=q.dtype, device=q.device)
     bias = bias[..., :S].masked_fill_(visible, 0)  # its rows start at multiples of 16 bytes
-    return queries, keys, causal, bias.expand(-1, heads, -1, -1)
+    return queries, keys, causal, bias.expand(-1, q.shape[1], -1, -1)
 
 
 if __name__ == "__main__":
