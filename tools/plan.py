@@ -240,7 +240,7 @@ def cells(row):
     peak, held, by_axis = row["peak"], row["held"], collections.Counter()
     for part in row["collectives"]:
         by_axis[part["group"]] += part["bytes"]
-    sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items()]
+    sent = [f"{axis} {gb(size)}" for axis, size in by_axis.items() if size > 1e6]
     computes, sends = row["bounds"]
     return {
         "fits": "yes" if row["fits"] else "no", "GB": gb(peak["in all"]),
