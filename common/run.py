@@ -46,7 +46,7 @@ class Run:
         model: a module, or a list of them: the stages of a pipeline that this rank holds.
         optimizer: one, or a list of them.
         sampler: of the training data.
-        held_out: the data of --val-data, None: no evaluation.
+        held_out: the data of --val-data, or your own; None: no evaluation.
         tensors: what a checkpoint holds by name, the tensors themselves, whole or DTensors; None:
             the state dict of the model.
         loss_of: takes a held-out micro-batch, and returns the summed loss of the part of it that
@@ -66,7 +66,8 @@ class Run:
         add("--out", type=pathlib.Path, metavar="FOLDER", help="where to save; if it has a run, "
             "that run continues; machines must share it; None: save nothing")
         add("--from", type=pathlib.Path, metavar="CHECKPOINT", help="unless --out "
-            "has a checkpoint, begin from this one, of any run, step and optimizer included")
+            "has a checkpoint, begin from this one, step and optimizer included: of a run with the "
+            "same data, batches and seed, or imported")
         add("--async-save", action="store_true", help="write checkpoints while training goes on")
         for name, least, default, words in (
             ("--save-every", 0, 100, "steps between checkpoints; the last step has one; 0: none"),
@@ -93,6 +94,7 @@ class Run:
         self.lock = self.saving = None  # rank 0: the open lock file; a save that is not complete
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
         self.fixed, self.options = settings_of(args, dataset, self.optimizers)
+        self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
         of_held_out = {} if held_out is None else fingerprint(held_out, "--val-data")
         self.options.update(of_held_out)  # a resumed run may have another
         self.rank, self.ranks, self.group, self.saving_group = 0, 1, None, None
@@ -101,8 +103,7 @@ class Run:
             same_on_all_ranks(self.fixed | of_held_out, self.group)
         self.agreed = functools.partial(agreed, group=self.group, folder=args.out)
         self.watch_first_step()
-        self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
-        self.units = args.batch_size * getattr(args, "seq_len", 1)  # in a step
+        self.per_step = args.batch_size * getattr(args, "seq_len", 1)  # tokens, or samples
         self.unit = "tokens" if "seq_len" in args else "samples"
         self.say(*start_lines(args, self.models, device, mesh, size), sampler,
                  f"{len(dataset):,} samples")
@@ -185,7 +186,7 @@ class Run:
             self.named_states()  # refuses now what cannot be saved
         saves = args.out and args.save_every and (
             done % args.save_every == 0 or last or self.stopping)
-        evaluates = args.val_data and (done % args.val_every == 0 or last)
+        evaluates = self.order and (done % args.val_every == 0 or last)
         if done % args.log_every == 0 or step == self.sampler.start or last or saves or evaluates:
             self.log(done, loss, grad_norm, more)
         if saves:
@@ -198,7 +199,8 @@ class Run:
     def watch_first_step(self):
         own = {p for each in self.models for p in each.parameters()}
         for each in self.optimizers:  # of the model's parameters; not a wrapper of an optimizer
-            if isinstance(each, torch.optim.Optimizer) and each.param_groups[0]["params"][0] in own:
+            if isinstance(each, torch.optim.Optimizer) and not own.isdisjoint(
+                    p for group in each.param_groups for p in group["params"]):
                 each.register_step_pre_hook(self.look_at_gradients)
 
     def look_at_gradients(self, optimizer, *_):
@@ -230,10 +232,10 @@ class Run:
             dist.all_reduce(loss)
         loss, grad_norm = float(loss), float(grad_norm)  # waits for the GPU
         self.clock = done, time.perf_counter()
-        rate = (done - before) * self.units / (self.clock[1] - since)
+        rate = (done - before) * self.per_step / (self.clock[1] - since)
         lr = self.optimizers[0].param_groups[0]["lr"]
         record = {"step": done, "loss": loss, "grad_norm": grad_norm, "lr": lr,
-                  self.unit: done * self.units, f"{self.unit}_per_second": rate}
+                  self.unit: done * self.per_step, f"{self.unit}_per_second": rate}
         if self.device.type == "cuda":  # bytes, of this rank
             record["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
         for name, value in more.items():
@@ -429,7 +431,8 @@ def settings_of(args, dataset, optimizers):
     fixed = {name: options.get(name) for name in ("--seed", "--batch-size", "--seq-len")}
     if "config" in args:
         del options["--config"]
-        fixed.update((name, str(x)) for name, x in vars(args.config).items() if x)
+        fixed.update((name, str(x)) for name, x in vars(args.config).items()
+                     if x or name == "rope_scaling")
     fixed.update(fingerprint(dataset, "--data"))
     fixed["optimizer"] = ", ".join(type(each).__name__ for each in optimizers)
     return fixed, options
@@ -437,12 +440,12 @@ def settings_of(args, dataset, optimizers):
 
 def held_out_order(args, sampler, held_out):
     """The sampler of each evaluation: the first batches of a fixed permutation, shared out over
-    ranks as in training. None without --val-data."""
-    if not args.val_data:
-        return None
+    ranks as in training. None without held-out data."""
     if held_out is None:
-        raise SettingError("--val-data: this script gives Run no held-out data: open it there, as "
-                           "held_out=, or leave --val-data out")
+        if args.val_data:
+            raise SettingError("--val-data: this script gives Run no held-out data: open it there, "
+                               "as held_out=, or leave --val-data out")
+        return None
     order = copy.copy(sampler)
     order.size, order.seed, order.start = len(held_out), 0, 0
     order.stop = min(args.val_batches, len(held_out) // args.batch_size)

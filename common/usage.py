@@ -1,5 +1,5 @@
 """What a rank uses of a model that FSDP shards. Ranks that use other units, or other parameters of
-a unit, would exchange parameters and gradients of different ones without an error."""
+a unit, exchange parameters and gradients of different ones without an error, or wait for ever."""
 
 import functools
 
@@ -28,7 +28,7 @@ class Usage:
         # the order of the backward pass: that of gradients tells nothing of a unit without any.
         groups = dict.fromkeys(  # modules of one unit share it
             group for unit in units for group in fully_shard.state(unit)._fsdp_param_groups)
-        for i, group in enumerate(groups, 1):
+        for i, group in enumerate(groups, 2):  # in Python hash(-1) is hash(-2)
             for module in group.modules:
                 module.register_forward_pre_hook(functools.partial(self.note, i))
             group.post_backward = functools.partial(
@@ -36,7 +36,7 @@ class Usage:
         self.parameters = [p for group in groups for p in group.fsdp_params]
 
     def note(self, i, *_):
-        self.order = hash((self.order, i))
+        self.order = hash((self.order, i)) % 2**62
 
     def before_reduction(self, i, group, reduce, *args):
         self.note(i)
@@ -52,7 +52,7 @@ class Usage:
         """What this rank has used in the step that ends."""
         trained = {p for p in self.parameters if p.sharded_param.requires_grad}
         orders = [-(2**62)] * (2 * self.stages)
-        orders[2 * self.stage : 2 * self.stage + 2] = self.order // 2, -(self.order // 2)
+        orders[2 * self.stage : 2 * self.stage + 2] = self.order, -self.order
         left_out = not trained <= self.used
         self.order = 0
         self.used.clear()

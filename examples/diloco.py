@@ -23,8 +23,8 @@ data.
 
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
 of parameters it sends (2P/s)(R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
-in each step. In each step ``Run`` also all-reduces 16 bytes over all ranks: whether a signal has
-asked one to stop. Sent within a replica: what fsdp.py sends, with s in place of n. Overlap: as in
+in each step. In each step ``Run`` also all-reduces 40 bytes over all ranks: whether a signal has
+asked one to stop, and what it has used of the model. Sent within a replica: what fsdp.py sends, with s in place of n. Overlap: as in
 fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each rank holds its shards of the
 common weights and of their momentum, 2P/s, and in a meeting P/s more.
 
@@ -132,7 +132,7 @@ def main(argv=None):
             micro_loss.backward()
             loss += micro_loss.detach() / R  # DiLoCo: the mean of the replicas' means is logged
 
-        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        # FSDP: the norm, of all ranks' shards, is a DTensor; full_tensor() makes a tensor of it.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()

@@ -98,7 +98,7 @@ def main(argv=None):
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        # FSDP: the norm is a DTensor; full_tensor() combines the norms of the ranks' shards.
+        # FSDP: the norm, of all ranks' shards, is a DTensor; full_tensor() makes a tensor of it.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         for each in optimizer:
             each.step()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp
 from common.options import SettingError
 from common.step import seed_step
+from common.usage import Usage
 from tests.support.compare import furthest
 from tests.support.lifted import whole
 from tests.support.on_ranks import on_ranks
@@ -119,7 +120,9 @@ def test_a_parameter_without_gradient_in_the_first_step(tmp_path, capsys):
     model = network()
     model[0].requires_grad_(False)  # frozen
 
-    run, none = run_of(tmp_path, model), run_of(tmp_path / "none", network())
+    groups = [{"params": []}, {"params": [*model.parameters()]}]  # as of decay_groups
+    run = run_of(tmp_path, model, torch.optim.SGD(groups, 0.1))
+    none = run_of(tmp_path / "none", network())
 
     def change(step):
         model[2](torch.ones(6)).sum().backward()
@@ -236,6 +239,9 @@ def test_a_full_disk_is_called_that(tmp_path):
     with (mock.patch("common.run.start_save", side_effect=said),
           pytest.raises(SettingError, match=f"in {tmp_path}: no space left on device")):
         train_steps(run_of(tmp_path, network()), 1)
+    with (mock.patch("common.run.start_save", side_effect=TimeoutError()),  # it has no words
+          pytest.raises(SettingError, match="cannot read or write in .*: TimeoutError:")):
+        train_steps(run_of(tmp_path / "new", network()), 1)
 
 
 def draws(*numbers):
@@ -260,6 +266,7 @@ def test_hooks_on_gradients_are_refused(mesh):
             if early:
                 model[1].weight.register_hook(lambda gradient: gradient / 2)
             fsdp.shard(model, [[model[0]]], mesh)
+            Usage(model)  # sees those that come later
             model[1].weight.register_hook(lambda gradient: gradient / 2)
             model(torch.ones(2, 3)).sum().backward()
 

@@ -81,10 +81,9 @@ def test_an_average_of_sharded_weights(folder, mesh):
 
 @on_ranks(2)
 def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
-    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. Of
-    buffers only BatchNorm's may differ: those of one rank are saved."""
+    """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. A
+    buffer that differs: DCP would save some ranks' running_mean, and others' running_var."""
     model, other = small(), torch.tensor([[1.0], [1.0 + rank]]).T
-    model.norm.running_mean.fill_(rank)
     for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
         state = model.state_dict(keep_vars=True) | {name: tensor}
         optimizer = torch.optim.SGD([x for x in state.values() if x.requires_grad])
@@ -93,9 +92,8 @@ def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
             train(run_of(folder, model, optimizer, tensors=state), 1)
         assert steps(folder) == []
     train(run_of(folder, model), 1)
-    assert tensors(folder, 1)["model.norm.running_mean"].tolist() in ([0.0] * 4, [1.0] * 4)
-    model.codes = nn.Buffer(other)
-    with pytest.raises(SettingError, match="model.codes has other values.*all_reduce"):
+    model.norm.running_var.fill_(1 + rank)
+    with pytest.raises(SettingError, match="norm.running_var has other values.*broadcast"):
         train(run_of(folder / "own", model), 1)
 
 

@@ -74,7 +74,7 @@ launch(main)
 @pytest.mark.parametrize("end, status", table("""
 * 1 / 0 | 1
 pass | 0
-raise SystemExit(1) | 1
+raise SystemExit(3) | 3
 """))
 def test_what_is_registered_for_the_end_runs(tmp_path, end, status):
     """Also after an error: logging's handlers are flushed, as those of coverage and others."""

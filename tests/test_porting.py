@@ -313,6 +313,18 @@ def compare(where):
                     train(make, strategy, steps.split(", "))
 
 
+class PartsFirst(Parts):
+    """Its first units are a and b, but they are not called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("first", self._modules.pop("first"))
+
+    def forward(self, x, use):
+        x = self.choice(x + self.first(x), use)
+        return x + self.out(x)
+
+
 @on_ranks(2)
 def test_a_sample_of_the_table():
     compare("sample")
@@ -321,6 +333,10 @@ def test_a_sample_of_the_table():
         train(Parts, zero, ("cc", "AB"))
     with pytest.raises(SettingError, match="in step 2 a rank left out parameters"):
         train(Parts, functools.partial(zero, together=True), ("cc", "ab AB"))
+    # All parts are used, in another order: of units 1 and 2 too.
+    for make in Parts, PartsFirst:
+        with pytest.raises(SettingError, match=f"in step 2 {OTHER_UNITS}"):
+            train(make, zero, ("cc", "AB BA"))
 
 
 @on_ranks(2, thorough=True)
@@ -349,7 +365,7 @@ allgather_attention | window_size | 7
 """))
 def test_what_an_attention_does_not_compute_is_refused(name, keyword, value):
     q, more = torch.zeros(1, 2, 4, 8), {keyword: eval(str(value))}
-    words = f"{name} computes causal or full .*{keyword}.* ulysses_attention"
+    words = f"ring and all-gather attention take is_causal .*{keyword}.* ulysses_attention"
     with pytest.raises(SettingError, match=words):
         getattr(cp, name)(q, q, q, group=None, is_causal=True, **more)
 

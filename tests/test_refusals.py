@@ -3,6 +3,7 @@ what is allowed and what to change, before training."""
 
 import argparse
 import importlib
+import json
 import os
 import shlex
 import socket
@@ -10,6 +11,7 @@ import socket
 import pytest
 import torch
 
+from common.model import LLAMA_3_1
 from common.options import SettingError
 from tests.support.processes import BARE, ROOT, SMALL, TOOLS
 from tests.support.sample import table
@@ -94,6 +96,7 @@ single 0 --model zero.json | num_hidden_layers is 0
 single 0 --model list.json | --model list.json ... it is one of tiny
 single 0 --model rope.json | rope_scaling ... 'yarn' ... not like that of Llama 3.1
 single 0 --model half.json | rope_scaling ... not like that of Llama 3.1
+single 0 --model five.json | rope_scaling is 5: it must be dict
 single 0 --model binary.json | --model binary.json: Expecting value
 single 0 --model {LONG} | name too long
 single 0 --device cuda | --device cuda: torch finds no GPU here; use cpu
@@ -116,6 +119,7 @@ single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16
+single 0 {AGAIN} --model scaled.json | rope_scaling is None in done/ ... llama3
 single 2 | started as 2
 zero 2 --stage 0 | --stage: invalid choice: 0 (choose from 1, 2)
 fsdp 3 --replicate 2 | --replicate 2 does not divide the world size 3: use a divisor
@@ -194,6 +198,8 @@ FILES = {
     "null.json": '{"vocab_size": null}', "zero.json": '{"num_hidden_layers": 0}',
     "list.json": "[1, 2]", "rope.json": '{"rope_scaling": {"rope_type": "yarn"}}',
     "true.json": '{"num_hidden_layers": true}', "infinite.json": '{"rope_theta": Infinity}',
+    "five.json": '{"rope_scaling": 5}', "scaled.json": json.dumps(
+        {"num_key_value_heads": 4, "rope_scaling": LLAMA_3_1}),
     "half.json": '{"rope_scaling": {"rope_type": "llama3", "factor": 8}}',
     "binary.json": "\0\1", "bad.json": "no JSON",
     "unknown.json": '{"hidden_size": 32, "bias": true}',
@@ -256,6 +262,7 @@ def test_options(folder, monkeypatch):
 RANK= WORLD_SIZE= SLURM_STEP_NUM_TASKS=2 | | SLURM_STEP_NUM_TASKS is 2 but RANK is not set: each
   process would train alone; start the script by torchrun
 RANK= WORLD_SIZE= OMPI_COMM_WORLD_SIZE=2 | | OMPI_COMM_WORLD_SIZE is 2 but RANK is not set
+RANK= WORLD_SIZE=2 | | WORLD_SIZE is 2 but RANK is not set: each process would train alone
 * RANK= WORLD_SIZE= PMI_SIZE=2 | | PMI_SIZE is 2 but RANK is not set: each process would train alone
 RANK=abc | | RANK is 'abc', and must be a whole number
 * WORLD_SIZE=abc | | WORLD_SIZE is 'abc', and must be a whole number

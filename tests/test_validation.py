@@ -55,10 +55,17 @@ def test_what_it_evaluates(tmp_path):
     for held_out, options, words in (
         (samples(31), {"loss_of": lambda batch: (0, 0)}, "no held-out sample has a target"),
         (samples(7), {}, "less than one batch of --batch-size 8: give more data"),
+        ([], {}, "--val-data has 0 samples, less than one batch"),
         (None, {}, "--val-data: this script gives Run no held-out data"),
     ):
         with pytest.raises(SettingError, match=words):
             evaluating(tmp_path, held_out, **options)[0].validation_loss()
+
+
+def test_own_data_needs_no_option(tmp_path):
+    run = run_of(tmp_path, Model(), options="--batch-size 8 --steps 1", held_out=samples(8))
+    train(run, 1)
+    assert "val_loss" in run.history[-1]
 
 
 def test_when_it_is_due(tmp_path):
