@@ -17,7 +17,7 @@ from parity.compare import Verdict
 from tests.support.commands import finish, left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, table, thorough
+from tests.support.sample import rows, sampled, thorough
 from tests.test_porting import pairs_in, port
 from tests.test_refusals import Started, started
 from tools import check as tool
@@ -103,13 +103,13 @@ def test_what_it_says(check, tmp_path, command, words, kinds, body):
     assert not differs or words != "EQUAL", said
 
 
-@pytest.mark.parametrize("verdicts, status", table("""
+@rows("verdicts, status", """
 EQUAL REFUSED EQUAL | None
 EQUAL DIFFERENT EQUAL | 1
 EQUAL EQUAL FAILED | 1
 EQUAL NOTHING EQUAL | 1
 REFUSED REFUSED REFUSED | 1
-"""))
+""")
 def test_its_status(monkeypatch, verdicts, status):
     found = [Verdict(kind, "") for kind in verdicts.split()]
     monkeypatch.setattr(tool, "on_end", lambda _: None)  # of the process of the tests

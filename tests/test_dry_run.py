@@ -10,7 +10,7 @@ import torch
 
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
-from tests.support.sample import needs, sampled, table, thorough
+from tests.support.sample import needs, rows, sampled, table, thorough
 from tools import dry_run as tool
 from tools.counting.stand_ins import pipeline
 
@@ -66,13 +66,13 @@ SMALL = "--num-hidden-layers 2 --batch-size 1 --seq-len 64"
 # more. A rank of a ring, whose attention is not always causal, has half of them. Recomputing layers
 # is one more forward pass of each, without its last product, whose result nobody needs; selective
 # checkpointing repeats no product and no attention.
-@pytest.mark.parametrize("command, world, operations", table("""
+@rows("command, world, operations", """
 single.py | 1 | 161480704
 single.py --activation-checkpointing selective | 1 | 161480704
 single.py --activation-checkpointing | 1 | 199229440
 cp.py | 2 | 80740352
 ep.py --num-experts 3 --expert-size 64 --dtype bfloat16 | 1 | 95715328
-"""))
+""")
 def test_floating_point_operations(count, command, world, operations):
     assert count(f"{command} {SMALL}", world)["operations"] == operations
 
@@ -169,12 +169,12 @@ def test_more_ranks_than_rows(count):
 
 # Of an all-to-all of 8 ranks 4 / 7; a ring crosses machines at 2 of 8 edges; rank 0 sends to rank
 # 1. With all axes it counts at all: what a stage gets must have the shape and the type it expects.
-@pytest.mark.parametrize("command, n, nproc_per_node, shares", table("""
+@rows("command, n, nproc_per_node, shares", """
 cp.py --attention ulysses | 8 | 4 | {"all-to-all": 0.571428571, "all-reduce": 0.25}
 pp.py | 4 | 2 | {"send": 0}
 hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel --dtype bfloat16
   | 16 | 8 | {"send": 1}
-"""))
+""")
 def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)
     found = {part["collective"]: part["between_machines"] / part["bytes"]
@@ -211,11 +211,11 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 
-@pytest.mark.parametrize("offers, words", table("""
+@rows("offers, words", """
 | return loss.item()
 WITHOUT_VALUES = {'shown': lambda loss: None} | floating-point operations
 WITHOUT_VALUES = {'show': lambda loss: None} | names show, which is not in
-"""))
+""")
 def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
     """It is refused, or names a function, and what is called instead."""
     loop = "            micro_loss.backward()\n"

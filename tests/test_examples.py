@@ -15,7 +15,7 @@ import torch
 
 from tests.support.compare import furthest, saved
 from tests.support.processes import BARE, ROOT, edited
-from tests.support.sample import needs, sampled, table, thorough
+from tests.support.sample import needs, rows, sampled, thorough
 from tests.test_checkpoint import hash_again
 from tests.test_porting import port
 from tools.huggingface import export
@@ -94,7 +94,7 @@ def example(start):
 # by the formulas of its docstring, or of cp.py's, in commit 3e519c2. On top are AdamW's counts of
 # steps; for clipping, a number for each tensor that is trained. In the last row a rank of
 # fsdp_muon.py has no matrix, and some have no rows of one.
-@pytest.mark.parametrize("name, world, model, more, states, sent", table("""
+@rows("name, world, model, more, states, sent", """
 * cp_documents | 2 | | | | 689408
 * ddp_convnet | 3 | --grad-accum 6 | --grad-accum 2 | |
 * fsdp_lora | 2 | | | 28784 | 449000
@@ -107,7 +107,7 @@ cp_documents | 4 | | --activation-checkpointing selective | |
 fsdp_lora | 4 | | --activation-checkpointing | 14448 | 673500
 fsdp_muon | 4 | --num-hidden-layers 4 | | 124076 | 1620192
 fsdp_muon | 8 | --num-hidden-layers 1 --num-key-value-heads 1 | --grad-accum 1 | |
-"""))
+""")
 def test_follows_one_process(example, name, world, model, more, states, sent):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from common.options import SettingError
 from tests.support.processes import ROOT, edited
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import refused
 from tools.flatten import flatten
 
 OPTIONS = ("--steps 3 --seq-len 32 --batch-size 8 --num-hidden-layers 2 --hidden-size 32 "
@@ -24,7 +24,7 @@ def write(folder, script, with_run):
     return str(folder / script)
 
 
-@pytest.mark.parametrize("command, world", table("""
+@rows("command, world", """
 * fsdp.py | 2
 single.py | 0
 ddp.py | 2
@@ -35,7 +35,7 @@ pp.py | 2
 ep.py --num-experts 4 | 2
 hybrid_3d.py --tp 2 | 2
 hybrid_3d.py --pp 2 --num-experts 4 | 2
-"""))
+""")
 def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
     script, *own = command.split()
     bare, full = (write(tmp_path, script, with_run) for with_run in (False, True))
@@ -90,5 +90,5 @@ def test_refuses_a_clash(tmp_path):
     own = "same_on_all_ranks"
     edited(tmp_path, "ddp.py", ("def main(", f"def {own}():\n    pass\n\n\ndef main("),
            ("    args.config", f"    {own}()\n    args.config"))
-    with pytest.raises(SettingError, match=f"{own} means two things: in ddp.py, launch.py"):
+    with refused(f"{own} means two things: in ddp.py, launch.py"):
         flatten(tmp_path / "ddp.py")

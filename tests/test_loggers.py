@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.processes import ROOT, SMALL, edited
-from tests.support.sample import table
+from tests.support.sample import rows
 from tests.test_docs import PAGES, blocks, section
 
 STAND_INS = """
@@ -71,11 +69,11 @@ launch(main)
 """
 
 
-@pytest.mark.parametrize("end, status", table("""
+@rows("end, status", """
 * 1 / 0 | 1
 pass | 0
 raise SystemExit(1) | 1
-"""))
+""")
 def test_what_is_registered_for_the_end_runs(tmp_path, end, status):
     """Also after an error: logging's handlers are flushed, as those of coverage and others."""
     (tmp_path / "mine.py").write_text(AT_EXIT.format(end))

@@ -15,7 +15,7 @@ from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
 )
 from common.step import decay_groups
-from tests.support.sample import table
+from tests.support.sample import rows
 from tools.counting.counter import StepCounter
 
 CONFIG = ModelConfig(
@@ -149,13 +149,13 @@ def test_bytes_per_logit(monkeypatch, dtype):
         assert least < counter.totals()["peak"]["activations"] / 2**21 < most
 
 
-@pytest.mark.parametrize("preset, billions, scaling", table("""
+@rows("preset, billions, scaling", """
 llama3-1b | 1.5 | None
 llama3-8b | 8.0 | None
 llama3-70b | 70.6 | None
 llama3-405b | 405.9 | {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0,
   'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
-"""))
+""")
 def test_large_presets_have_their_size(preset, billions, scaling):
     config = PRESETS[preset]
     with torch.device("meta"):

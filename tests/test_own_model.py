@@ -23,11 +23,11 @@ import tp
 from common.data import load_steps
 from common.materialise import materialise
 from common.model import ModelConfig, Transformer
-from common.options import SettingError
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.lifted import Parts, Stage, split
 from tests.support.on_ranks import on_ranks
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import refused
 from tests.test_porting import OPTIONS
 
 
@@ -43,11 +43,11 @@ def test_initial_values_of_other_layers():
     assert layer.input_layernorm.weight.eq(1).all() and layer.mlp.up_proj.weight.std() > 0.01
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.model.norm.gate = nn.Parameter(torch.empty(3))
-    with pytest.raises(SettingError, match="does not know model.norm.gate of a RMSNorm"):
+    with refused("does not know model.norm.gate of a RMSNorm"):
         materialise(model, "cpu", 0)
     del model.model.norm.gate
     model.model.register_buffer("inv_freq", torch.empty(4), persistent=False)
-    with pytest.raises(SettingError, match="does not know model.inv_freq of a ModuleDict"):
+    with refused("does not know model.inv_freq of a ModuleDict"):
         materialise(model, "cpu", 0)
 
 
@@ -117,7 +117,7 @@ def test_what_reaches_a_step():
 
 # Of two groups of one optimizer, and of another one, after the first step and this one: their rates
 # times the schedule, 3 steps of warm-up, then a cosine. With --lr 0 there is no schedule.
-@pytest.mark.parametrize("step, lr, min_lr, rates", table("""
+@rows("step, lr, min_lr, rates", """
 0 | 1e-3 | 0.0 | 0.00666666667 0.0001 0.000333333333
 2 | 1e-3 | 0.0 | 0.02 0.0003 0.001
 3 | 1e-3 | 0.0 | 0.02 0.0003 0.001
@@ -125,7 +125,7 @@ def test_what_reaches_a_step():
 8 | 1e-3 | 0.0 | 0.00133974596 2.00961894e-05 6.69872981e-05
 8 | 1e-3 | 5e-4 | 0.010669873 0.000160048095 0.000533493649
 8 | 0.0 | 0.0 | 0.02 0.0003 0
-"""))
+""")
 def test_each_parameter_group_keeps_its_own_rate(step, lr, min_lr, rates):
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     groups = [{"params": [first], "lr": 0.02}, {"params": [second], "lr": 3e-4}]
@@ -172,11 +172,11 @@ def test_a_plan_reaches_all_of_the_model(mesh, rank):
         ({"o*up": None}, r"the plan names o\*up, but the model has"),  # * matches no dot
     ):
         plan = {"first.*": tp.Replicated(), "out.*": tp.Replicated(), **more}
-        with pytest.raises(SettingError, match=words):
+        with refused(words):
             tp.parallelize(Parts(), mesh, plan)
     model = Parts()
     model.out.up.weight = model.first.norm.weight
-    with pytest.raises(SettingError, match="first.norm.weight and out.up.weight are tied: .* both"):
+    with refused("first.norm.weight and out.up.weight are tied: .* both"):
         split(model, mesh)
     model = Parts()
     model.out.up.weight = model.first.up.weight
@@ -224,7 +224,7 @@ def test_inputs_that_a_style_would_drop_are_refused(mesh):
     for style in ColwiseParallel, RowwiseParallel, SequenceParallel:
         model = nn.Sequential(Scaled(4, 4))
         tp.parallelize(model, mesh, {"0": style()})
-        with pytest.raises(SettingError, match="Scaled was called with 2 inputs by position"):
+        with refused("Scaled was called with 2 inputs by position"):
             model[0](torch.ones(6, 4), 3.0)
 
 
@@ -245,7 +245,7 @@ def test_an_output_that_is_still_on_its_way(mesh):
 def test_a_weight_that_two_units_share_is_refused(mesh):
     model = Parts()
     model.out.up.weight = model.first.up.weight
-    with pytest.raises(SettingError, match="share first.up.weight: put"):
+    with refused("share first.up.weight: put"):
         fsdp.shard(model, [[model.first], [model.choice]], mesh)  # one, and the rest
     fsdp.shard(model, [[model.first, model.out], [model.choice]], mesh)
     assert model.out.up.weight is model.first.up.weight

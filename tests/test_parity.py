@@ -697,7 +697,7 @@ DIFFERENT: step 1: gradients: | lr=0.55
 """
 
 
-def rows(text):
+def judged(text):
     """A line that begins with # is a comment."""
     found = [row.values for row in table(re.sub("(?m)^# .*\n", "", text))]
     return pytest.mark.parametrize("row", found, ids=operator.itemgetter(0))
@@ -750,17 +750,17 @@ def judge(folder, reworded, row, prefix="", of_all={}, nudges=()):
     assert loud.words != verdict.words and str(loud).lower() == str(verdict).lower()
 
 
-@rows(FAULTS)
+@judged(FAULTS)
 def test_what_it_says_of_a_fault(tmp_path, reworded, row):
     judge(tmp_path, reworded, row, "DIFFERENT: ")
 
 
-@rows(SOUND)
+@judged(SOUND)
 def test_what_it_says_of_sound_runs(tmp_path, reworded, row):
     judge(tmp_path, reworded, row)
 
 
-@rows(NOISY)
+@judged(NOISY)
 def test_what_it_says_beside_noise(tmp_path, reworded, row):
     judge(tmp_path, reworded, row, of_all=IN_BFLOAT16, nudges=(1, 2))
 
@@ -828,7 +828,7 @@ def test_noise_that_is_none(monkeypatch, tmp_path, capsys):
 FIRST = f"{recording.HEAD}{recording.FORMAT}}}\n"
 
 
-@pytest.mark.parametrize("name, text, expected", table("""
+@rows("name, text, expected", """
 no-such-file | | No such file
 ./one | | are the same file
 cut | FIRST{"st | line 2 is cut
@@ -838,7 +838,7 @@ notes.md | # Notes | record it again
 older | OLDER | record it again
 crashed | FIRST | did the run crash before its first record
 /dev/zero | | record it again
-"""))
+""")
 def test_files_that_cannot_be_compared(tmp_path, capsys, name, text, expected):
     train(tmp_path / "one")
     text = text.replace("OLDER", FIRST.replace(str(recording.FORMAT), "0")).replace("FIRST", FIRST)

@@ -12,7 +12,8 @@ import torch
 
 from common.options import SettingError
 from tests.support.processes import BARE, ROOT, SMALL, TOOLS
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import in_order
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
@@ -177,15 +178,6 @@ ep 1 --expert-size 8 | expert_size 8 ... give num_experts
 """
 
 
-def in_order(words, line):
-    """Whether ``line`` has what stands between the " ... " in ``words``, in this order."""
-    for part in words.split(" ... "):
-        _, found, line = line.partition(part)
-        if not found:
-            return False
-    return True
-
-
 FILES = {
     "file": "text " * 2000, "big.bin": "\0\1" * 5000,
     "0/letters": "a" + "x" * 9999, "1/letters": "b" + "x" * 9999,  # the same name for other data
@@ -252,7 +244,7 @@ def test_options(folder, monkeypatch):
 
 
 # Variables of the one process that starts, "NAME=": it is unset; options; what its line says
-@pytest.mark.parametrize("variables, options, words", table("""
+@rows("variables, options, words", """
 RANK= WORLD_SIZE= SLURM_STEP_NUM_TASKS=2 | | SLURM_STEP_NUM_TASKS is 2 but RANK is not set: each
   process would train alone; start the script by torchrun
 RANK= WORLD_SIZE= OMPI_COMM_WORLD_SIZE=2 | | OMPI_COMM_WORLD_SIZE is 2 but RANK is not set
@@ -266,7 +258,7 @@ WORLD_SIZE=2 RANK=1 | | rank 1 cannot connect ... --timeout
 MASTER_PORT={taken} | | address already in use ... MASTER_PORT {taken} free there
 | --backend nccl | cannot connect to others by nccl (
 | --backend mpi | cannot connect to others by mpi (
-"""))
+""")
 def test_ranks_that_cannot_connect(server, folder, variables, options, words):
     with socket.create_server(("127.0.0.1", 0)) as server_of_another:
         taken = str(server_of_another.getsockname()[1])
@@ -280,8 +272,11 @@ def test_ranks_that_cannot_connect(server, folder, variables, options, words):
 
 
 # A command and its ranks; how many of these say it; code that runs before on each rank; the words
-@pytest.mark.parametrize("command, world, most, code, words", table(f"""
+@rows("command, world, most, code, words", f"""
 ddp.py --steps 0 | 2 | 1 | | --steps: 0 is not allowed: it must be at least 1
+hybrid_3d.py --cp 5 | 2 | 1
+  | os.environ.update(DP_SIZE='1', CP_SIZE='2', TP_SIZE='3', PP_SIZE='4')
+  | (2) must equal dp (1) x tp (3) x cp (5) x pp (4) = 60
 fsdp.py --replicate 3 | 2 | 1 | | --replicate 3 does not divide the world size 2: use a
 ddp.py --batch-size 7 | 2 | 2 | | --batch-size 7 cannot be ... a multiple of 2, such as 8
 ddp.py --data big.bin | 2 | 2 | | holds token 256
@@ -321,7 +316,7 @@ ddp.py | 2 | 2 | torch.__version__ = str(rank) | torch is 0 on rank 0, 1 on rank
 ddp.py --data ../file --val-data letters | 2 | 2 | os.chdir(str(rank)) | hash of --val-data is
 ddp.py --data ../file --val-data . | 2 | 2 | os.chdir(str(rank)) | samples in --val-data is
 ddp.py {AGAIN} --out ../done --data letters | 2 | 2 | os.chdir(str(rank)) | hash of --data is
-"""))
+""")
 def test_a_command(server, folder, command, world, most, code, words):
     """A row of a data worker keeps its traceback out of it. One rank alone that has an error, and
     is not rank 0, waits for that one before it says it."""

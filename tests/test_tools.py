@@ -10,7 +10,7 @@ import pytest
 
 from common.data import TokenDataset
 from tests.support.processes import SMALL, TOOLS
-from tests.support.sample import needs, table
+from tests.support.sample import needs, rows
 from tools import command, flatten, prepare
 
 
@@ -117,7 +117,7 @@ def the_line(main, words):
     return line
 
 
-@pytest.mark.parametrize("text, words, said", table(r"""
+@rows("text, words, said", r"""
 b'{"text": "good"}\n\n{' | | bad.jsonl, line 3 is not
 b'{"text": "good"}\n[1]' | | bad.jsonl, line 2 is not
 b'{"text": "good"}\n{"body": "x"}' | | bad.jsonl, line 2 is not
@@ -135,7 +135,7 @@ b'{"text": "x"}' | --eod <eos> | --eod <eos>: the tokenizer has no such
 b'{"text": "x"}' | --out {} | bad.jsonl exists
 b'{"text": "x"}' | --bos <s> | --bos <s>: the tokenizer has no such
 None | | No such file
-"""))
+""")
 def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     """Each ends with one line that names the value, and leaves nothing."""
     bad = tmp_path / "bad.jsonl"
@@ -148,7 +148,7 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     assert len(line) < 200 + len(str(bad))
 
 
-@pytest.mark.parametrize("tool, words, said", table("""
+@rows("tool, words, said", """
 flatten | no.py | flatten.py: error: no.py is no script
 flatten | folder | folder is no script
 flatten | list.json | list.json is no script
@@ -168,7 +168,7 @@ export | folder out | folder is neither a checkpoint nor a run folder
 export | run out | run is no checkpoint
 import_hf | folder out | No such file or directory: 'folder/config.json'
 import_hf | list.json out | list.json is no JSON file with an object
-"""))
+""")
 def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
     """It names the path."""
     monkeypatch.chdir(tmp_path)
@@ -195,13 +195,13 @@ def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys
 # The benchmark
 
 
-@pytest.mark.parametrize("script, words, said", table("""
+@rows("script, words, said", """
 * fsdp.py | --steps 7 --trace {}/trace.json | seconds per step
 single.py | --steps 7 | seconds per step
 ddp.py | --steps 5 | ddp.py: error: 5 steps: the first 5 are a warm-up; raise --steps
 ddp.py | --steps 7 --trace no/trace.json | error: --trace no/trace.json cannot be
 no.py | | no.py is no script
-"""))
+""")
 def test_what_a_benchmark_says(run, tmp_path, script, words, said):
     """Of a script of one process, or of two; a trace of its steps after the warm-up."""
     world = 0 if script == "single.py" else 2

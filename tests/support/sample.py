@@ -33,6 +33,11 @@ def table(text):
     return rows
 
 
+def rows(names, text):
+    """A decorator: a test runs with each row of ``table(text)``, whose cells are ``names``."""
+    return pytest.mark.parametrize(names, table(text))
+
+
 def needs(*packages):
     """Skip a test unless these optional packages are installed, those of tests/requirements.txt.
     Returns the last one."""
