@@ -6,7 +6,6 @@ import operator
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import types
 
@@ -15,6 +14,7 @@ import pytest
 from common.experts import MixtureConfig
 from common.model import PRESETS, add_model_options, model_config
 from common.options import SettingError, option_parser, parse_options
+from tests.support.commands import finish, start
 from tests.support.sample import rows, table, thorough
 from tests.support.words import in_order, refused
 from tools import command, plan
@@ -125,50 +125,16 @@ def test_what_is_extended_equals_what_is_counted(
     assert (0.85 if pp > 1 else 0.5) < least < 1
 
 
-def counts(*peaks):
-    """Of 6 and of 8 layers, whose moment i has the peak peaks(i, layers)."""
-    return [{"moments": [(f"0.layers.{i} forward", {"in all": peak(i, n)})
-                         for peak in peaks for i in range(n)],
-             "held": {"parameters": 4 * n}, "operations": n, "collectives": []} for n in (6, 8)]
-
-
-def test_a_later_moment_becomes_the_peak():
-    few, some = counts(lambda i, n: 100 + n,
-                       lambda i, n: 3 * n + i)
-
-    def extend(few, some):
-        return extended.extend(few, some, extended.by_layer, (6, 8), 40)
-
-    found = extend(few, some)
-    assert found["peak"] == {"in all": 120 + 39} and found["held"] == {"parameters": 160}
-    assert extend(*counts(lambda i, n: i * i)) is None  # the moments between are on no line
-    some["moments"].append(("another", {"in all": 1}))  # there is none with fewer layers
-    assert extend(few, some) is None
-
-
-def test_nothing_is_counted_that_cannot_fit(monkeypatch):
-    monkeypatch.setattr(plan, "evaluate", None)
-    args = options(device_memory=300)
-    args.config = PRESETS["llama3-70b"]
-    for command, least in (("ddp.py", "1,129"), ("cp.py --attention ring", "1,129")):
-        with refused(f"more than {least} GB, by a formula"):
-            plan.search(Strategy(command, 8), [], args)
-
-
 @thorough
 def test_a_plan_that_is_stopped_ends():
     """At once: what is being counted is not waited for. Rows were printed as they were counted."""
     words = "--model tiny --devices 8 --device-memory 99 --seq-len 128"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.plan", *words.split()],  # many rows are left to count
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=command.ROOT)
-    lines = iter(process.stderr.readline, "")
-    next(line for line in lines if "GB: " in line)
+    process = start([sys.executable, "-m", "tools.plan", *words.split()], command.ROOT)
+    next(line for line in process.stdout if "GB: " in line)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 1 and "plan.py: error: stopped" in error
-    assert "Traceback" not in error
+    output = finish(process)
+    assert process.returncode == 1 and "plan.py: error: stopped" in output
+    assert "Traceback" not in output
 
 
 # In order, what is given first of equal ones: GB at the peak, 10^12 operations, GB sent, of these
@@ -276,6 +242,8 @@ def asked(monkeypatch):
   --seq-len 128 --dtype float32 --batch-size 16 (end)
 --device-memory 1 --only 'zero.py --stage 2' | run.sh zero.py --stage 2 --model
 --device-memory 0.0103 --only ddp.py | by a formula nothing fits into 0.0103 GB of 2 devices
+--device-memory 300 --only ddp.py --model llama3-70b
+  | --network 50 left out: ... left out: ddp.py: more than 1,129 GB, by a formula nothing fits
 --device-memory 1 --devices 3 --only ddp.py
   | left out: ddp.py: 3 ranks ... nothing fits into 1 GB of 3 devices
 """)

@@ -274,6 +274,7 @@ def test_ranks_that_cannot_connect(server, folder, variables, options, words):
 # A command and its ranks; how many of these say it; code that runs before on each rank; the words
 @rows("command, world, most, code, words", f"""
 ddp.py --steps 0 | 2 | 1 | | --steps: 0 is not allowed: it must be at least 1
+ddp.py --lr fast | 2 | 1 | time.sleep(2 * (rank == 0)) | --lr ... 'fast'
 hybrid_3d.py --cp 5 | 2 | 1
   | os.environ.update(DP_SIZE='1', CP_SIZE='2', TP_SIZE='3', PP_SIZE='4')
   | (2) must equal dp (1) x tp (3) x cp (5) x pp (4) = 60

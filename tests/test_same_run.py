@@ -11,9 +11,8 @@ import re
 import pytest
 import torch
 
-from common.checkpoint import list_checkpoints
 from common.model import PRESETS, ModelConfig, Transformer
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read, saved
+from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.processes import ROOT
 from tests.support.sample import rows, thorough
 from tests.support.table import EXACT, OPTIONS, ROWS, Row
@@ -192,22 +191,6 @@ def test_resumes_what_others_saved(once, number, command, world):
     for number, row in enumerate(chosen):
         found = reader.again(number).curve()
         assert furthest(found, EXACT[0].run(once).curve()[2:]) < 1e-10, row
-
-
-@rows("command, world", """
-single.py | 0
-ddp.py | 2
-* fsdp.py | 2
-zero.py | 2
-""")
-def test_saving_while_training_goes_on(once, command, world):
-    """After every step: a save may still go on when the next one is due."""
-    result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 1 --keep 9",
-                  inject="ignored()")
-    names = [path.name for path in list_checkpoints(result.out)]
-    assert names == [f"step-0000000{step}" for step in (1, 2, 3)]
-    for name in names[1:]:  # as it was then, not as training has made it
-        assert_near(*(read(run.out / name) for run in (result, EXACT[0].run(once))))
 
 
 def test_the_theory_of_more_ranks_than_rows():

@@ -72,11 +72,11 @@ class Row:
 # tests/support/oracles.py in commit 5735d77.
 ROWS = table(f"""
 * single.py | 0 | exact |
-* single.py --grad-accum 4 --workers 1 {SELECTIVE} | 0 | exact |
+* single.py --grad-accum 4 --workers 1 --async-save {SELECTIVE} | 0 | exact |
 * zero.py --stage 1 --grad-accum 2 | 3 | exact |
 * zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN} | 2 | exact
   | 7 all-gather, 14 reduce-scatter, 2 all-reduce
-* fsdp.py --grad-accum 2 --workers 1 {AGAIN} | 2 | exact
+* fsdp.py --grad-accum 2 --workers 1 --async-save {AGAIN} | 2 | exact
   | 26 all-gather, 14 reduce-scatter, 2 all-reduce
 * fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE} | 2 | exact
   | 7 all-gather, 14 reduce-scatter, 2 all-reduce
@@ -93,9 +93,10 @@ ROWS = table(f"""
 * cp.py --attention allgather {SELECTIVE} | 3 | in-chunks
   | 1 all-reduce, 15 all-gather, 5 reduce-scatter
 ddp.py --grad-accum 2 | 0 | exact |
-ddp.py --deterministic | 2 | exact | 2 all-reduce
+ddp.py --deterministic --async-save | 2 | exact | 2 all-reduce
 ddp.py --grad-accum 3 {SELECTIVE} | 4 | exact | 2 all-reduce
-zero.py --stage 1 {SELECTIVE} | 4 | exact | 7 all-gather, 7 reduce-scatter, 2 all-reduce
+zero.py --stage 1 --async-save {SELECTIVE} | 4 | exact
+  | 7 all-gather, 7 reduce-scatter, 2 all-reduce
 zero.py --stage 2 | 1 | exact |
 fsdp.py | 1 | exact |
 fsdp.py | 2 | exact | 13 all-gather, 7 reduce-scatter, 2 all-reduce
