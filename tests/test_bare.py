@@ -44,7 +44,7 @@ def train(server, name, corpus, folder, bare):
     """What each rank's optimizer has updated, in a folder with common/ and the scripts."""
     left_out = shutil.ignore_patterns("__pycache__", *["run.py"] * bare)
     shutil.copytree(ROOT / "common", folder / "common", ignore=left_out)
-    (folder / "common" / "__init__.py").write_text(SAVE_WEIGHTS)
+    (folder / "common/__init__.py").write_text(SAVE_WEIGHTS)
     for script, source in SOURCES.items():
         (folder / f"{script}.py").write_text(without_run(source) if bare else source)
     world = 0 if name == "single" else 2

@@ -75,7 +75,7 @@ examples/diloco.py --replicas 1"""
 SECTION = (r"(?m)^## (\* )?(.*)\nRun: (.*)\nSays: (.*)\n(?:With: (.*)\n)?"
            r"(?:```diff\n((?:.*\n)*?)```)?")
 ROWS = [pytest.param(*row, id=title, marks=[thorough] * (not star)) for star, title, *row
-        in re.findall(SECTION, (ROOT / "tests" / "checks.md").read_text())]
+        in re.findall(SECTION, (ROOT / "tests/checks.md").read_text())]
 ROWS += [pytest.param(command, "EQUAL", "", "", marks=thorough) for command in SOUND.splitlines()]
 
 
@@ -193,9 +193,9 @@ def test_one_flat_file(check, tmp_path, script, with_run):
 
 def test_a_copy_uses_its_own_common(check, tmp_path):
     copy = edited(tmp_path / "copy", "fsdp.py")
-    (tmp_path / "copy" / "common").unlink()
-    shutil.copytree(ROOT / "common", tmp_path / "copy" / "common")
-    (tmp_path / "copy" / "common" / "step.py").write_text("1 / 0")
+    (tmp_path / "copy/common").unlink()
+    shutil.copytree(ROOT / "common", tmp_path / "copy/common")
+    (tmp_path / "copy/common/step.py").write_text("1 / 0")
     status, said = check(copy)
     assert status == 1 and "ZeroDivisionError" in said, said
 

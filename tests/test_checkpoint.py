@@ -112,7 +112,7 @@ def test_each_rank_checks_a_share_of_the_files(folder, rank):
     train(run_of(folder, small()), 1)
     dist.barrier()
     if rank == 0:
-        with open(folder / "step-00000001" / "SHA256SUMS", "a") as file:
+        with open(folder / "step-00000001/SHA256SUMS", "a") as file:
             file.write("0  third\n")
     dist.barrier()
     with refused("/third is damaged or missing"):
@@ -237,7 +237,7 @@ def flipped(content, bit):
 def checkpoint(tmp_path):
     """Of step 2; there is one of step 1 too."""
     train(run_of(tmp_path / "out", small()), 2)
-    return tmp_path / "out" / "step-00000002"
+    return tmp_path / "out/step-00000002"
 
 
 def test_damage_is_noticed(checkpoint):

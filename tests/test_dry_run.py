@@ -11,7 +11,7 @@ from tests.support.processes import ROOT, edited
 from tests.support.sample import needs, rows, sampled, table, thorough
 from tools import dry_run as tool
 
-GPU = json.loads((ROOT / "docs" / "data" / "gpu_memory.json").read_text())
+GPU = json.loads((ROOT / "docs/data/gpu_memory.json").read_text())
 # Script and options, its world size, and the ranks to play. Tokens go to all experts, balanced as
 # a dry run assumes; no text has the byte 255, so it is one document.
 RUNS = table("""
@@ -126,7 +126,7 @@ def test_it_counts_what_a_gpu_held(dry_run, command):
 @thorough
 def test_activations_of_ring_attention_fall(count):
     """To what docs/planning.md says. All but a constant falls as 1/n, while layers hold most."""
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
     (command,) = re.findall(r"dry_run --rank 0 8 (cp\.py .*)", page)
     (ranks,) = re.findall(r"(?m)^\| ranks n of `cp.py` \| (.*) \|$", page)
     (figures,) = re.findall(r"(?m)^\| activations at the peak, GB .*?\) \| (.*) \|$", page)
@@ -201,7 +201,7 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     assert found == dry_run("--rank", 0, 1, single, "--vocab-size", 300)[1] | {
         "description": [f"model {tmp_path}: 815,232 parameters, bfloat16", found["description"][1]]}
     needs("safetensors")  # fsdp_lora.py needs it
-    script = ROOT / "examples" / "fsdp_lora.py"
+    script = ROOT / "examples/fsdp_lora.py"
     _, found = dry_run("--rank", 0, 2, script, "--model", tmp_path, "--base", "no/such/checkpoint")
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 

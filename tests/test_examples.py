@@ -180,7 +180,7 @@ def test_another_base_is_refused(example, start, checkpoint, tmp_path):
     resumed = example("fsdp_lora", 2, "").out.parent
     for rank in range(2):
         shutil.copytree(checkpoint, tmp_path / f"rank{rank}" / "base")
-    other = tmp_path / "rank1" / "base"
+    other = tmp_path / "rank1/base"
     with open(other / "run.json", "a") as file:
         file.write(" ")
     hash_again(other)

@@ -12,7 +12,7 @@ from tests.test_same_run import curve, tensors, validation
 def test_without_the_lines_that_the_docs_delete(once, shared):
     """Those of context parallelism: what is left trains and saves what single.py does."""
     script = edited(shared / "without-cp", "hybrid_3d.py")
-    patch = ROOT / "docs" / "without_cp.diff"
+    patch = ROOT / "docs/without_cp.diff"
     subprocess.run(["git", "apply", patch], cwd=shared / "without-cp", check=True)
     for claim in (curve, validation, tensors):
         claim(Row(f"{script} --tp 2 --pp 2", 4, "copy"), lambda row: row.run(once))

@@ -24,7 +24,6 @@ from tests.support.compare import furthest
 from tests.support.processes import ROOT, SMALL, TOOLS, Result, edited, free_port
 from tests.support.sample import rows, table, thorough
 from tests.support.words import in_order
-from tools.flatten import flatten
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
 ENDLESS = f"{SMALL} --steps 100000 --log-every 1 --save-every 50000"
@@ -69,7 +68,7 @@ def test_what_run_sh_starts(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     words = ["two words", "$HOME", "--max-restarts=9"]
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "show.py").write_text(SHOW)
+    (tmp_path / "code/show.py").write_text(SHOW)
     process = start([*RUN, "code/show.py", *words], tmp_path, NPROC="", PYTHONPATH="mine")
     shown, *lines = finish(process).splitlines()
     assert process.returncode == 0
@@ -100,27 +99,20 @@ def test_a_script_uses_the_common_beside_it(tmp_path):
     for folder in "beside", "alone":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "single.py").write_text("import common\nprint(common.__path__)\n")
-    shutil.copytree(ROOT / "common", tmp_path / "beside" / "common")
+    shutil.copytree(ROOT / "common", tmp_path / "beside/common")
     for folder, root in ("beside", tmp_path / "beside"), ("alone", ROOT):
         output = finish(start(["bash", "linked.sh", f"{folder}/single.py"], tmp_path))
         assert output == f"['{root}/common']\n"
 
 
 def test_nothing_is_read_that_does_not_run(run, corpus, tmp_path):
-    """Beside a script, and in the folder above a flat file: an editor's lock of a buffer that is
-    not saved, which is a dead link, a folder and a file that cannot be read."""
-    for folder in tmp_path, tmp_path / "code":
-        folder.mkdir(exist_ok=True)
-        (folder / ".#single.py").symlink_to("me@host.123:456")
-        (folder / "folder.py").mkdir()
-        (folder / "closed.py").write_text("pass")
-        (folder / "closed.py").chmod(0)
-    flat = tmp_path / "code" / "flat.py"
-    flat.write_text(flatten(ROOT / "single.py", with_run=True))
-    run(str(flat), 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    """Beside a script: an editor's lock of a buffer that is not saved, which is a dead link, and a
+    folder. What does not run may change."""
+    (tmp_path / "code/folder.py").mkdir(parents=True)
+    (tmp_path / "code/.#single.py").symlink_to("me@host.123:456")
     script = edited(tmp_path / "code", "single.py", ("import torch\n", "import mine, torch\n"))
-    for steps, changed in enumerate(("mine", "other", "mine"), 1):  # what does not run may change
-        (tmp_path / "code" / f"{changed}.py").write_text(f"number = {steps}")
+    for steps, changed in enumerate(("mine", "other", "mine"), 1):
+        (tmp_path / f"code/{changed}.py").write_text(f"number = {steps}")
         said = run(script, 0, f"{SMALL} --steps {steps} --data {corpus}").output
         assert ("the code was" in said) == (steps == 3), said
 
@@ -162,7 +154,7 @@ def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, script
     launcher = TORCHRUN if script == "fsdp.py" else RUN
     process = start_endless([*launcher, ROOT / script], tmp_path, corpus, MAX_RESTARTS="3",
                             NPROC="1" if script == "single.py" else "2")
-    log = tmp_path / "out" / "metrics.jsonl"
+    log = tmp_path / "out/metrics.jsonl"
     for _ in range(kills):
         before = log.stat().st_ino  # whoever starts writes the file anew
         os.kill(children(process.pid)[-1], signal.SIGKILL)

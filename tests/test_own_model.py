@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import common.model
@@ -191,6 +192,16 @@ def test_a_plan_reaches_all_of_the_model(mesh, rank):
         warnings.simplefilter("error")  # a pattern that some layers lack
         tp.parallelize(nn.Sequential(layers), mesh, {"*.*.a": ColwiseParallel(),
                                                      "*.*.b": RowwiseParallel()})
+
+
+@on_ranks(2)
+def test_partial_gradients_are_added_up_in_their_group():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    model = nn.Sequential(nn.LayerNorm(4))
+    tp.parallelize(model, mesh, {"0": SequenceParallel()})
+    model[0].bias.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    tp.redistribute_gradients(model, mesh.get_group())
+    assert model[0].bias.grad.to_local().tolist() == [1, 1, 1, 1]
 
 
 @on_ranks(2)

@@ -68,7 +68,7 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
 # peak.
 @rows("world, dp, pp, batch_size, script, options_, model, layers, rank", f"""
 8 | 8 | 1 | 8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
-8 | 8 | 1 | 8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 32 | 0
+8 | 8 | 1 | 8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 14 | 0
 8 | 8 | 1 | 8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
 8 | 8 | 1 | 48 | zero.py --stage 1 | --grad-accum 6 | --model llama3-1b | 16 | 0
 8 | 8 | 1 | 40 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
@@ -123,6 +123,27 @@ def test_what_is_extended_equals_what_is_counted(
             assert SENT(part) == pytest.approx(SENT(whole), rel=exactly)
     least = pipeline.least_at_peak(words, place) / counted["peak"]["in all"]
     assert (0.85 if pp > 1 else 0.5) < least < 1
+
+
+def counts(*peaks):
+    """Of 6 and of 8 layers, whose moment i has the peak peaks(i, layers)."""
+    return [{"moments": [(f"0.layers.{i} forward", {"in all": peak(i, n)})
+                         for peak in peaks for i in range(n)],
+             "held": {"parameters": 4 * n}, "operations": n, "collectives": []} for n in (6, 8)]
+
+
+def test_a_later_moment_becomes_the_peak():
+    few, some = counts(lambda i, n: 100 + n,
+                       lambda i, n: 3 * n + i)
+
+    def extend(few, some):
+        return extended.extend(few, some, extended.by_layer, (6, 8), 40)
+
+    found = extend(few, some)
+    assert found["peak"] == {"in all": 120 + 39} and found["held"] == {"parameters": 160}
+    assert extend(*counts(lambda i, n: i * i)) is None  # the moments between are on no line
+    some["moments"].append(("another", {"in all": 1}))  # there is none with fewer layers
+    assert extend(few, some) is None
 
 
 @thorough

@@ -220,7 +220,7 @@ def test_a_run_goes_on(start, run, corpus, tmp_path):
     handlers = [*map(signal.getsignal, numbers)]
     start("--steps 2")
     assert [*map(signal.getsignal, numbers)] == handlers
-    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+    with open(tmp_path / "out/metrics.jsonl", "a") as file:
         file.write('{"step": 3}\n\na note\n{"step": 4')
     said, lines = start("--steps 4 --lr 0.1")
     assert in_order(f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4 ... "
@@ -239,7 +239,7 @@ def test_a_run_goes_on(start, run, corpus, tmp_path):
 
 def test_a_run_goes_on_from_another(start, tmp_path):
     start("--steps 2")
-    source = tmp_path / "out" / "step-00000002"
+    source = tmp_path / "out/step-00000002"
     options = f"--from {source} --rope-theta 99"  # for longer texts
     for saves in "--save-every 0", "":  # the second start too, since the first has saved nothing
         said, lines = start(f"--steps 3 {options} {saves}", "new")

@@ -95,13 +95,13 @@ def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     if shard == "5GB":  # older versions wrote angles
         angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-        path = tmp_path / "hf" / "model.safetensors"
+        path = tmp_path / "hf/model.safetensors"
         safetensors.save_file(safetensors.load_file(path) | angles, path)
     for stray in "a", "z":  # another file is not read
         zeros = {"lm_head.weight": torch.zeros(256, 32)}
-        safetensors.save_file(zeros, tmp_path / "hf" / f"{stray}.safetensors")
+        safetensors.save_file(zeros, tmp_path / f"hf/{stray}.safetensors")
     import_to(tmp_path / "hf", tmp_path / "out")
-    step = tmp_path / "out" / "step-00000000"
+    step = tmp_path / "out/step-00000000"
     assert_rounded(weights_in(step), expected, dtype)
     for own in (torch.float32, torch.float64):
         assert_rounded(ours(tmp_path / "hf", own).state_dict(), expected, own)
@@ -187,7 +187,7 @@ step-00000001 | --dtype bfloat16 | bfloat16
 """)
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, options, dtype):
     """Ours reads it too. What config.json said, and generate needs, is as it was."""
-    folder, dtype = tmp_path / "new" / "hf", getattr(torch, dtype)
+    folder, dtype = tmp_path / "new/hf", getattr(torch, dtype)
     export.main([str(trained / source), str(folder), "--like", str(llama), *options.split()])
     assert sorted(os.listdir(folder)) == ["config.json", GENERATION, "model.safetensors"]
     expected = weights_in(export.find_checkpoint(trained / source))
