@@ -254,18 +254,17 @@ def test_samples_that_change_are_refused():
 TRAINING = f"{SMALL} --steps 6 --save-every 2 --log-every 1 --dtype float64"
 
 
-def test_a_run_of_several_files(server, tmp_path, corpus):
+def test_a_run_of_several_files(run, tmp_path, corpus):
     """Mixed by weights, it is the same on two ranks, and with other weights no resume; without
     weights all samples come equally often."""
     (tmp_path / "b.bin").write_bytes(np.arange(2000, dtype=np.uint16).tobytes())
     options = f"{TRAINING} --vocab-size 2048 --data {corpus} --data b.bin"
-    expected = server.run("single.py", 0, f"{options} --weights 3 1", folder=tmp_path)
-    found = server.run("ddp.py", 2, f"{options} --weights 3 1", folder=tmp_path, out="found")
+    expected = run("single.py", 0, f"{options} --weights 3 1")
+    found = run("ddp.py", 2, f"{options} --weights 3 1", out="found")
     assert furthest(found.curve(), expected.curve()) < 1e-10
     for more, words in {"--weights 1 3": "step-00000006 and [1, 3] in this run",
                         "": "weights of --data is [3, 1] in ",
                         "--weights 3": "weights [3] of datasets of"}.items():
-        other = server.run("single.py", 0, f"{options} {more} --steps 8", folder=tmp_path,
-                           expect_ok=False)
+        other = run("single.py", 0, f"{options} {more} --steps 8", expect_ok=False)
         assert not other.ok and words in other.output
-    server.run("single.py", 0, options, folder=tmp_path, out="equally")
+    run("single.py", 0, options, out="equally")

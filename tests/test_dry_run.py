@@ -8,7 +8,7 @@ import pytest
 
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
-from tests.support.sample import needs, rows, sampled, table, thorough
+from tests.support.sample import needs, rows, table, thorough
 from tools import dry_run as tool
 
 GPU = json.loads((ROOT / "docs/data/gpu_memory.json").read_text())
@@ -114,7 +114,7 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
 ON_GPU = {row["command"]: row for row in GPU["runs"] if row["dry_run"]}
 
 
-@pytest.mark.parametrize("command", sampled(list(ON_GPU), [min(ON_GPU, key=len)]))
+@rows("command", "\n* " + "\n".join(sorted(ON_GPU, key=len)))
 def test_it_counts_what_a_gpu_held(dry_run, command):
     """As StepCounter counted it there: each kernel keeps what the one of the GPU keeps."""
     row, (script, *options) = ON_GPU[command], command.split()

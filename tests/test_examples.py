@@ -15,7 +15,7 @@ import torch
 
 from tests.support.compare import furthest, saved
 from tests.support.processes import BARE, ROOT, edited
-from tests.support.sample import needs, rows, sampled, thorough
+from tests.support.sample import needs, rows, thorough
 from tests.test_checkpoint import hash_again
 from tests.test_porting import port
 from tools.huggingface import export
@@ -125,10 +125,14 @@ def test_follows_one_process(example, name, world, model, more, states, sent):
     assert not sent or counts["sent"] == pytest.approx(sent, abs=1)
 
 
-RESUMES = ["fsdp_muon", "ddp_convnet", "fsdp_lora", "fsdp_gpt2", "tp_llama", "cp_documents"]
-
-
-@pytest.mark.parametrize("name", sampled(RESUMES, RESUMES[1:2]))
+@rows("name", """
+* ddp_convnet
+fsdp_muon
+fsdp_lora
+fsdp_gpt2
+tp_llama
+cp_documents
+""")
 def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
     """On other ranks, with dropout, or with statistics of what a rank sees, it only goes on in the
     same direction."""

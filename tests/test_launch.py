@@ -174,7 +174,7 @@ STEP = ("SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NO
         "SLURM_NODEID=1 SLURM_STEP_NODELIST=host[0-1]")
 
 
-@rows("variables, words", f"""
+@rows("variables, words", """
 MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=0 MAX_RESTARTS=3
   | is_host=1,join_timeout=300,read_timeout=300 --local-addr=10.1.2.3 --max-restarts=3
 MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=1 | --nnodes=2 --rdzv-endpoint=10.1.2.3:29500 is_host=0
@@ -187,7 +187,7 @@ MASTER_ADDR=::1 NNODES=2 NODE_RANK=0 | --nnodes=2 --rdzv-endpoint=[::1]:29500 --
 {STEP} MASTER_ADDR=10.1.2.3 NNODES=3 NODE_RANK=2 | --nnodes=3 --local-addr=~00002
 {STEP} OMP_NUM_THREADS=8 NPROC=2 | OMP_NUM_THREADS=8
 {STEP} OMP_NUM_THREADS= NPROC=999 | OMP_NUM_THREADS=1
-""")
+""", STEP=STEP)
 def test_one_machine_of_two(tmp_path, variables, words):
     """They meet at machine 0, through the interface that leads there: of this machine's own name
     gloo would take the address 127.0.1.1 on many systems."""

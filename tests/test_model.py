@@ -14,7 +14,6 @@ from common.materialise import draw_weight, materialise
 from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
 )
-from common.step import decay_groups
 from tests.support.sample import rows
 from tools.counting.counter import StepCounter
 
@@ -77,20 +76,6 @@ def test_a_part_of_an_initial_weight(monkeypatch):
         drawn.reset_mock()
         assert torch.equal(draw("q", first, last), whole[first:last])
         assert drawn.call_count == blocks
-
-
-def test_only_matrices_decay():
-    """Also those of experts, which are stacked."""
-    groups = decay_groups([*Transformer(CONFIG).parameters(), torch.empty(2, 3, 4)], 0.1)
-    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [
-        (0.1, {2, 3}), (0.0, {1})]
-
-
-def test_the_loss_of_rounded_logits_is_not_rounded():
-    logits, targets = torch.randn(2, 4, 96, dtype=torch.bfloat16), torch.arange(8).view(2, 4)
-    loss = next_token_loss(logits, targets)
-    assert loss.dtype == torch.float32 and loss == next_token_loss(logits.float(), targets)
-    assert next_token_loss(logits.double(), targets).dtype == torch.float64
 
 
 def test_rotary_angles_stay_in_float32(monkeypatch, model):

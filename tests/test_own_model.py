@@ -84,12 +84,8 @@ SETTINGS = "--seed 5 --dtype bfloat16 --beta1 0.8 --beta2 0.9 --weight-decay 0.3
 @on_ranks(2)
 def test_what_reaches_a_step():
     """Each step and rank draws its own dropout: ranks have other samples, parts of the sequence or
-    layers; or all compute the same. The options of the optimizer, and of clipping, reach it, and
-    bfloat16 reaches the layers."""
-    def look(x):
-        types.add(x.dtype)
-        return torch.sigmoid(x) * x
-
+    layers; or all compute the same. The options of the optimizer, and of clipping, reach it, only
+    matrices decay, also those of experts, which are stacked; and bfloat16 reaches the layers."""
     def load_from_7(*args):
         for _, batch in load_steps(*args):
             yield 7, batch
@@ -98,11 +94,11 @@ def test_what_reaches_a_step():
         script, *options = f"{command} {OPTIONS} {SETTINGS} --data {__file__}".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
         seed, run = mock.Mock(wraps=seed_step), mock.Mock(wraps=module.Run)
-        clip, types = mock.Mock(side_effect=Ended), set()
+        clip, silu = mock.Mock(side_effect=Ended), mock.Mock(wraps=torch.nn.functional.silu)
         with (mock.patch.multiple(module, create=True, load_steps=load_from_7, seed_step=seed,
                                   Run=run, clip_over_stages=clip, clip_over_meshes=clip,
                                   start_process=lambda *_: torch.device("cpu")),
-              mock.patch.object(common.model.F, "silu", look),
+              mock.patch.object(common.model.F, "silu", silu),
               mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip), pytest.raises(Ended)):
             module.main(options)
         assert clip.call_args.args[1] == math.inf, command
@@ -110,9 +106,10 @@ def test_what_reaches_a_step():
         assert numbers[0][:2] == (5, 7)
         assert (numbers[0] == numbers[1]) == (script == "single.py" or "--no" in command), command
         groups = run.call_args.args[2].param_groups
-        assert {group["weight_decay"] for group in groups} == {0.3, 0.0}, command
+        assert {(p.ndim > 1, group["weight_decay"]) for group in groups
+                for p in group["params"]} == {(True, 0.3), (False, 0.0)}, command
         assert {(group["betas"], group["fused"]) for group in groups} == {((0.8, 0.9), True)}
-        assert types == {torch.bfloat16}, command
+        assert silu.call_args.args[0].dtype == torch.bfloat16, command
 
 
 # Of two groups of one optimizer, and of another one, after the first step and this one: their rates
@@ -238,14 +235,12 @@ def test_an_output_that_is_still_on_its_way(mesh):
     assert type(model(tokens)) is torch.Tensor and model(tokens).shape == (2, 8, 4)
 
 
-# Tied weights: test_porting.py trains them, or a script refuses them
+# Tied weights: test_porting.py trains them, and test_refusals.py has rows of those of two units
 
 
 @on_ranks(2)
-def test_a_weight_that_two_units_share_is_refused(mesh):
+def test_a_weight_that_modules_of_one_unit_share(mesh):
     model = Parts()
     model.out.up.weight = model.first.up.weight
-    with refused("share first.up.weight: put"):
-        fsdp.shard(model, [[model.first], [model.choice]], mesh)  # one, and the rest
     fsdp.shard(model, [[model.first, model.out], [model.choice]], mesh)
     assert model.out.up.weight is model.first.up.weight

@@ -66,7 +66,7 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
 # Of README.md and docs/planning.md, and what else may differ: devices, data-parallel ranks,
 # stages, sequences, script, options, model, layers, the rank. From 12 layers on zero.py has another
 # peak.
-@rows("world, dp, pp, batch_size, script, options_, model, layers, rank", f"""
+@rows("world, dp, pp, batch_size, script, options_, model, layers, rank", """
 8 | 8 | 1 | 8 | fsdp.py | {AGAIN} | --model llama3-8b | 17 | 0
 8 | 8 | 1 | 8 | zero.py --stage 1 | {AGAIN} | --model llama3-8b | 14 | 0
 8 | 8 | 1 | 8 | fsdp.py --no-reshard-after-forward | {AGAIN} selective | --model llama3-8b | 17 | 0
@@ -92,7 +92,7 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
 8 | 8 | 1 | 8 | ep.py --ep 4 | {AGAIN}
   | --model llama3-8b --num-experts 8 --expert-size 7168 | 13 | 0
 8 | 4 | 1 | 8 | hybrid_3d.py --tp 2 --ep 4 | | --model llama3-1b --num-experts 8 | 13 | 0
-""")
+""", AGAIN=AGAIN)
 def test_what_is_extended_equals_what_is_counted(
     monkeypatch, world, dp, pp, batch_size, script, options_, model, layers, rank
 ):
@@ -248,7 +248,7 @@ def asked(monkeypatch):
 
 # The fewest accumulation steps that fit; then recomputing; then more devices. The bounds, and a
 # command that can be pasted. Why nothing can run.
-@rows("words, said", f"""
+@rows("words, said", """
 --device-memory 0.03 --tflops 2 --link 1 --nproc-per-node 2 --only ddp.py
   | --tflops 2 --link 1 --network 50 fits GB parameters gradients states activations sent, GB by
   axis between machines 10^12 operations bubble computes >= s sends >= s command yes 0.026 0.004
@@ -267,7 +267,7 @@ def asked(monkeypatch):
   | --network 50 left out: ... left out: ddp.py: more than 1,129 GB, by a formula nothing fits
 --device-memory 1 --devices 3 --only ddp.py
   | left out: ddp.py: 3 ranks ... nothing fits into 1 GB of 3 devices
-""")
+""", AGAIN=AGAIN)
 def test_a_plan(asked, capsys, tmp_path, words, said):
     path = tmp_path / "plan.json"
     try:
@@ -295,12 +295,12 @@ def test_the_plan_of_a_mixtral(asked, capsys, tmp_path):
     assert "--rope-scaling" not in given  # no script has it: the model brings it
 
 
-@rows("words, message", f"""
+@rows("words, message", """
 --model none --devices 2 --seq-len 128 | --model none: .*No such file
 {TINY} --devices 2 --only foo.py | --only foo.py: .* ddp.py, .*fsdp.py
 {TINY} --devices 12 | --devices 12 .* --nproc-per-node 8
 {TINY} --devices 2 --link 0 | --link: 0 is not allowed
-""")
+""", TINY=TINY)
 def test_bad_input(words, message):
     with refused(message):
         plan.main(f"{words} --device-memory 1".split())

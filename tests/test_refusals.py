@@ -12,7 +12,7 @@ import torch
 
 from common.options import SettingError
 from tests.support.processes import BARE, ROOT, SMALL, TOOLS
-from tests.support.sample import rows
+from tests.support.sample import rows, table
 from tests.support.words import in_order
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -73,7 +73,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
 AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two steps
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 LONG = "x" * 300
-REFUSED = f"""
+REFUSED = table("""
 single 0 --beta2 1 | --beta2: 1 is not allowed: it must be at least 0, and less than 1 (end)
 single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0, and less than inf (end)
 single 0 --lr inf | must be at least 0, and less than inf
@@ -175,7 +175,7 @@ ep 1 --num-experts 2 --experts-per-token 3 | experts_per_token 3 ... num_experts
 ep 1 --num-experts 2 --experts-per-token 1 | experts_per_token 1 never trains
 ep 1 --num-experts 1 | it starts
 ep 1 --expert-size 8 | expert_size 8 ... give num_experts
-"""
+""", AGAIN=AGAIN, LONG=LONG, SELECTIVE=SELECTIVE)
 
 
 FILES = {
@@ -221,8 +221,7 @@ def folder(made, monkeypatch):
 def test_options(folder, monkeypatch):
     wrong = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for row in REFUSED.strip().splitlines():
-        command, words = row.split(" | ")
+    for command, words in (row.values for row in REFUSED):
         script, world, *options = shlex.split(command)
         module = importlib.import_module(script)
         monkeypatch.setattr(module, "load_steps", started)
@@ -236,8 +235,8 @@ def test_options(folder, monkeypatch):
         except SettingError as error:
             said = f"{error} (end)"
         if not in_order(words, said):
-            wrong.append((row, said))
-    assert not wrong, "\n".join(f"{row}\n    {said}" for row, said in wrong)
+            wrong.append((command, said))
+    assert not wrong, "\n".join(f"{command}\n    {said}" for command, said in wrong)
 
 
 # In processes: what a user reads, one line from each rank that has the error
@@ -272,7 +271,7 @@ def test_ranks_that_cannot_connect(server, folder, variables, options, words):
 
 
 # A command and its ranks; how many of these say it; code that runs before on each rank; the words
-@rows("command, world, most, code, words", f"""
+@rows("command, world, most, code, words", """
 ddp.py --steps 0 | 2 | 1 | | --steps: 0 is not allowed: it must be at least 1
 ddp.py --lr fast | 2 | 1 | time.sleep(2 * (rank == 0)) | --lr ... 'fast'
 hybrid_3d.py --cp 5 | 2 | 1
@@ -317,7 +316,7 @@ ddp.py | 2 | 2 | torch.__version__ = str(rank) | torch is 0 on rank 0, 1 on rank
 ddp.py --data ../file --val-data letters | 2 | 2 | os.chdir(str(rank)) | hash of --val-data is
 ddp.py --data ../file --val-data . | 2 | 2 | os.chdir(str(rank)) | samples in --val-data is
 ddp.py {AGAIN} --out ../done --data letters | 2 | 2 | os.chdir(str(rank)) | hash of --data is
-""")
+""", AGAIN=AGAIN)
 def test_a_command(server, folder, command, world, most, code, words):
     """A row of a data worker keeps its traceback out of it. One rank alone that has an error, and
     is not rank 0, waits for that one before it says it."""

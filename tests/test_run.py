@@ -23,7 +23,8 @@ REFUSE = "common.options.refuse([(True, 'my words')])"
 SILENT = "(signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(60))"
 FULL = "no space left on device, or a limit on the size of files"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on=1)"
-WRITES = "before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and {})"
+WRITES = ("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and "
+          "signal_self('SIGKILL'))")
 AGAIN = "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 0.6); "
 
 
@@ -36,7 +37,7 @@ AGAIN = "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 0.6); "
 # a disk that is full, or cannot be written; a data worker that outlives its run for seconds, and so
 # does not lock the folder, and one that dies; what somebody's loop says; a run that dies while it
 # evaluates, when it has saved.
-@rows("command, world, options, inject, words, left", f"""
+@rows("command, world, options, inject, words, left", """
 * single.py | 0 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
 * ddp.py | 2 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
 zero.py --stage 2 | 2 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
@@ -54,8 +55,8 @@ fsdp.py | 2 | --async-save | at(5, time.sleep, 3); at(6, signal_self, 'SIGKILL',
 ddp.py | 2 | --timeout 5 | at(5, lambda: {SILENT}, on=1) | | 3
 ddp.py | 2 | --timeout 5 | before(Run, 'save', lambda *_: rank and {SILENT}) | |
 ddp.py | 2 | --timeout 5 | before(common.run, 'start_save', lambda *_: rank and {SILENT}) | |
-* single.py | 0 | --save-every 2 --keep 2 | {WRITES.format("signal_self('SIGKILL')")} | | 2 4
-* single.py | 0 | --save-every 2 --keep 2 --async-save | {WRITES.format("signal_self('SIGKILL')")}
+* single.py | 0 | --save-every 2 --keep 2 | {WRITES} | | 2 4
+* single.py | 0 | --save-every 2 --keep 2 --async-save | {WRITES}
   | | 2 4
 * single.py | 0 | --save-every 2 --keep 2 | after(pathlib.Path, 'rename', lambda _, path, *__:
   path.match('*6.tmp') and signal_self('SIGKILL')) | | 2 4 6
@@ -82,7 +83,8 @@ pp.py | 2 | --val-data stdlib --val-batches 1 --val-every 6
   | before(Run, 'validation_loss', lambda *_: signal_self('SIGKILL')) | | 3 6
 single.py | 0 | --val-data stdlib --val-batches 1 --val-every 8
   | before(Run, 'validation_loss', lambda *_: signal_self('SIGKILL')) | | 3 6 8
-""")
+""", NOT_FINITE=NOT_FINITE, REFUSE=REFUSE, SILENT=SILENT, WRITES=WRITES, AGAIN=AGAIN, FULL=FULL,
+      FULL_DISK=FULL_DISK)
 def test_a_fault(run, once, corpus, command, world, options, inject, words, left):
     options = f"{OPTIONS} --data {corpus} {options}"
     result = run(command, world, options, inject=inject, expect_ok=False)

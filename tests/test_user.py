@@ -11,7 +11,7 @@ from tests.test_checkpoint import steps
 from tools.bench import flops_per_token, peak_tflops
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def result(once):
     return once("ddp.py", 2, f"{SMALL} --steps 5 --log-every 3 --save-every 4 --grad-accum 2 "
                 "--val-data {val}")

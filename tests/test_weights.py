@@ -4,7 +4,6 @@ transformers."""
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 
 import pytest
@@ -130,10 +129,8 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     import_to(tmp_path / "hf", out)
     note, line = capsys.readouterr().out.splitlines()
     assert "tie_word_embeddings: here the head is trained apart" in note
-    assert shlex.split(line.split("for example: ")[1]) == [
-        "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
-        f"{out}/step-00000000", "--out", "runs/mine", "--lr", "1e-5", "--warmup-steps",
-        "20"]
+    assert line.endswith(f"for example: bash run.sh fsdp.py --model {out}/model.json --from "
+                         f"{out}/step-00000000 --out runs/mine --lr 1e-5 --warmup-steps 20")
     change(tmp_path / "hf", tie_word_embeddings=False)
     with refused("lacks the tensor lm_head.weight: .* set tie_word"):
         ours(tmp_path / "hf")

@@ -70,7 +70,7 @@ class Row:
 # alike in any buckets. Last: the collectives of a step, as the docstring of the script says; of
 # hybrid_3d.py the bytes that a rank holds of parameters, and sends, by the formulas of
 # tests/support/oracles.py in commit 5735d77.
-ROWS = table(f"""
+ROWS = table("""
 * single.py | 0 | exact |
 * single.py --grad-accum 4 --workers 1 --async-save {SELECTIVE} | 0 | exact |
 * zero.py --stage 1 --grad-accum 2 | 3 | exact |
@@ -154,5 +154,5 @@ tp.py --grad-accum 2 {AGAIN} --compile | 2 | aot_eager |
 cp.py --compile | 2 | aot_eager |
 pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN} --compile | 2 | aot_eager |
 hybrid_3d.py --tp 2 {SELECTIVE} --compile | 2 | aot_eager | 221952 held, 4366592 sent
-""")
+""", SELECTIVE=SELECTIVE, AGAIN=AGAIN)
 EXACT = [row for row in (Row(*parameters.values) for parameters in ROWS) if row.exact]
