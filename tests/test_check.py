@@ -171,7 +171,11 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path, prefix, names, status):
 
 
 @thorough
-@pytest.mark.parametrize("script, with_run", [("tp", True), ("fsdp", False), ("cp", False)])
+@rows("script, with_run", """
+tp | 1
+fsdp | 0
+cp | 0
+""")
 def test_one_flat_file(check, tmp_path, script, with_run):
     """In a project that has a common/ and tools/ of its own; fsdp.py as it stands is refused."""
     for name in "common/mine.py", "tools/helpers.py":

@@ -10,7 +10,6 @@ import tracemalloc
 import types
 
 import numpy as np
-import pytest
 import torch
 
 from common.data import BatchSampler, Mixture, TokenDataset, fingerprint, load_steps, permute
@@ -189,11 +188,13 @@ def read_on(ranks, dataset, grad_accum=1, workers=0, start=0, stop=6):
     return [torch.cat(parts).tolist() for parts in zip(*steps)]
 
 
-@pytest.mark.parametrize("dataset", [
-    Drawing(0, 31), Mixture([Drawing(0, 31), Drawing(1, 5), Drawing(2, 100)], [3, 1, 2]),
-], ids=["one", "mixture"])
+@rows("dataset", """
+Drawing(0, 31)
+Mixture([Drawing(0, 31), Drawing(1, 5), Drawing(2, 100)], [3, 1, 2])
+""")
 def test_draws_follow_the_place(dataset):
     """On any number of ranks, with any accumulation and workers, and after a resume."""
+    dataset = eval(dataset)
     expected = read_on(1, dataset)
     for ranks, grad_accum in (1, 2), (2, 3), (3, 2), (6, 1):
         assert read_on(ranks, dataset, grad_accum) == expected

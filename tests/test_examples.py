@@ -150,23 +150,24 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
         assert furthest(again.curve("loss")[-1:], whole.curve("loss")[-1:]) < within
 
 
-# How many lines of its script's ``main`` an example has not
-OTHERWISE = {
-    "diloco": 23, "cp_documents": 10, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 23,
-    "fsdp_muon": 26, "tp_llama": 13, "trainer_fsdp": 4,
-}
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_main_of_an_example_is_that_of_its_script(name):
+# An example, its script, and how many lines of the script's ``main`` it has not
+@rows("name, script, number", """
+diloco | fsdp.py | 23
+cp_documents | cp.py | 10
+ddp_convnet | ddp.py | 22
+fsdp_gpt2 | fsdp.py | 16
+fsdp_lora | fsdp.py | 23
+fsdp_muon | fsdp.py | 26
+tp_llama | tp.py | 13
+trainer_fsdp | examples/trainer.py | 4
+""")
+def test_main_of_an_example_is_that_of_its_script(name, script, number):
     """A change of a script reaches its examples: `diff` shows what is theirs, and no more."""
-    script = {"diloco": "fsdp.py", "trainer_fsdp": "examples/trainer.py"}.get(
-        name, f"{name.partition('_')[0]}.py")
     mains = [(ROOT / path).read_text().partition("\ndef main(")[2].partition("\n\n\n")[0]
              for path in (script, f"examples/{name}.py")]
     lines = difflib.unified_diff(*(main.splitlines() for main in mains), n=0)
     gone = [line for line in lines if re.match(r"-(?!-).*\w", line)]
-    assert len(gone) == OTHERWISE[name], gone
+    assert len(gone) == number, gone
 
 
 @thorough

@@ -4,8 +4,6 @@
 import re
 import shutil
 
-import pytest
-
 from tests.support.processes import ROOT, edited
 from tests.support.sample import rows
 from tests.support.words import refused
@@ -52,8 +50,12 @@ def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
         (str(step), f"{loss:.12g}", f"{norm:.12g}") for step, loss, norm in found.curve(*NAMES)]
 
 
-@pytest.mark.parametrize("with_run", [False, True])
-@pytest.mark.parametrize("script", ["fsdp.py", "ep.py"])
+@rows("script, with_run", """
+fsdp.py | 0
+fsdp.py | 1
+ep.py | 0
+ep.py | 1
+""")
 def test_its_text_is_of_one_file(script, with_run):
     """Whoever has it does not have common/, nor all scripts. Commands have the name that README.md
     gives it."""
@@ -63,7 +65,7 @@ def test_its_text_is_of_one_file(script, with_run):
     assert set(re.findall(r"(?:python|torchrun) .*?(\w+\.py)", text)) == {f"my_{script}"}
 
 
-@pytest.mark.parametrize("common", ["common", "parallel"])
+@rows("common", "common\nparallel")
 def test_a_script_beside_its_own_common(tmp_path, common):
     """As docs/copying.md takes it: what is in that folder goes into the file, not ours."""
     shutil.copytree(ROOT / "common", tmp_path / common)

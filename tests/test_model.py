@@ -119,8 +119,8 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
         assert (gradient(dtype, x) - exact).norm() / exact.norm() < 0.004, dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_per_logit(monkeypatch, dtype):
+@rows("in_bfloat16", "0\n1")
+def test_bytes_per_logit(monkeypatch, in_bfloat16):
     """At the peak 12 bytes for each logit of a chunk: 2^21 logits in one chunk, and in 8 chunks, of
     which no two are held at a time. 8 chunks: 1.5 bytes for each of all logits."""
     for most_logits, least, most in ((2**21, 12, 12.1), (2**17, 1.5, 1.65)):
@@ -129,7 +129,7 @@ def test_bytes_per_logit(monkeypatch, dtype):
         x = torch.randn(1, 512, 8, requires_grad=True)
         targets = torch.randint(0, 2**12, (1, 512))
         counter = StepCounter(torch.optim.SGD(head.parameters()), [head])
-        with counter, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with counter, torch.autocast("cpu", torch.bfloat16, enabled=bool(in_bfloat16)):
             head(x, targets=targets).backward()
         assert least < counter.totals()["peak"]["activations"] / 2**21 < most
 

@@ -88,9 +88,13 @@ def import_to(weights, out):
     import_hf.main([str(weights), str(out)])
 
 
-@pytest.mark.parametrize("dtype, shard", [(torch.float64, "5GB"), (torch.bfloat16, "20KB")])
+@rows("dtype, shard", """
+float64 | 5GB
+bfloat16 | 20KB
+""")
 def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     """In a checkpoint bit for bit, and in its type. In a model rounded once, if at all."""
+    dtype = getattr(torch, dtype)
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     if shard == "5GB":  # older versions wrote angles
         angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
