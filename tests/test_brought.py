@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
@@ -149,9 +148,6 @@ class Energy(nn.Sequential):
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy.square().mean() + force.square().mean()
 
-    def encode(self, x):
-        return self[0](x)
-
 
 def positions():
     return torch.arange(24).double().sin().view(8, 3)
@@ -176,23 +172,6 @@ def test_gradients_of_gradients(mesh, rank, folder):
         with pytest.raises((RuntimeError, SettingError), match=words):
             model(x).backward()
             train_steps(run, 1, lambda step: run.optimizers[0].step())
-
-
-@on_ranks(2)
-def test_calls_before_and_beside_the_forward_pass(mesh):
-    """Another method than forward; inference before training."""
-    model, x = Energy(), positions()
-    fsdp.shard(model, [], mesh)
-    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
-        model.encode(x)
-    register_fsdp_forward_method(model, "encode")
-    torch.testing.assert_close(model.encode(x), Energy().encode(x))
-    model = network()
-    fsdp.shard(model, [[model[0]]], mesh)
-    with torch.inference_mode():
-        model(torch.ones(4))
-    with pytest.raises(RuntimeError, match="nference tensor"):
-        model(torch.ones(4)).sum().backward()
 
 
 @on_ranks(2)

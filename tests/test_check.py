@@ -31,7 +31,7 @@ def check(server, tmp_path):
     is."""
     def check(script, options=""):
         before = sorted(tmp_path.iterdir())
-        small = "--num-hidden-layers 2 --seq-len 24 --steps 2 --ranks 2"
+        small = "--num-hidden-layers 2 --batch-size 24 --seq-len 24 --steps 2 --ranks 2"
         found = server.run(
             "tools/check.py", 0, shlex.split(f"{script} {small} {options}"), folder=tmp_path,
             pass_out=False, expect_ok=False, env={"TMPDIR": str(tmp_path)})

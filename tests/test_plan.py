@@ -1,13 +1,11 @@
 """tools/plan.py: a table of dry runs."""
 
 import json
-import math
 import operator
 import re
 import shlex
 import signal
 import sys
-import types
 
 import pytest
 
@@ -26,13 +24,12 @@ AXIS = operator.itemgetter("collective", "group")
 SENT = operator.itemgetter("calls", "bytes", "between_machines")
 
 
-def options(layers=4, **values):
+def options(words, layers=4):
     """The options of a plan."""
-    config = MixtureConfig(**vars(PRESETS["tiny"]) | {"num_hidden_layers": layers})
-    values = {"batch_size": 8, "devices": 8, "nproc_per_node": 8, "device_memory": math.inf,
-              "link": 450, "network": 50, "tflops": 989, "dtype": "bfloat16", "seq_len": 128,
-              **values}
-    return types.SimpleNamespace(config=config, **values)
+    more = "--model tiny --devices 8 --device-memory 1e9 --seq-len 128"
+    args = plan.parse(f"{more} {words}".split())
+    args.config = MixtureConfig(**vars(PRESETS["tiny"]) | {"num_hidden_layers": layers})
+    return args
 
 
 # A command, its stages, what a formula says that each holds at least, the memory of a device; the
@@ -57,7 +54,7 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
         return {"peak": {"in all": 10 + rank}, "rank": rank}
 
     monkeypatch.setattr(one_rank, "count_apart", count)
-    args = options(layers=9, device_memory=memory / 1e9, nproc_per_node=4)
+    args = options(f"--device-memory {memory / 1e9} --nproc-per-node 4", 9)
     pipeline = Pipeline(Strategy(command, 8 // stages, stages), args)
     most = plan.evaluate(pipeline, command.split(), args)["rank"]
     assert " ".join(map(str, found)) == str(counted) and found[-1] == most
@@ -103,7 +100,7 @@ def test_what_is_extended_equals_what_is_counted(
     parser = option_parser("")
     add_model_options(parser, MixtureConfig)
     model = [*model.split(), "--num-hidden-layers", str(layers)]
-    args = options(devices=world, seq_len=2048, batch_size=batch_size)
+    args = options(f"--devices {world} --seq-len 2048 --batch-size {batch_size}")
     args.config = model_config(parse_options(parser, model), MixtureConfig)
     words = f"{script} {options_}".split() + [*model, "--seq-len", "2048", "--dtype", "bfloat16"]
     pipeline, place = Pipeline(Strategy(script, dp, pp), args), rank * pp // world
@@ -174,7 +171,7 @@ larger | 12 1 0 0 0
 
 def test_what_sorts_the_rows():
     """What fits; then the larger bound, to 5 %; then both bounds, to 5 %; then the simplest."""
-    args = options(device_memory=10, tflops=100, link=100, network=10)
+    args = options("--device-memory 10 --tflops 100 --link 100 --network 10")
     given = []
     for name, numbers in (row.values for row in ROWS):
         peak, operations, sent, crossing, bubble = map(float, numbers.split())
