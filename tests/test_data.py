@@ -43,15 +43,6 @@ def test_the_order_stays_as_it_is():
     assert mixture.order(np.arange(6), 3).tolist() == [48, 87, 103, 20, 4, 69]
 
 
-@rows("B, grad_accum, ranks, words", """
-16 | 1 | 3 | by 3 data-parallel .*: use other ranks, or, .*multiple of 3, such as 18
-4 | 3 | 2 | 3 accumulation steps: use other ranks, or, .*a multiple of 6, such as 6
-""")
-def test_batches_that_cannot_be_shared_evenly(B, grad_accum, ranks, words):
-    with refused(words):
-        BatchSampler(SIZE, B, grad_accum, stop=1, mesh=mesh_of(0, ranks))
-
-
 def test_epochs():
     """Every sample once an epoch, whatever the batch; another order each time, the same by seed."""
     for size in (101, 7, 1, 96):

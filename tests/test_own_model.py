@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -223,16 +222,6 @@ def test_inputs_that_a_style_would_drop_are_refused(mesh):
         tp.parallelize(model, mesh, {"0": style()})
         with refused("Scaled was called with 2 inputs by position"):
             model[0](torch.ones(6, 4), 3.0)
-
-
-@on_ranks(2)
-def test_an_output_that_is_still_on_its_way(mesh):
-    model, tokens = nn.Sequential(nn.Embedding(8, 4)), torch.zeros(2, 16, dtype=torch.int64)
-    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    tp.parallelize(model, mesh, {"0": style})
-    assert type(model(tokens)) is AsyncCollectiveTensor
-    tp.wait_for_output(model[0])  # which a compiled layer could not take
-    assert type(model(tokens)) is torch.Tensor and model(tokens).shape == (2, 8, 4)
 
 
 # Tied weights: test_porting.py trains them, and test_refusals.py has rows of those of two units

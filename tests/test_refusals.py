@@ -279,6 +279,8 @@ hybrid_3d.py --cp 5 | 2 | 1
   | (2) must equal dp (1) x tp (3) x cp (5) x pp (4) = 60
 fsdp.py --replicate 3 | 2 | 1 | | --replicate 3 does not divide the world size 2: use a
 ddp.py --batch-size 7 | 2 | 2 | | --batch-size 7 cannot be ... a multiple of 2, such as 8
+ddp.py --batch-size 4 --grad-accum 3 | 2 | 2 | | by 2 data-parallel ... 3 accumulation steps: use
+  other ranks, or, ... a multiple of 6, such as 6
 ddp.py --data big.bin | 2 | 2 | | holds token 256
 ddp.py --timeout 7 | 2 | 2 | timeouts = []; [before(torch.distributed, name, lambda *_, timeout=0,
   **__: timeouts.append(str(timeout))) for name in ('init_process_group', 'new_group')];

@@ -11,7 +11,7 @@ import pytest
 from common.data import TokenDataset
 from tests.support.processes import SMALL, TOOLS
 from tests.support.sample import needs, rows
-from tools import command, flatten, prepare
+from tools import command, prepare
 
 
 def write_tokenizer(path, largest):
@@ -182,13 +182,6 @@ def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, sa
     tool = importlib.import_module(TOOLS[tool])
     assert said in the_line(tool.main, words.split())
     assert not (tmp_path / "out").exists() and "Traceback" not in capsys.readouterr().err
-
-
-def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys):
-    """As other tools do, from another folder."""
-    monkeypatch.chdir(tmp_path)
-    flatten.main(["fsdp.py"])
-    assert capsys.readouterr().out == flatten.flatten(command.ROOT / "fsdp.py")
 
 
 # The benchmark
