@@ -168,13 +168,6 @@ def test_targets_that_are_masked(tmp_path):
         run.after_step(step, 0.0, 0.0, skipped=lambda: 1)
 
 
-def test_targets_are_masked_by_100_below_0(tmp_path):
-    """nanoGPT's way, -1, would be counted among the targets."""
-    samples = [(torch.arange(3.0), torch.tensor([5, -100, last])) for last in (-100, -1)]
-    with refused("^--data: .* targets below 0: the mask is -100"):
-        run_of(tmp_path, small(), dataset=samples)
-
-
 def test_async_saves_hold_the_step_that_they_name(tmp_path):
     """However fast the weights change, and also the last one; in order, and no more than --keep."""
     model = nn.Linear(700, 1100, bias=False)

@@ -18,7 +18,7 @@ from common.materialise import materialise
 from common.model import Transformer
 from tests.support.compare import assert_bit_equal, assert_same_run, furthest, saved
 from tests.support.on_ranks import on_ranks
-from tests.support.sample import needs, table
+from tests.support.sample import needs, rows, table
 from tests.support.words import refused
 from tools.huggingface import export
 

@@ -183,11 +183,16 @@ def test_what_sorts_the_rows():
     assert [*plan.in_order(unsorted)] == given
 
 
-def test_micro_batches_and_accumulation():
-    for batch_size, numbers in (32, "8 16 32"), (4, "4"), (12, "6 12"):
-        assert plan.variants(Strategy("pp.py", 1, 2), batch_size) == [
-            ["--microbatches", number] for number in numbers.split()]
-    assert plan.variants(Strategy("ddp.py", 2), 12) == [[], ["--grad-accum", "2"]]
+# Stages of a pipeline, sequences, and how the batch is shared: in each of these ways
+@rows("stages, batch_size, ways", """
+2 | 32 | --microbatches 8, --microbatches 16, --microbatches 32
+2 | 4 | --microbatches 4
+2 | 12 | --microbatches 6, --microbatches 12
+1 | 12 | , --grad-accum 2
+""")
+def test_micro_batches_and_accumulation(stages, batch_size, ways):
+    found = plan.variants(Strategy("", 2 // stages, stages), batch_size)
+    assert ", ".join(map(" ".join, found)) == ways
 
 
 # Devices, devices of a machine, sequences, positions of each, layers, experts of a layer; what is

@@ -205,23 +205,19 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, o
     assert found.dtype == dtype and found.generation_config.eos_token_id == [2, 5]
 
 
-def test_the_config_of_another_run(trained, tmp_path, capsys):
-    """Without a folder to be like there are no tokens that end a text; and the run's own length."""
-    export.main([str(trained), str(tmp_path / "new")])
-    assert "names no token that ends a text" in capsys.readouterr().out
-    written = contents(tmp_path / "new", "config.json")
-    assert written["eos_token_id"] is None and written["max_position_embeddings"] == 32
-
-
 def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
     """ep.py starts from one on 2 ranks, each with 3 of its 6 experts, at a learning rate of 0. What
-    is exported then is the same, to the bit, and gives the same logits, as ours does."""
+    is exported then is the same, to the bit, and gives the same logits, as ours does. Without a
+    folder to be like there are no tokens that end a text; and the run's own length."""
     mixtral = save(tmp_path / "mixtral", kind="Mixtral", num_local_experts=6,
                    num_experts_per_tok=3)
     result = start(tmp_path / "mixtral", "ep.py", 2, "--lr 0 --dtype float32")
     export.main([str(result.out), str(tmp_path / "exported")])
     import_to(tmp_path / "exported", tmp_path / "imported")
-    assert "run.sh ep.py" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "run.sh ep.py" in said and "names no token that ends a text" in said
+    written = contents(tmp_path / "exported", "config.json")
+    assert written["eos_token_id"] is None and written["max_position_embeddings"] == 32
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(mixtral)
     assert_rounded(exported.state_dict(), mixtral.state_dict(), torch.float32)
