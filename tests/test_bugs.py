@@ -5,16 +5,15 @@ import re
 import subprocess
 import textwrap
 
-import pytest
-
 from docs import draw
 from parity.compare import compare, read
 from tests.support.parity_runs import RANKS, TRAINER, read as read_bugs
 from tests.support.processes import ROOT
-from tests.support.sample import sampled
+from tests.support.sample import rows
 from tests.test_check import NEEDS
 
 BUGS = [*read_bugs()]
+SCRIPTS = {bug.run.split()[0] for bug in BUGS}
 
 
 def without_figures(words):
@@ -22,7 +21,7 @@ def without_figures(words):
     return re.sub(r"\d+\.\d+(e[-+]\d+)?|\d+e[-+]\d+", "...", words)
 
 
-@pytest.mark.parametrize("script", sampled(sorted({bug.run.split()[0] for bug in BUGS}), [TRAINER]))
+@rows("script", "\n".join(["", f"* {TRAINER}", *sorted(SCRIPTS - {TRAINER})]))
 def test_parity_says_what_the_page_says(once, script):
     own = [bug for bug in BUGS if bug.run.split()[0] == script]
     options = " ".join([*(bug.name for bug in own), "--steps 3 --lr 0.01"])
@@ -38,7 +37,7 @@ def test_parity_says_what_the_page_says(once, script):
 
 
 def test_the_page_shows_the_patches():
-    _, *puzzles = (ROOT / "docs" / "bugs.md").read_text().split("\n## Bug ")
+    _, *puzzles = (ROOT / "docs/bugs.md").read_text().split("\n## Bug ")
     for bug, puzzle, run in zip(BUGS, puzzles, draw.read("bugs"), strict=True):
         ((command, loss),) = re.findall(r"(?m)^`(.*)`, logged loss (.*)%\*?$", puzzle)
         assert (command, float(loss)) == (bug.run, round(100 * draw.change_of_loss(run), 1))
@@ -51,7 +50,7 @@ def test_the_page_shows_the_patches():
 
 def test_the_head_of_the_page_counts_the_patches():
     """And what check needs for some of them; each of these is tested in test_check.py."""
-    head = " ".join((ROOT / "docs" / "bugs.md").read_text().partition("\n## Bug ")[0].split())
+    head = " ".join((ROOT / "docs/bugs.md").read_text().partition("\n## Bug ")[0].split())
     small = [run for run in draw.read("bugs") if abs(draw.change_of_loss(run)) < 0.05]
     scripts = [bug for bug in BUGS if not bug.run.startswith(TRAINER)]
     for words in (
@@ -65,5 +64,5 @@ def test_the_head_of_the_page_counts_the_patches():
 
 
 def test_patches_apply():
-    patches = (ROOT / "tests" / "bugs").glob("*.diff")
+    patches = (ROOT / "tests/bugs").glob("*.diff")
     subprocess.run(["git", "apply", "--check", *patches], cwd=ROOT, check=True)

@@ -14,10 +14,10 @@ import time
 import pytest
 
 from parity.compare import Verdict
-from tests.support.commands import finish, left_over, start, wait_until
+from tests.support.commands import left_over, start, wait_until
 from tests.support.parity_runs import read as bugs
 from tests.support.processes import ROOT, edited
-from tests.support.sample import sampled, table, thorough
+from tests.support.sample import rows, thorough
 from tests.test_porting import pairs_in, port
 from tests.test_refusals import Started, started
 from tools import check as tool
@@ -31,7 +31,7 @@ def check(server, tmp_path):
     is."""
     def check(script, options=""):
         before = sorted(tmp_path.iterdir())
-        small = "--num-hidden-layers 2 --seq-len 24 --steps 2 --ranks 2"
+        small = "--num-hidden-layers 2 --batch-size 24 --seq-len 24 --steps 2 --ranks 2"
         found = server.run(
             "tools/check.py", 0, shlex.split(f"{script} {small} {options}"), folder=tmp_path,
             pass_out=False, expect_ok=False, env={"TMPDIR": str(tmp_path)})
@@ -75,7 +75,7 @@ examples/diloco.py --replicas 1"""
 SECTION = (r"(?m)^## (\* )?(.*)\nRun: (.*)\nSays: (.*)\n(?:With: (.*)\n)?"
            r"(?:```diff\n((?:.*\n)*?)```)?")
 ROWS = [pytest.param(*row, id=title, marks=[thorough] * (not star)) for star, title, *row
-        in re.findall(SECTION, (ROOT / "tests" / "checks.md").read_text())]
+        in re.findall(SECTION, (ROOT / "tests/checks.md").read_text())]
 ROWS += [pytest.param(command, "EQUAL", "", "", marks=thorough) for command in SOUND.splitlines()]
 
 
@@ -103,13 +103,13 @@ def test_what_it_says(check, tmp_path, command, words, kinds, body):
     assert not differs or words != "EQUAL", said
 
 
-@pytest.mark.parametrize("verdicts, status", table("""
+@rows("verdicts, status", """
 EQUAL REFUSED EQUAL | None
 EQUAL DIFFERENT EQUAL | 1
 EQUAL EQUAL FAILED | 1
 EQUAL NOTHING EQUAL | 1
 REFUSED REFUSED REFUSED | 1
-"""))
+""")
 def test_its_status(monkeypatch, verdicts, status):
     found = [Verdict(kind, "") for kind in verdicts.split()]
     monkeypatch.setattr(tool, "on_end", lambda _: None)  # of the process of the tests
@@ -145,37 +145,37 @@ def test_its_sizes_fit_3_and_4_ranks(monkeypatch, tmp_path):
             recorded.train_recorded(module, [], tmp_path / "run", tool.DEFAULTS)
 
 
-@pytest.mark.parametrize("number, status", sampled(
-    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)], [(signal.SIGKILL, -9)]))
-def test_a_signal_ends_it_and_leaves_nothing(tmp_path, number, status):
-    """As of a CI whose time is up, or a terminal that is closed: no rank, no data worker of one,
-    and no file, but after SIGKILL."""
-    process = start([sys.executable, "-m", "tools.check", "fsdp.py", "--steps", "3000",
-                     "--workers", "1"], tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+@rows("prefix, names, status", """
+* | SIGKILL | -9
+| SIGTERM | 143
+| SIGHUP | 129
+nohup | SIGHUP SIGTERM | 143
+""")
+def test_a_signal_ends_it_and_leaves_nothing(tmp_path, prefix, names, status):
+    """As of a CI whose time is up, or a terminal that is closed, when all of its processes get
+    SIGHUP, which nohup lets them ignore: no rank, no data worker of one, and no file, but after
+    SIGKILL."""
+    words = f"{prefix} {sys.executable} -m tools.check fsdp.py --steps 3000 --workers 1"
+    process = start(words.split(), tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     wait_until(lambda: [*tmp_path.glob("*/*/run.parity")])
     wait_until(lambda: len(left_over(tmp_path)) > 2)  # the tool, a rank, its data worker
-    process.send_signal(number)
-    assert process.wait(60) == status
+    for name in names.split():
+        send = os.killpg if prefix and name == "SIGHUP" else os.kill
+        send(process.pid, getattr(signal, name))
+    assert process.wait(60) == int(status)
     end = time.monotonic() + 20  # torch lets a worker look for its parent every 5 seconds
     while left := left_over(tmp_path):
         assert time.monotonic() < end, left
         time.sleep(0.1)
-    assert number == signal.SIGKILL or not [*tmp_path.glob("check-*")]
+    assert names == "SIGKILL" or not [*tmp_path.glob("check-*")]
 
 
 @thorough
-def test_nohup_lets_it_go_on(tmp_path):
-    """When the terminal is closed, all of its processes get SIGHUP."""
-    process = start(["nohup", sys.executable, "-m", "tools.check", "fsdp.py", "--ranks", "2"],
-                    tmp_path, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
-    wait_until(lambda: [*tmp_path.glob("*/*/run.parity")])
-    os.killpg(process.pid, signal.SIGHUP)
-    said = finish(process)
-    assert process.returncode == 0 and re.search(f"2 processes  {EQUAL}", said), said
-
-
-@thorough
-@pytest.mark.parametrize("script, with_run", [("tp", True), ("fsdp", False), ("cp", False)])
+@rows("script, with_run", """
+tp | 1
+fsdp | 0
+cp | 0
+""")
 def test_one_flat_file(check, tmp_path, script, with_run):
     """In a project that has a common/ and tools/ of its own; fsdp.py as it stands is refused."""
     for name in "common/mine.py", "tools/helpers.py":
@@ -193,9 +193,9 @@ def test_one_flat_file(check, tmp_path, script, with_run):
 
 def test_a_copy_uses_its_own_common(check, tmp_path):
     copy = edited(tmp_path / "copy", "fsdp.py")
-    (tmp_path / "copy" / "common").unlink()
-    shutil.copytree(ROOT / "common", tmp_path / "copy" / "common")
-    (tmp_path / "copy" / "common" / "step.py").write_text("1 / 0")
+    (tmp_path / "copy/common").unlink()
+    shutil.copytree(ROOT / "common", tmp_path / "copy/common")
+    (tmp_path / "copy/common/step.py").write_text("1 / 0")
     status, said = check(copy)
     assert status == 1 and "ZeroDivisionError" in said, said
 
@@ -203,15 +203,21 @@ def test_a_copy_uses_its_own_common(check, tmp_path):
 # Bugs of docs/bugs.md that the bare command does not find, and what it must be given
 NEEDS = {"11": "--attention allgather",
          "20": f"--against {ROOT}/examples/cp_documents.py --separator 32"}
-# And some of those that only several micro-batches show
-PATCHED = {bug.name: bug for bug in bugs()
-           if bug.name[:2] in [*NEEDS, "02", "09", "16", "17", "24"]}
 
 
-@pytest.mark.parametrize("name", sampled([*PATCHED], ["24-adam-counts-from-2"]))
+@rows("name", """
+* 24-adam-counts-from-2
+02-own-token-count
+09-scale-grads
+11-all-gather
+16-no-sync-on-the-last
+17-last-micro-batch-only
+20-packed-documents
+""")
 def test_it_finds_the_bugs_by_example(check, tmp_path, name):
-    """Or says which options find them."""
-    bug, needed = PATCHED[name], NEEDS.get(name[:2])
+    """Those that only several micro-batches show. Or it says which options find them."""
+    (bug,) = (bug for bug in bugs() if bug.name == name)
+    needed = NEEDS.get(name[:2])
     script = bug.run.split()[0]
     copy = edited(tmp_path / "copy", pathlib.Path(script).name, *bug.edits, source=script)
     status, said = check(copy)

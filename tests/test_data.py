@@ -10,34 +10,21 @@ import tracemalloc
 import types
 
 import numpy as np
-import pytest
 import torch
 
 from common.data import BatchSampler, Mixture, TokenDataset, fingerprint, load_steps, permute
-from common.options import SettingError
 from common.step import seed_step
 from tests.support.compare import furthest
 from tests.support.processes import SMALL
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import refused
 
 SIZE, BATCH = 101, 48  # an epoch ends inside a batch
 
 
-def mesh_of(rank, *shape):
-    """As a DeviceMesh of that shape says it to ``rank``."""
-    return types.SimpleNamespace(shape=shape, size=lambda: int(np.prod(shape)),
-                                 get_coordinate=lambda: np.unravel_index(rank, shape))
-
-
-def order(*shape, grad_accum=1, start=0, stop=15, size=SIZE, **options):
-    """The global batches of the steps, put together from all ranks: a list of lists."""
-    ranks = []
-    for rank in range(int(np.prod(shape))):
-        mesh = mesh_of(rank, *shape) if shape else None
-        sampler = BatchSampler(size, BATCH, grad_accum, start=start, stop=stop, mesh=mesh,
-                               **options)
-        ranks.append(np.reshape([*sampler], (stop - start, -1)))
-    return np.hstack(ranks).tolist()
+def mesh_of(rank, ranks):
+    """As a DeviceMesh of one dimension says it to ``rank``."""
+    return types.SimpleNamespace(shape=[ranks], size=lambda: ranks, get_coordinate=lambda: [rank])
 
 
 def test_permutation_for_every_size():
@@ -56,33 +43,14 @@ def test_the_order_stays_as_it_is():
     assert mixture.order(np.arange(6), 3).tolist() == [48, 87, 103, 20, 4, 69]
 
 
-def test_global_batches_are_equal_in_order():
-    """On any number of ranks, also of a mesh of two dimensions, whatever the accumulation; and
-    resuming gives the tail."""
-    expected = order()
-    for shape in (1,), (2,), (3,), (8,), (2, 4), (3, 2):
-        for grad_accum in (1, 2):
-            assert order(*shape, grad_accum=grad_accum) == expected
-        for start in (1, 2, 3, 11):  # step 2 holds the end of the first epoch
-            assert order(*shape, start=start) == expected[start:]
-
-
-@pytest.mark.parametrize("B, grad_accum, ranks, words", table("""
-16 | 1 | 3 | by 3 data-parallel .*: use other ranks, or, .*multiple of 3, such as 18
-4 | 3 | 2 | 3 accumulation steps: use other ranks, or, .*a multiple of 6, such as 6
-"""))
-def test_batches_that_cannot_be_shared_evenly(B, grad_accum, ranks, words):
-    with pytest.raises(SettingError, match=words):
-        BatchSampler(SIZE, B, grad_accum, stop=1, mesh=mesh_of(0, ranks))
-
-
 def test_epochs():
     """Every sample once an epoch, whatever the batch; another order each time, the same by seed."""
     for size in (101, 7, 1, 96):
-        epochs = np.ravel(order(size=size))[: 720 // size * size].reshape(-1, size)
+        order = np.ravel([*BatchSampler(size, BATCH, stop=15)])
+        epochs = order[: 720 // size * size].reshape(-1, size)
         assert (np.sort(epochs) == np.arange(size)).all()
         assert size == 1 or len(np.unique(epochs, axis=0)) > len(epochs) // 2
-    assert order(seed=1) != order()
+    assert [*BatchSampler(size, BATCH, stop=1, seed=1)] != [*BatchSampler(size, BATCH, stop=1)]
 
 
 def test_large_data_costs_what_small_data_costs(tmp_path):
@@ -106,12 +74,12 @@ def test_large_data_costs_what_small_data_costs(tmp_path):
     assert len({*batch}) == BATCH and max(batch) > 10**11 and mixed.max() > 10**10
 
 
-@pytest.mark.parametrize("dtype, options", table("""
+@rows("dtype, options", """
 uint16 | {}
 uint16 | {"vocab_size": 65536}
 uint32 | {"vocab_size": 65537}
 uint32 | {"token_dtype": "uint32"}
-"""))
+""")
 def test_samples_are_windows_with_shifted_targets(tmp_path, dtype, options):
     """16 bits hold ids to 65,535."""
     np.arange(1000).astype(dtype).tofile(tmp_path / "tokens.bin")
@@ -122,7 +90,7 @@ def test_samples_are_windows_with_shifted_targets(tmp_path, dtype, options):
 
 
 # A file, its bytes and the options, both in Python; the words
-@pytest.mark.parametrize("name, content, options, words", table("""
+@rows("name, content, options, words", """
 a.bin | b"" | {} | cannot mmap an empty file of uint16
 a.bin | b"six by" | {"vocab_size": 2**17} | not a multiple .* of uint32; see --token-dtype
 a.bin | b"text" | {} | holds 2 tokens: one sample of --seq-len 4 takes 5; give more
@@ -135,12 +103,12 @@ a.bin | np.arange(99).tobytes() | {"token_dtype": "uint32"}
 a.txt | b"some text" | {"vocab_size": 100} | holds token 115, beyond a vocabulary of 100:
 nowhere | b"" | {} | no such file or folder .give one, or 'stdlib'
 none/a.txt | b"" | {} | no such file or folder
-"""))
+""")
 def test_what_cannot_be_read(tmp_path, monkeypatch, name, content, options, words):
     monkeypatch.chdir(tmp_path)
     if name.startswith("a."):
         (tmp_path / name).write_bytes(eval(content))
-    with pytest.raises(SettingError, match=f"--data {name}.*{words}"):
+    with refused(f"--data {name}.*{words}"):
         TokenDataset(name, 4, **eval(options))[0]
 
 
@@ -211,11 +179,13 @@ def read_on(ranks, dataset, grad_accum=1, workers=0, start=0, stop=6):
     return [torch.cat(parts).tolist() for parts in zip(*steps)]
 
 
-@pytest.mark.parametrize("dataset", [
-    Drawing(0, 31), Mixture([Drawing(0, 31), Drawing(1, 5), Drawing(2, 100)], [3, 1, 2]),
-], ids=["one", "mixture"])
+@rows("dataset", """
+Drawing(0, 31)
+Mixture([Drawing(0, 31), Drawing(1, 5), Drawing(2, 100)], [3, 1, 2])
+""")
 def test_draws_follow_the_place(dataset):
     """On any number of ranks, with any accumulation and workers, and after a resume."""
+    dataset = eval(dataset)
     expected = read_on(1, dataset)
     for ranks, grad_accum in (1, 2), (2, 3), (3, 2), (6, 1):
         assert read_on(ranks, dataset, grad_accum) == expected
@@ -225,13 +195,13 @@ def test_draws_follow_the_place(dataset):
     assert len({*drawn}) == len(drawn) == 72  # a sample that comes again draws anew
 
 
-@pytest.mark.parametrize("weights, sizes", table("""
+@rows("weights, sizes", """
 [3, 1] | [7, 5]
 [1, 1, 1] | [1, 2, 3]
 [5] | [11]
 [10, 3, 7, 1] | [4, 13, 100, 2]
 [999, 1] | [12345, 3]
-"""))
+""")
 def test_a_mixture_has_its_proportions(weights, sizes):
     """Exactly, in each block of sum(weights), which is shuffled; and after each block no sample of
     a dataset has come twice more than another one."""
@@ -247,17 +217,17 @@ def test_a_mixture_has_its_proportions(weights, sizes):
             assert np.ptp(np.bincount(own[: blocks * weights[k]], minlength=size)) <= 1
 
 
-@pytest.mark.parametrize("weights, sizes", table("""
+@rows("weights, sizes", """
 [3] | [7, 5]
 [3, 1, 1] | [7, 5]
 [3, 0] | [7, 5]
 [0.75, 0.25] | [7, 5]
 [3, -1] | [7, 5]
 [3, 1] | [7, 0]
-"""))
+""")
 def test_weights_that_do_not_fit(weights, sizes):
     words = f"weights {weights} of datasets of {sizes} samples: each needs samples, and a whole"
-    with pytest.raises(SettingError, match=re.escape(words)):
+    with refused(re.escape(words)):
         Mixture([*map(range, json.loads(sizes))], json.loads(weights))
 
 
@@ -269,25 +239,24 @@ def test_samples_that_change_are_refused():
         def __getitem__(self, index):
             return torch.tensor([index, generator.integers(9)])
 
-    with pytest.raises(SettingError, match="samples of --data change .*: let them draw from torch"):
+    with refused("samples of --data change .*: let them draw from torch"):
         fingerprint(Own(0, 40), "--data")
 
 
 TRAINING = f"{SMALL} --steps 6 --save-every 2 --log-every 1 --dtype float64"
 
 
-def test_a_run_of_several_files(server, tmp_path, corpus):
+def test_a_run_of_several_files(run, tmp_path, corpus):
     """Mixed by weights, it is the same on two ranks, and with other weights no resume; without
     weights all samples come equally often."""
     (tmp_path / "b.bin").write_bytes(np.arange(2000, dtype=np.uint16).tobytes())
     options = f"{TRAINING} --vocab-size 2048 --data {corpus} --data b.bin"
-    expected = server.run("single.py", 0, f"{options} --weights 3 1", folder=tmp_path)
-    found = server.run("ddp.py", 2, f"{options} --weights 3 1", folder=tmp_path, out="found")
+    expected = run("single.py", 0, f"{options} --weights 3 1")
+    found = run("ddp.py", 2, f"{options} --weights 3 1", out="found")
     assert furthest(found.curve(), expected.curve()) < 1e-10
     for more, words in {"--weights 1 3": "step-00000006 and [1, 3] in this run",
                         "": "weights of --data is [3, 1] in ",
                         "--weights 3": "weights [3] of datasets of"}.items():
-        refused = server.run("single.py", 0, f"{options} {more} --steps 8", folder=tmp_path,
-                             expect_ok=False)
-        assert not refused.ok and words in refused.output
-    server.run("single.py", 0, options, folder=tmp_path, out="equally")
+        other = run("single.py", 0, f"{options} {more} --steps 8", expect_ok=False)
+        assert not other.ok and words in other.output
+    run("single.py", 0, options, out="equally")

@@ -3,18 +3,15 @@
 import json
 import operator
 import re
-import types
 
 import pytest
-import torch
 
 from common.model import PRESETS
 from tests.support.processes import ROOT, edited
-from tests.support.sample import needs, sampled, table, thorough
+from tests.support.sample import needs, rows, table, thorough
 from tools import dry_run as tool
-from tools.counting.stand_ins import pipeline
 
-GPU = json.loads((ROOT / "docs" / "data" / "gpu_memory.json").read_text())
+GPU = json.loads((ROOT / "docs/data/gpu_memory.json").read_text())
 # Script and options, its world size, and the ranks to play. Tokens go to all experts, balanced as
 # a dry run assumes; no text has the byte 255, so it is one document.
 RUNS = table("""
@@ -66,13 +63,13 @@ SMALL = "--num-hidden-layers 2 --batch-size 1 --seq-len 64"
 # more. A rank of a ring, whose attention is not always causal, has half of them. Recomputing layers
 # is one more forward pass of each, without its last product, whose result nobody needs; selective
 # checkpointing repeats no product and no attention.
-@pytest.mark.parametrize("command, world, operations", table("""
+@rows("command, world, operations", """
 single.py | 1 | 161480704
 single.py --activation-checkpointing selective | 1 | 161480704
 single.py --activation-checkpointing | 1 | 199229440
 cp.py | 2 | 80740352
 ep.py --num-experts 3 --expert-size 64 --dtype bfloat16 | 1 | 95715328
-"""))
+""")
 def test_floating_point_operations(count, command, world, operations):
     assert count(f"{command} {SMALL}", world)["operations"] == operations
 
@@ -117,7 +114,7 @@ def test_it_counts_what_a_run_counts(run, count, corpus, command, world, ranks):
 ON_GPU = {row["command"]: row for row in GPU["runs"] if row["dry_run"]}
 
 
-@pytest.mark.parametrize("command", sampled(list(ON_GPU), [min(ON_GPU, key=len)]))
+@rows("command", "\n* " + "\n".join(sorted(ON_GPU, key=len)))
 def test_it_counts_what_a_gpu_held(dry_run, command):
     """As StepCounter counted it there: each kernel keeps what the one of the GPU keeps."""
     row, (script, *options) = ON_GPU[command], command.split()
@@ -129,7 +126,7 @@ def test_it_counts_what_a_gpu_held(dry_run, command):
 @thorough
 def test_activations_of_ring_attention_fall(count):
     """To what docs/planning.md says. All but a constant falls as 1/n, while layers hold most."""
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
     (command,) = re.findall(r"dry_run --rank 0 8 (cp\.py .*)", page)
     (ranks,) = re.findall(r"(?m)^\| ranks n of `cp.py` \| (.*) \|$", page)
     (figures,) = re.findall(r"(?m)^\| activations at the peak, GB .*?\) \| (.*) \|$", page)
@@ -140,7 +137,7 @@ def test_activations_of_ring_attention_fall(count):
 
 
 @thorough
-def test_the_ranks_of_a_pipeline(tmp_path, capsys):
+def test_the_ranks_of_a_pipeline(tmp_path, capsys, count):
     """Without --rank it is the stage that holds most: here the last, which has the head. --dtype
     auto is as on a GPU; a real run on the CPU would be in float32."""
     options = ("--vocab-size 32768 --batch-size 4 --microbatches 4 --dtype auto "
@@ -153,9 +150,7 @@ def test_the_ranks_of_a_pipeline(tmp_path, capsys):
     assert re.fullmatch(r"model tiny: 9,127,040 parameters, bfloat16", lines[1])  # of both stages
     assert most["bubble"] == 1 / 9 and "bubble: at least 11.1% of a step" in lines
     assert most["between_machines"] > 0
-    mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("dp", "pp"))
-    found = pipeline(types.SimpleNamespace(microbatches=2), mesh)  # of hybrid_3d.py
-    assert found == {"stages": [0, 1], "bubble": 1 / 3}
+    assert count("hybrid_3d.py --pp 2 --microbatches 2", 4)["bubble"] == 1 / 3
 
 
 def test_more_ranks_than_rows(count):
@@ -169,12 +164,12 @@ def test_more_ranks_than_rows(count):
 
 # Of an all-to-all of 8 ranks 4 / 7; a ring crosses machines at 2 of 8 edges; rank 0 sends to rank
 # 1. With all axes it counts at all: what a stage gets must have the shape and the type it expects.
-@pytest.mark.parametrize("command, n, nproc_per_node, shares", table("""
+@rows("command, n, nproc_per_node, shares", """
 cp.py --attention ulysses | 8 | 4 | {"all-to-all": 0.571428571, "all-reduce": 0.25}
 pp.py | 4 | 2 | {"send": 0}
 hybrid_3d.py --dp 2 --cp 2 --tp 2 --pp 2 --grad-accum 2 --no-sequence-parallel --dtype bfloat16
   | 16 | 8 | {"send": 1}
-"""))
+""")
 def test_what_crosses_machines(count, command, n, nproc_per_node, shares):
     counted = count(command, n, 0, nproc_per_node)
     found = {part["collective"]: part["between_machines"] / part["bytes"]
@@ -206,16 +201,16 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     assert found == dry_run("--rank", 0, 1, single, "--vocab-size", 300)[1] | {
         "description": [f"model {tmp_path}: 815,232 parameters, bfloat16", found["description"][1]]}
     needs("safetensors")  # fsdp_lora.py needs it
-    script = ROOT / "examples" / "fsdp_lora.py"
+    script = ROOT / "examples/fsdp_lora.py"
     _, found = dry_run("--rank", 0, 2, script, "--model", tmp_path, "--base", "no/such/checkpoint")
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 
-@pytest.mark.parametrize("offers, words", table("""
+@rows("offers, words", """
 | return loss.item()
 WITHOUT_VALUES = {'shown': lambda loss: None} | floating-point operations
 WITHOUT_VALUES = {'show': lambda loss: None} | names show, which is not in
-"""))
+""")
 def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
     """It is refused, or names a function, and what is called instead."""
     loop = "            micro_loss.backward()\n"

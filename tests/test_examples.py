@@ -15,7 +15,7 @@ import torch
 
 from tests.support.compare import furthest, saved
 from tests.support.processes import BARE, ROOT, edited
-from tests.support.sample import needs, sampled, table, thorough
+from tests.support.sample import needs, rows, thorough
 from tests.test_checkpoint import hash_again
 from tests.test_porting import port
 from tools.huggingface import export
@@ -94,7 +94,7 @@ def example(start):
 # by the formulas of its docstring, or of cp.py's, in commit 3e519c2. On top are AdamW's counts of
 # steps; for clipping, a number for each tensor that is trained. In the last row a rank of
 # fsdp_muon.py has no matrix, and some have no rows of one.
-@pytest.mark.parametrize("name, world, model, more, states, sent", table("""
+@rows("name, world, model, more, states, sent", """
 * cp_documents | 2 | | | | 689408
 * ddp_convnet | 3 | --grad-accum 6 | --grad-accum 2 | |
 * fsdp_lora | 2 | | | 28784 | 449000
@@ -107,7 +107,7 @@ cp_documents | 4 | | --activation-checkpointing selective | |
 fsdp_lora | 4 | | --activation-checkpointing | 14448 | 673500
 fsdp_muon | 4 | --num-hidden-layers 4 | | 124076 | 1620192
 fsdp_muon | 8 | --num-hidden-layers 1 --num-key-value-heads 1 | --grad-accum 1 | |
-"""))
+""")
 def test_follows_one_process(example, name, world, model, more, states, sent):
     """The convnet: one process that accumulates the same micro-batches, since BatchNorm sees how
     the batch is cut."""
@@ -125,10 +125,14 @@ def test_follows_one_process(example, name, world, model, more, states, sent):
     assert not sent or counts["sent"] == pytest.approx(sent, abs=1)
 
 
-RESUMES = ["fsdp_muon", "ddp_convnet", "fsdp_lora", "fsdp_gpt2", "tp_llama", "cp_documents"]
-
-
-@pytest.mark.parametrize("name", sampled(RESUMES, RESUMES[1:2]))
+@rows("name", """
+* ddp_convnet
+fsdp_muon
+fsdp_lora
+fsdp_gpt2
+tp_llama
+cp_documents
+""")
 def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
     """On other ranks, with dropout, or with statistics of what a rank sees, it only goes on in the
     same direction."""
@@ -146,23 +150,24 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
         assert furthest(again.curve("loss")[-1:], whole.curve("loss")[-1:]) < within
 
 
-# How many lines of its script's ``main`` an example has not
-OTHERWISE = {
-    "diloco": 23, "cp_documents": 10, "ddp_convnet": 22, "fsdp_gpt2": 16, "fsdp_lora": 23,
-    "fsdp_muon": 26, "tp_llama": 13, "trainer_fsdp": 4,
-}
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_main_of_an_example_is_that_of_its_script(name):
+# An example, its script, and how many lines of the script's ``main`` it has not
+@rows("name, script, number", """
+diloco | fsdp.py | 23
+cp_documents | cp.py | 10
+ddp_convnet | ddp.py | 22
+fsdp_gpt2 | fsdp.py | 16
+fsdp_lora | fsdp.py | 23
+fsdp_muon | fsdp.py | 26
+tp_llama | tp.py | 13
+trainer_fsdp | examples/trainer.py | 4
+""")
+def test_main_of_an_example_is_that_of_its_script(name, script, number):
     """A change of a script reaches its examples: `diff` shows what is theirs, and no more."""
-    script = {"diloco": "fsdp.py", "trainer_fsdp": "examples/trainer.py"}.get(
-        name, f"{name.partition('_')[0]}.py")
     mains = [(ROOT / path).read_text().partition("\ndef main(")[2].partition("\n\n\n")[0]
              for path in (script, f"examples/{name}.py")]
     lines = difflib.unified_diff(*(main.splitlines() for main in mains), n=0)
     gone = [line for line in lines if re.match(r"-(?!-).*\w", line)]
-    assert len(gone) == OTHERWISE[name], gone
+    assert len(gone) == number, gone
 
 
 @thorough
@@ -180,7 +185,7 @@ def test_another_base_is_refused(example, start, checkpoint, tmp_path):
     resumed = example("fsdp_lora", 2, "").out.parent
     for rank in range(2):
         shutil.copytree(checkpoint, tmp_path / f"rank{rank}" / "base")
-    other = tmp_path / "rank1" / "base"
+    other = tmp_path / "rank1/base"
     with open(other / "run.json", "a") as file:
         file.write(" ")
     hash_again(other)

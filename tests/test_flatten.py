@@ -4,11 +4,9 @@
 import re
 import shutil
 
-import pytest
-
-from common.options import SettingError
 from tests.support.processes import ROOT, edited
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import refused
 from tools.flatten import flatten
 
 OPTIONS = ("--steps 3 --seq-len 32 --batch-size 8 --num-hidden-layers 2 --hidden-size 32 "
@@ -24,7 +22,7 @@ def write(folder, script, with_run):
     return str(folder / script)
 
 
-@pytest.mark.parametrize("command, world", table("""
+@rows("command, world", """
 * fsdp.py | 2
 single.py | 0
 ddp.py | 2
@@ -35,7 +33,7 @@ pp.py | 2
 ep.py --num-experts 4 | 2
 hybrid_3d.py --tp 2 | 2
 hybrid_3d.py --pp 2 --num-experts 4 | 2
-"""))
+""")
 def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
     script, *own = command.split()
     bare, full = (write(tmp_path, script, with_run) for with_run in (False, True))
@@ -52,8 +50,12 @@ def test_trains_as_the_script(run, corpus, held_out, tmp_path, command, world):
         (str(step), f"{loss:.12g}", f"{norm:.12g}") for step, loss, norm in found.curve(*NAMES)]
 
 
-@pytest.mark.parametrize("with_run", [False, True])
-@pytest.mark.parametrize("script", ["fsdp.py", "ep.py"])
+@rows("script, with_run", """
+fsdp.py | 0
+fsdp.py | 1
+ep.py | 0
+ep.py | 1
+""")
 def test_its_text_is_of_one_file(script, with_run):
     """Whoever has it does not have common/, nor all scripts. Commands have the name that README.md
     gives it."""
@@ -63,7 +65,7 @@ def test_its_text_is_of_one_file(script, with_run):
     assert set(re.findall(r"(?:python|torchrun) .*?(\w+\.py)", text)) == {f"my_{script}"}
 
 
-@pytest.mark.parametrize("common", ["common", "parallel"])
+@rows("common", "common\nparallel")
 def test_a_script_beside_its_own_common(tmp_path, common):
     """As docs/copying.md takes it: what is in that folder goes into the file, not ours."""
     shutil.copytree(ROOT / "common", tmp_path / common)
@@ -90,5 +92,5 @@ def test_refuses_a_clash(tmp_path):
     own = "same_on_all_ranks"
     edited(tmp_path, "ddp.py", ("def main(", f"def {own}():\n    pass\n\n\ndef main("),
            ("    args.config", f"    {own}()\n    args.config"))
-    with pytest.raises(SettingError, match=f"{own} means two things: in ddp.py, launch.py"):
+    with refused(f"{own} means two things: in ddp.py, launch.py"):
         flatten(tmp_path / "ddp.py")

@@ -22,9 +22,8 @@ from tests.support.commands import (
 )
 from tests.support.compare import furthest
 from tests.support.processes import ROOT, SMALL, TOOLS, Result, edited, free_port
-from tests.support.sample import table, thorough
-from tests.test_refusals import in_order
-from tools.flatten import flatten
+from tests.support.sample import rows, table, thorough
+from tests.support.words import in_order
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
 ENDLESS = f"{SMALL} --steps 100000 --log-every 1 --save-every 50000"
@@ -69,7 +68,7 @@ def test_what_run_sh_starts(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')\n")
     words = ["two words", "$HOME", "--max-restarts=9"]
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "show.py").write_text(SHOW)
+    (tmp_path / "code/show.py").write_text(SHOW)
     process = start([*RUN, "code/show.py", *words], tmp_path, NPROC="", PYTHONPATH="mine")
     shown, *lines = finish(process).splitlines()
     assert process.returncode == 0
@@ -100,32 +99,25 @@ def test_a_script_uses_the_common_beside_it(tmp_path):
     for folder in "beside", "alone":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "single.py").write_text("import common\nprint(common.__path__)\n")
-    shutil.copytree(ROOT / "common", tmp_path / "beside" / "common")
+    shutil.copytree(ROOT / "common", tmp_path / "beside/common")
     for folder, root in ("beside", tmp_path / "beside"), ("alone", ROOT):
         output = finish(start(["bash", "linked.sh", f"{folder}/single.py"], tmp_path))
         assert output == f"['{root}/common']\n"
 
 
 def test_nothing_is_read_that_does_not_run(run, corpus, tmp_path):
-    """Beside a script, and in the folder above a flat file: an editor's lock of a buffer that is
-    not saved, which is a dead link, a folder and a file that cannot be read."""
-    for folder in tmp_path, tmp_path / "code":
-        folder.mkdir(exist_ok=True)
-        (folder / ".#single.py").symlink_to("me@host.123:456")
-        (folder / "folder.py").mkdir()
-        (folder / "closed.py").write_text("pass")
-        (folder / "closed.py").chmod(0)
-    flat = tmp_path / "code" / "flat.py"
-    flat.write_text(flatten(ROOT / "single.py", with_run=True))
-    run(str(flat), 0, f"{SMALL} --steps 1 --data {corpus}", pass_out=False)
+    """Beside a script: an editor's lock of a buffer that is not saved, which is a dead link, and a
+    folder. What does not run may change."""
+    (tmp_path / "code/folder.py").mkdir(parents=True)
+    (tmp_path / "code/.#single.py").symlink_to("me@host.123:456")
     script = edited(tmp_path / "code", "single.py", ("import torch\n", "import mine, torch\n"))
-    for steps, changed in enumerate(("mine", "other", "mine"), 1):  # what does not run may change
-        (tmp_path / "code" / f"{changed}.py").write_text(f"number = {steps}")
+    for steps, changed in enumerate(("mine", "other", "mine"), 1):
+        (tmp_path / f"code/{changed}.py").write_text(f"number = {steps}")
         said = run(script, 0, f"{SMALL} --steps {steps} --data {corpus}").output
         assert ("the code was" in said) == (steps == 3), said
 
 
-@pytest.mark.parametrize("command, variables, words", table("""
+@rows("command, variables, words", """
 README.md | | README.md is no Python script ... ddp.py
 nothing.py | | nothing.py is no Python script here; there are ... ddp.py
 ddp.py | NNODES=0 | NNODES is '0' ... at least 1
@@ -142,7 +134,7 @@ share ddp.py | NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 | share: ... unset NNO
 share ddp.py | CUDA_VISIBLE_DEVICES= | share: torch finds no GPU here
 ddp.py | SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2
   | 4 times on 2 machines ... --ntasks-per-node=1
-"""))
+""")
 def test_what_run_sh_refuses(tmp_path, command, variables, words):
     process = start([*RUN, *command.split()], tmp_path, **values(variables))
     (line,) = finish(process).splitlines()
@@ -150,52 +142,29 @@ def test_what_run_sh_refuses(tmp_path, command, variables, words):
     assert in_order(words, line), line
 
 
-@pytest.mark.parametrize("script, name", table("""
-* single.py | SIGTERM
-ddp.py | SIGINT
-ddp.py | SIGUSR1
-fsdp.py | SIGTERM
-"""))
-def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, script, name):
+@rows("script, kills, name", """
+* single.py | 0 | SIGTERM
+* ddp.py | 1 | SIGUSR1
+ddp.py | 0 | SIGINT
+fsdp.py | 0 | SIGTERM
+""")
+def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, script, kills, name):
     """Ctrl-C; what Slurm sends before the time limit; and to torchrun, which then says that it got
-    a signal, and its status is 1."""
+    a signal, and its status is 1. When a process has been killed, all have started again."""
     launcher = TORCHRUN if script == "fsdp.py" else RUN
     process = start_endless([*launcher, ROOT / script], tmp_path, corpus, MAX_RESTARTS="3",
                             NPROC="1" if script == "single.py" else "2")
+    log = tmp_path / "out/metrics.jsonl"
+    for _ in range(kills):
+        before = log.stat().st_ino  # whoever starts writes the file anew
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        wait_until(lambda: log.stat().st_ino != before and logged(log.parent) > 1)
     process.send_signal(getattr(signal, name))
     output = finish(process)
     wait_until(lambda: not left_over(tmp_path))
     assert "stopped after step" in output and SAVED in output, output
     assert len(list_checkpoints(tmp_path / "out")) == 1
     assert process.returncode == 0 or script != "single.py"
-
-
-def test_a_killed_run_starts_again_where_it_began(server, tmp_path, corpus):
-    """With MAX_RESTARTS: here at the checkpoint of --from, since it has saved none of its own."""
-    server.run("ddp.py", 2, f"{SMALL} --steps 2 --data {corpus}", folder=tmp_path, out="first")
-    process = start_endless([*RUN, ROOT / "ddp.py"], tmp_path, corpus, "--timeout", "60", "--from",
-                            "first/step-00000002", NPROC="2", MAX_RESTARTS="1")
-    out = tmp_path / "out"
-    before = (out / "metrics.jsonl").stat().st_ino
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
-    # The resume writes the file anew.
-    wait_until(lambda: process.poll() is not None or (
-        (out / "metrics.jsonl").stat().st_ino != before and logged(out) > 1))
-    process.terminate()
-    output = finish(process)
-    assert output.count("resuming first/step-00000002") == 2 and SAVED in output, output
-    wait_until(lambda: not left_over(tmp_path))
-
-
-@thorough
-def test_a_wrong_option_is_one_line_before_those_of_torchrun(tmp_path):
-    """Also if rank 0, which says it, is the last one to start."""
-    copy = edited(tmp_path, "ddp.py", ("import torch\n", "import os, time, torch\n"
-                                       "time.sleep(5 * (os.environ['RANK'] == '0'))\n"))
-    process = start([*RUN, copy, "--lr", "fast"], tmp_path, NPROC="2")
-    lines = [line for line in finish(process).splitlines() if "error: " in line]
-    assert process.returncode == 1 and len(lines) == 1, lines
-    assert lines[0].startswith("ddp.py: error: ") and "--lr" in lines[0] and "'fast'" in lines[0]
 
 
 # Several machines, by hand: here one machine plays both
@@ -205,7 +174,7 @@ STEP = ("SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NO
         "SLURM_NODEID=1 SLURM_STEP_NODELIST=host[0-1]")
 
 
-@pytest.mark.parametrize("variables, words", table(f"""
+@rows("variables, words", """
 MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=0 MAX_RESTARTS=3
   | is_host=1,join_timeout=300,read_timeout=300 --local-addr=10.1.2.3 --max-restarts=3
 MASTER_ADDR=10.1.2.3 NNODES=2 NODE_RANK=1 | --nnodes=2 --rdzv-endpoint=10.1.2.3:29500 is_host=0
@@ -218,7 +187,7 @@ MASTER_ADDR=::1 NNODES=2 NODE_RANK=0 | --nnodes=2 --rdzv-endpoint=[::1]:29500 --
 {STEP} MASTER_ADDR=10.1.2.3 NNODES=3 NODE_RANK=2 | --nnodes=3 --local-addr=~00002
 {STEP} OMP_NUM_THREADS=8 NPROC=2 | OMP_NUM_THREADS=8
 {STEP} OMP_NUM_THREADS= NPROC=999 | OMP_NUM_THREADS=1
-"""))
+""", STEP=STEP)
 def test_one_machine_of_two(tmp_path, variables, words):
     """They meet at machine 0, through the interface that leads there: of this machine's own name
     gloo would take the address 127.0.1.1 on many systems."""

@@ -2,15 +2,10 @@
 registered with atexit."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
-import pytest
-
-from tests.support.processes import ROOT, SMALL, edited
-from tests.support.sample import table
+from tests.support.processes import SMALL, edited
+from tests.support.sample import rows
 from tests.test_docs import PAGES, blocks, section
 
 STAND_INS = """
@@ -71,16 +66,15 @@ launch(main)
 """
 
 
-@pytest.mark.parametrize("end, status", table("""
+@rows("end, status", """
 * 1 / 0 | 1
 pass | 0
 raise SystemExit(3) | 3
-"""))
-def test_what_is_registered_for_the_end_runs(tmp_path, end, status):
+""")
+def test_what_is_registered_for_the_end_runs(run, tmp_path, end, status):
     """Also after an error: logging's handlers are flushed, as those of coverage and others."""
     (tmp_path / "mine.py").write_text(AT_EXIT.format(end))
-    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, stderr=subprocess.DEVNULL,
-                            env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert result.returncode == status
+    result = run(f"{tmp_path}/mine.py", 0, pass_out=False, expect_ok=False)
+    assert result.statuses == [status]
     assert (tmp_path / "saved").read_text() == "all"
     assert (tmp_path / "log").read_text() == "at the end\n"

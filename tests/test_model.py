@@ -14,8 +14,7 @@ from common.materialise import draw_weight, materialise
 from common.model import (
     PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
 )
-from common.step import decay_groups
-from tests.support.sample import table
+from tests.support.sample import rows
 from tools.counting.counter import StepCounter
 
 CONFIG = ModelConfig(
@@ -79,20 +78,6 @@ def test_a_part_of_an_initial_weight(monkeypatch):
         assert drawn.call_count == blocks
 
 
-def test_only_matrices_decay():
-    """Also those of experts, which are stacked."""
-    groups = decay_groups([*Transformer(CONFIG).parameters(), torch.empty(2, 3, 4)], 0.1)
-    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [
-        (0.1, {2, 3}), (0.0, {1})]
-
-
-def test_the_loss_of_rounded_logits_is_not_rounded():
-    logits, targets = torch.randn(2, 4, 96, dtype=torch.bfloat16), torch.arange(8).view(2, 4)
-    loss = next_token_loss(logits, targets)
-    assert loss.dtype == torch.float32 and loss == next_token_loss(logits.float(), targets)
-    assert next_token_loss(logits.double(), targets).dtype == torch.float64
-
-
 def test_rotary_angles_stay_in_float32(monkeypatch, model):
     """Of a model in bfloat16, whose layers FSDP casts: test_own_model.py."""
     rotate = mock.Mock(wraps=common.model.rotate)
@@ -134,8 +119,8 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
         assert (gradient(dtype, x) - exact).norm() / exact.norm() < 0.004, dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_per_logit(monkeypatch, dtype):
+@rows("in_bfloat16", "0\n1")
+def test_bytes_per_logit(monkeypatch, in_bfloat16):
     """At the peak 12 bytes for each logit of a chunk: 2^21 logits in one chunk, and in 8 chunks, of
     which no two are held at a time. 8 chunks: 1.5 bytes for each of all logits."""
     for most_logits, least, most in ((2**21, 12, 12.1), (2**17, 1.5, 1.65)):
@@ -144,18 +129,18 @@ def test_bytes_per_logit(monkeypatch, dtype):
         x = torch.randn(1, 512, 8, requires_grad=True)
         targets = torch.randint(0, 2**12, (1, 512))
         counter = StepCounter(torch.optim.SGD(head.parameters()), [head])
-        with counter, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with counter, torch.autocast("cpu", torch.bfloat16, enabled=bool(in_bfloat16)):
             head(x, targets=targets).backward()
         assert least < counter.totals()["peak"]["activations"] / 2**21 < most
 
 
-@pytest.mark.parametrize("preset, billions, scaling", table("""
+@rows("preset, billions, scaling", """
 llama3-1b | 1.5 | None
 llama3-8b | 8.0 | None
 llama3-70b | 70.6 | None
 llama3-405b | 405.9 | {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0,
   'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
-"""))
+""")
 def test_large_presets_have_their_size(preset, billions, scaling):
     config = PRESETS[preset]
     with torch.device("meta"):

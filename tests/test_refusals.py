@@ -14,7 +14,8 @@ import torch
 from common.model import LLAMA_3_1
 from common.options import SettingError
 from tests.support.processes import BARE, ROOT, SMALL, TOOLS
-from tests.support.sample import table
+from tests.support.sample import rows, table
+from tests.support.words import in_order
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 HUGE = "1" + "0" * 400
@@ -74,7 +75,7 @@ def test_the_type_the_help_and_the_default_of_each_option(monkeypatch):
 AGAIN = f"{SMALL} --out done --steps 4"  # a folder with a finished run of two steps
 SELECTIVE = "--num-experts 4 --activation-checkpointing selective"
 LONG = "x" * 300
-REFUSED = f"""
+REFUSED = table("""
 single 0 --beta2 1 | --beta2: 1 is not allowed: it must be at least 0, and less than 1 (end)
 single 0 --lr -1 | --lr: -1 is not allowed: it must be at least 0, and less than inf (end)
 single 0 --lr inf | must be at least 0, and less than inf
@@ -178,16 +179,7 @@ ep 1 --num-experts 2 --experts-per-token 3 | experts_per_token 3 ... num_experts
 ep 1 --num-experts 2 --experts-per-token 1 | experts_per_token 1 never trains
 ep 1 --num-experts 1 | it starts
 ep 1 --expert-size 8 | expert_size 8 ... give num_experts
-"""
-
-
-def in_order(words, line):
-    """Whether ``line`` has what stands between the " ... " in ``words``, in this order."""
-    for part in words.split(" ... "):
-        _, found, line = line.partition(part)
-        if not found:
-            return False
-    return True
+""", AGAIN=AGAIN, LONG=LONG, SELECTIVE=SELECTIVE)
 
 
 FILES = {
@@ -235,8 +227,7 @@ def folder(made, monkeypatch):
 def test_options(folder, monkeypatch):
     wrong = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for row in REFUSED.strip().splitlines():
-        command, words = row.split(" | ")
+    for command, words in (row.values for row in REFUSED):
         script, world, *options = shlex.split(command)
         module = importlib.import_module(script)
         monkeypatch.setattr(module, "load_steps", started)
@@ -250,15 +241,15 @@ def test_options(folder, monkeypatch):
         except SettingError as error:
             said = f"{error} (end)"
         if not in_order(words, said):
-            wrong.append((row, said))
-    assert not wrong, "\n".join(f"{row}\n    {said}" for row, said in wrong)
+            wrong.append((command, said))
+    assert not wrong, "\n".join(f"{command}\n    {said}" for command, said in wrong)
 
 
 # In processes: what a user reads, one line from each rank that has the error
 
 
 # Variables of the one process that starts, "NAME=": it is unset; options; what its line says
-@pytest.mark.parametrize("variables, options, words", table("""
+@rows("variables, options, words", """
 RANK= WORLD_SIZE= SLURM_STEP_NUM_TASKS=2 | | SLURM_STEP_NUM_TASKS is 2 but RANK is not set: each
   process would train alone; start the script by torchrun
 RANK= WORLD_SIZE= OMPI_COMM_WORLD_SIZE=2 | | OMPI_COMM_WORLD_SIZE is 2 but RANK is not set
@@ -273,7 +264,7 @@ WORLD_SIZE=2 RANK=1 | | rank 1 cannot connect ... --timeout
 MASTER_PORT={taken} | | address already in use ... MASTER_PORT {taken} free there
 | --backend nccl | cannot connect to others by nccl (
 | --backend mpi | cannot connect to others by mpi (
-"""))
+""")
 def test_ranks_that_cannot_connect(server, folder, variables, options, words):
     with socket.create_server(("127.0.0.1", 0)) as server_of_another:
         taken = str(server_of_another.getsockname()[1])
@@ -287,10 +278,16 @@ def test_ranks_that_cannot_connect(server, folder, variables, options, words):
 
 
 # A command and its ranks; how many of these say it; code that runs before on each rank; the words
-@pytest.mark.parametrize("command, world, most, code, words", table(f"""
+@rows("command, world, most, code, words", """
 ddp.py --steps 0 | 2 | 1 | | --steps: 0 is not allowed: it must be at least 1
+ddp.py --lr fast | 2 | 1 | time.sleep(2 * (rank == 0)) | --lr ... 'fast'
+hybrid_3d.py --cp 5 | 2 | 1
+  | os.environ.update(DP_SIZE='1', CP_SIZE='2', TP_SIZE='3', PP_SIZE='4')
+  | (2) must equal dp (1) x tp (3) x cp (5) x pp (4) = 60
 fsdp.py --replicate 3 | 2 | 1 | | --replicate 3 does not divide the world size 2: use a
 ddp.py --batch-size 7 | 2 | 2 | | --batch-size 7 cannot be ... a multiple of 2, such as 8
+ddp.py --batch-size 4 --grad-accum 3 | 2 | 2 | | by 2 data-parallel ... 3 accumulation steps: use
+  other ranks, or, ... a multiple of 6, such as 6
 ddp.py --data big.bin | 2 | 2 | | holds token 256
 ddp.py --timeout 7 | 2 | 2 | timeouts = []; [before(torch.distributed, name, lambda *_, timeout=0,
   **__: timeouts.append(str(timeout))) for name in ('init_process_group', 'new_group')];
@@ -304,6 +301,8 @@ ddp.py | 2 | 2 | sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda 
   | --model nowhere: ... No such file
 ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | the dataset has no samples
 single.py | 0 | 1 | common.data.open_dataset = lambda _: [] | the dataset has no samples
+single.py | 0 | 1 | changed(TokenDataset, '__getitem__', lambda sample, *_: (sample[0],
+  -torch.ones_like(sample[1]))) | error: --data: ... targets below 0: the mask is -100
 ddp.py --workers 1 | 2 | 2 | changed(TokenDataset, '__getitem__', lambda sample, *_:
   common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)
   | error: my words
@@ -328,7 +327,7 @@ ddp.py | 2 | 2 | torch.__version__ = str(rank) | torch is 0 on rank 0, 1 on rank
 ddp.py --data ../file --val-data letters | 2 | 2 | os.chdir(str(rank)) | hash of --val-data is
 ddp.py --data ../file --val-data . | 2 | 2 | os.chdir(str(rank)) | samples in --val-data is
 ddp.py {AGAIN} --out ../done --data letters | 2 | 2 | os.chdir(str(rank)) | hash of --data is
-"""))
+""", AGAIN=AGAIN)
 def test_a_command(server, folder, command, world, most, code, words):
     """A row of a data worker keeps its traceback out of it. One rank alone that has an error, and
     is not rank 0, waits for that one before it says it."""

@@ -10,13 +10,12 @@ import signal
 import pytest
 
 import single
-from common.options import SettingError
 from tests.support.commands import left_over, wait_until
 from tests.support.compare import assert_bit_equal
 from tests.support.processes import SMALL
-from tests.support.sample import table
+from tests.support.sample import rows
+from tests.support.words import in_order, refused
 from tests.test_checkpoint import steps, tensors
-from tests.test_refusals import in_order
 
 OPTIONS = f"{SMALL} --steps 8 --log-every 1 --warmup-steps 3 --save-every 3 --keep 9"
 NOT_FINITE = "the loss is ... gradient norm nan: one of them, ... is not finite: lower --lr (0.00"
@@ -24,7 +23,8 @@ REFUSE = "common.options.refuse([(True, 'my words')])"
 SILENT = "(signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(60))"
 FULL = "no space left on device, or a limit on the size of files"
 FULL_DISK = "at(5, resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000), on=1)"
-WRITES = "before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and {})"
+WRITES = ("before(os, 'fsync', lambda _: [*pathlib.Path('out').glob('step-*6.tmp')] and "
+          "signal_self('SIGKILL'))")
 AGAIN = "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 0.6); "
 
 
@@ -37,7 +37,7 @@ AGAIN = "at(2, signal_self, 'SIGTERM'); at(2, time.sleep, 0.6); "
 # a disk that is full, or cannot be written; a data worker that outlives its run for seconds, and so
 # does not lock the folder, and one that dies; what somebody's loop says; a run that dies while it
 # evaluates, when it has saved.
-@pytest.mark.parametrize("command, world, options, inject, words, left", table(f"""
+@rows("command, world, options, inject, words, left", """
 * single.py | 0 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
 * ddp.py | 2 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
 zero.py --stage 2 | 2 | --log-every 9 | gradients_times(1e30, 5) | at step 6 {NOT_FINITE} | 3
@@ -55,8 +55,8 @@ fsdp.py | 2 | --async-save | at(5, time.sleep, 3); at(6, signal_self, 'SIGKILL',
 ddp.py | 2 | --timeout 5 | at(5, lambda: {SILENT}, on=1) | | 3
 ddp.py | 2 | --timeout 5 | before(Run, 'save', lambda *_: rank and {SILENT}) | |
 ddp.py | 2 | --timeout 5 | before(common.run, 'start_save', lambda *_: rank and {SILENT}) | |
-* single.py | 0 | --save-every 2 --keep 2 | {WRITES.format("signal_self('SIGKILL')")} | | 2 4
-* single.py | 0 | --save-every 2 --keep 2 --async-save | {WRITES.format("signal_self('SIGKILL')")}
+* single.py | 0 | --save-every 2 --keep 2 | {WRITES} | | 2 4
+* single.py | 0 | --save-every 2 --keep 2 --async-save | {WRITES}
   | | 2 4
 * single.py | 0 | --save-every 2 --keep 2 | after(pathlib.Path, 'rename', lambda _, path, *__:
   path.match('*6.tmp') and signal_self('SIGKILL')) | | 2 4 6
@@ -83,7 +83,8 @@ pp.py | 2 | --val-data stdlib --val-batches 1 --val-every 6
   | before(Run, 'validation_loss', lambda *_: signal_self('SIGKILL')) | | 3 6
 single.py | 0 | --val-data stdlib --val-batches 1 --val-every 8
   | before(Run, 'validation_loss', lambda *_: signal_self('SIGKILL')) | | 3 6 8
-"""))
+""", NOT_FINITE=NOT_FINITE, REFUSE=REFUSE, SILENT=SILENT, WRITES=WRITES, AGAIN=AGAIN, FULL=FULL,
+      FULL_DISK=FULL_DISK)
 def test_a_fault(run, once, corpus, command, world, options, inject, words, left):
     options = f"{OPTIONS} --data {corpus} {options}"
     result = run(command, world, options, inject=inject, expect_ok=False)
@@ -123,12 +124,12 @@ def goes_on(again, step, whole):
 # Signals
 
 
-@pytest.mark.parametrize("command, world, name, options", table("""
+@rows("command, world, name, options", """
 * ddp.py | 2 | SIGTERM | --async-save --workers 1
 fsdp.py | 2 | SIGUSR1 |
 pp.py | 2 | SIGINT |
 hybrid_3d.py --tp 2 | 2 | SIGTERM | --workers 1
-"""))
+""")
 def test_a_signal_to_one_rank_lets_all_save(run, once, corpus, command, world, name, options):
     """They end with status 0; the same command goes on to the same end. A launcher may deliver the
     signal twice, and to data workers too: to the group, from a process that is not their parent."""
@@ -149,7 +150,7 @@ DURING_SAVE = ("sent = []; before(os, 'fsync', lambda _: [*pathlib.Path('out').g
 
 # In a save, also of the last step, in an evaluation, and while data workers start: the run ends
 # after the next step
-@pytest.mark.parametrize("options, inject, last_line, left", table(f"""
+@rows("options, inject, last_line, left", f"""
 | at(8, signal_self, 'SIGTERM') | final loss ... saved in | 3 6 8
 --workers 1 | before(os, 'setpgrp', lambda: os.killpg(0, signal.SIGTERM)) | stopped after step 1 | 1
 | {DURING_SAVE.format(6)} | stopped after step 7 of 8, saved | 3 6 7
@@ -158,7 +159,7 @@ DURING_SAVE = ("sent = []; before(os, 'fsync', lambda _: [*pathlib.Path('out').g
   | before(Run, 'validation_loss', lambda run: run.done < 5 and signal_self('SIGTERM'))
   | stopped after step 5 | 3 5
 --save-every 0 | at(4, signal_self, 'SIGTERM') | stopped after step 4 ... nothing is saved |
-"""))
+""")
 def test_when_a_signal_comes(run, corpus, held_out, options, inject, last_line, left):
     options = f"{OPTIONS} --data {corpus} {options}".replace("{val}", held_out)
     result = run("single.py", 0, options, inject=inject)
@@ -221,7 +222,7 @@ def test_a_run_goes_on(start, run, corpus, tmp_path):
     handlers = [*map(signal.getsignal, numbers)]
     start("--steps 2")
     assert [*map(signal.getsignal, numbers)] == handlers
-    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+    with open(tmp_path / "out/metrics.jsonl", "a") as file:
         file.write('{"step": 3}\n\na note\n{"step": 4')
     said, lines = start("--steps 4 --lr 0.1")
     assert in_order(f"resuming {tmp_path}/out/step-00000002 after step 2; --steps was 2, is 4 ... "
@@ -240,12 +241,13 @@ def test_a_run_goes_on(start, run, corpus, tmp_path):
 
 def test_a_run_goes_on_from_another(start, tmp_path):
     start("--steps 2")
-    source = tmp_path / "out" / "step-00000002"
+    source = tmp_path / "out/step-00000002"
     options = f"--from {source} --rope-theta 99"  # for longer texts
-    said, lines = start(f"--steps 3 {options}", "new")
-    assert in_order(f"resuming {source} after step 2 ... ; rope_theta was 10000.0, is 99.0", said)
-    assert lines == [3]
-    with pytest.raises(SettingError, match="rope_theta is 99.0 in .* and 10000.0 in this run"):
+    for saves in "--save-every 0", "":  # the second start too, since the first has saved nothing
+        said, lines = start(f"--steps 3 {options} {saves}", "new")
+        assert in_order(f"resuming {source} after step 2 ... ; rope_theta was 10000.0, is 99", said)
+        assert lines == [3]
+    with refused("rope_theta is 99.0 in .* and 10000.0 in this run"):
         start("--steps 5", "new")
     said, lines = start(f"--steps 5 {options}", "new")  # its own comes first
     assert "new/step-00000003 after step 3" in said and lines == [3, 4, 5]

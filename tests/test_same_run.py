@@ -11,11 +11,10 @@ import re
 import pytest
 import torch
 
-from common.checkpoint import list_checkpoints
 from common.model import PRESETS, ModelConfig, Transformer
-from tests.support.compare import assert_bit_equal, assert_near, furthest, read, saved
+from tests.support.compare import assert_bit_equal, assert_near, furthest, saved
 from tests.support.processes import ROOT
-from tests.support.sample import table, thorough
+from tests.support.sample import rows, thorough
 from tests.support.table import EXACT, OPTIONS, ROWS, Row
 from tools.counting.theory import bytes_of, fsdp
 
@@ -170,7 +169,7 @@ SCRIPTS = sorted({row.script for row in EXACT})
 
 
 @thorough
-@pytest.mark.parametrize("number, command, world", table("""
+@rows("number, command, world", """
 0 | single.py | 0
 1 | ddp.py | 3
 2 | zero.py --stage 1 | 2
@@ -179,35 +178,19 @@ SCRIPTS = sorted({row.script for row in EXACT})
 5 | cp.py --attention ulysses | 2
 6 | pp.py --schedule zbv | 2
 7 | hybrid_3d.py --dp 2 --tp 2 | 4
-"""))
+""")
 def test_resumes_what_others_saved(once, number, command, world):
     """A row of each other script, another one for each reader. The rest of the run is that of
     single.py."""
     of_scripts = [[row for row in EXACT if row.script == script] for script in SCRIPTS
                   if script not in command]
-    rows = [others[number % len(others)] for others in of_scripts]
-    folders = [str(row.run(once).out) for row in rows]
+    chosen = [others[number % len(others)] for others in of_scripts]
+    folders = [str(row.run(once).out) for row in chosen]
     reader = once(command, world, f"{OPTIONS} --dtype float64",
                inject=f"ignored(); resumed({folders}, train=False)")
-    for number, row in enumerate(rows):
+    for number, row in enumerate(chosen):
         found = reader.again(number).curve()
         assert furthest(found, EXACT[0].run(once).curve()[2:]) < 1e-10, row
-
-
-@pytest.mark.parametrize("command, world", table("""
-single.py | 0
-ddp.py | 2
-* fsdp.py | 2
-zero.py | 2
-"""))
-def test_saving_while_training_goes_on(once, command, world):
-    """After every step: a save may still go on when the next one is due."""
-    result = once(command, world, f"{OPTIONS} --dtype float64 --async-save --save-every 1 --keep 9",
-                  inject="ignored()")
-    names = [path.name for path in list_checkpoints(result.out)]
-    assert names == [f"step-0000000{step}" for step in (1, 2, 3)]
-    for name in names[1:]:  # as it was then, not as training has made it
-        assert_near(*(read(run.out / name) for run in (result, EXACT[0].run(once))))
 
 
 def test_the_theory_of_more_ranks_than_rows():

@@ -9,12 +9,10 @@ import random
 import signal
 import time
 
-import pytest
-
 from tests.support.commands import RUN, children, finish, left_over, logged, start, wait_until
 from tests.support.compare import assert_bit_equal, saved
 from tests.support.processes import SMALL
-from tests.support.sample import table, thorough
+from tests.support.sample import rows, thorough
 
 OPTIONS = f"{SMALL} --log-every 1 --dtype float64 --save-every 1"
 KILLS = ["a process", "the launcher", "all at once", "preempt", "preempt and kill"]
@@ -47,7 +45,7 @@ def disturb(kind, run, folder):
 
 
 @thorough
-@pytest.mark.parametrize("place, command, world", table("""
+@rows("place, command, world", """
 0 | single.py | 0
 1 | ddp.py | 2
 2 | zero.py | 2
@@ -56,7 +54,7 @@ def disturb(kind, run, folder):
 5 | cp.py | 2
 6 | pp.py | 2
 7 | hybrid_3d.py --tp 2 | 2
-"""))
+""")
 def test_kills_at_random_moments(server, corpus, tmp_path, pytestconfig, place, command, world):
     kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--seed")
     random.seed(seed)

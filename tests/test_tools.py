@@ -10,27 +10,29 @@ import pytest
 
 from common.data import TokenDataset
 from tests.support.processes import SMALL, TOOLS
-from tests.support.sample import needs, table
-from tools import command, flatten, prepare
+from tests.support.sample import needs, rows
+from tools import command, prepare
 
 
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    """A byte-level tokenizer.json, which any text goes through without loss."""
+def write_tokenizer(path, largest):
+    """A byte-level tokenizer.json, which any text goes through without loss, of ids up to
+    ``largest``."""
     tokenizers = needs("tokenizers")
-    tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "</s>"]
-    vocabulary = {token: number for number, token in enumerate(sorted(tokens))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokens = sorted([*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "</s>"])
+    vocabulary = dict(zip(tokens, range(largest - 256, largest + 1)))
+    tokenizer = tokenizers.ByteLevelBPETokenizer(vocabulary, [])
     tokenizer.add_special_tokens(["</s>"])
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.enable_truncation(5)  # files of real models may have such settings
     tokenizer.enable_padding(length=9)
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", vocabulary["</s>"])])
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", 256)
 
 
 @pytest.fixture
@@ -61,22 +63,20 @@ def write_jsonl(path, documents):
     return path
 
 
-@pytest.mark.parametrize("largest, dtype", [(65535, "uint16"), (65536, "uint32")])
+@rows("largest, dtype", """
+65535 | uint16
+65536 | uint32
+""")
 def test_the_largest_id_chooses_the_type(run_prepare, tmp_path, largest, dtype):
     """Even if a vocabulary has gaps, and so fewer tokens than ids."""
-    import tokenizers
-
-    vocabulary, path = {"a": 3, "b": largest, "?": 0, "</s>": 7}, tmp_path / "words.json"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
+    path = write_tokenizer(tmp_path / "words.json", largest)
     (tmp_path / "a.txt").write_text("a b a b")
     *sides, output = run_prepare(tmp_path / "a.txt", "--val", 0, tokenizer=path, dtype=dtype)
     assert sides == [["a b a b"], []]
     assert f"--token-dtype {dtype} --vocab-size {largest + 1}" in output
 
 
-def test_split_is_by_document(run_prepare, bpe, tmp_path):
+def test_split_is_by_document(run_prepare, tmp_path):
     """Whole documents in their order, with special tokens only between them; disjoint and complete;
     the same in any order and in any files; equal documents together. The scripts' data reads them
     with the options that the tool prints."""
@@ -87,11 +87,10 @@ def test_split_is_by_document(run_prepare, bpe, tmp_path):
     assert train == [document for document in documents if document not in validation]
     assert validation == [document for document in documents if document not in train]
     assert 0.13 < len(validation) / 700 < 0.27
-    vocab_size = len(json.loads(bpe.read_text())["model"]["vocab"])
     said = (f"give the scripts --data {tmp_path}/tokens/train.bin --token-dtype uint16 "
-            f"--vocab-size {vocab_size}; ")
+            f"--vocab-size 257; ")
     assert output.splitlines()[-1].startswith(said)
-    dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", vocab_size)
+    dataset = TokenDataset(str(tmp_path / "tokens/train.bin"), 16, "uint16", 257)
     assert f"train.bin: {len(dataset.tokens):,} tokens" in output
     parts = [write_jsonl(tmp_path / f"{i}.json{'l' * (i > 0)}", documents[::-1][i::7])
              for i in range(7)]
@@ -117,7 +116,7 @@ def the_line(main, words):
     return line
 
 
-@pytest.mark.parametrize("text, words, said", table(r"""
+@rows("text, words, said", r"""
 b'{"text": "good"}\n\n{' | | bad.jsonl, line 3 is not
 b'{"text": "good"}\n[1]' | | bad.jsonl, line 2 is not
 b'{"text": "good"}\n{"body": "x"}' | | bad.jsonl, line 2 is not
@@ -135,7 +134,7 @@ b'{"text": "x"}' | --eod <eos> | --eod <eos>: the tokenizer has no such
 b'{"text": "x"}' | --out {} | bad.jsonl exists
 b'{"text": "x"}' | --bos <s> | --bos <s>: the tokenizer has no such
 None | | No such file
-"""))
+""")
 def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     """Each ends with one line that names the value, and leaves nothing."""
     bad = tmp_path / "bad.jsonl"
@@ -148,7 +147,7 @@ def test_bad_input_of_prepare(bpe, tmp_path, text, words, said):
     assert len(line) < 200 + len(str(bad))
 
 
-@pytest.mark.parametrize("tool, words, said", table("""
+@rows("tool, words, said", """
 flatten | no.py | flatten.py: error: no.py is no script
 flatten | folder | folder is no script
 flatten | list.json | list.json is no script
@@ -168,13 +167,13 @@ export | folder out | folder is neither a checkpoint nor a run folder
 export | run out | run is no checkpoint
 import_hf | folder out | No such file or directory: 'folder/config.json'
 import_hf | list.json out | list.json is no JSON file with an object
-"""))
+""")
 def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, said):
     """It names the path."""
     monkeypatch.chdir(tmp_path)
     for folder in "folder", "run/common":
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "run" / "common" / "launch.py").touch()
+    (tmp_path / "run/common/launch.py").touch()
     for name in "list.json", "run/run.json", "run/mine.py":
         (tmp_path / name).write_text("[]")
     (tmp_path / "broken.py").write_text("def main(:")
@@ -185,23 +184,16 @@ def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, sa
     assert not (tmp_path / "out").exists() and "Traceback" not in capsys.readouterr().err
 
 
-def test_flatten_finds_a_script_of_this_repository(tmp_path, monkeypatch, capsys):
-    """As other tools do, from another folder."""
-    monkeypatch.chdir(tmp_path)
-    flatten.main(["fsdp.py"])
-    assert capsys.readouterr().out == flatten.flatten(command.ROOT / "fsdp.py")
-
-
 # The benchmark
 
 
-@pytest.mark.parametrize("script, words, said", table("""
+@rows("script, words, said", """
 * fsdp.py | --steps 7 --trace {}/trace.json | seconds per step
 single.py | --steps 7 | seconds per step
 ddp.py | --steps 5 | ddp.py: error: 5 steps: the first 5 are a warm-up; raise --steps
 ddp.py | --steps 7 --trace no/trace.json | error: --trace no/trace.json cannot be
 no.py | | no.py is no script
-"""))
+""")
 def test_what_a_benchmark_says(run, tmp_path, script, words, said):
     """Of a script of one process, or of two; a trace of its steps after the warm-up."""
     world = 0 if script == "single.py" else 2

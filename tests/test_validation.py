@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.options import SettingError
+from tests.support.words import refused
 from tests.test_checkpoint import run_of, train
 
 
@@ -58,7 +58,7 @@ def test_what_it_evaluates(tmp_path):
         ([], {}, "--val-data has 0 samples, less than one batch"),
         (None, {}, "--val-data: this script gives Run no held-out data"),
     ):
-        with pytest.raises(SettingError, match=words):
+        with refused(words):
             evaluating(tmp_path, held_out, **options)[0].validation_loss()
 
 

@@ -4,7 +4,6 @@ transformers."""
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 from common.experts import use_experts
 from common.model import Transformer
-from common.options import SettingError
 from tests.support.compare import furthest, read
-from tests.support.sample import needs, table
+from tests.support.sample import needs, rows
+from tests.support.words import refused
 from tools.huggingface import export, import_hf
 from tools.huggingface.config import read_config
 
@@ -89,19 +88,23 @@ def import_to(weights, out):
     import_hf.main([str(weights), str(out)])
 
 
-@pytest.mark.parametrize("dtype, shard", [(torch.float64, "5GB"), (torch.bfloat16, "20KB")])
+@rows("dtype, shard", """
+float64 | 5GB
+bfloat16 | 20KB
+""")
 def test_every_parameter_is_that_in_the_file(tmp_path, dtype, shard):
     """In a checkpoint bit for bit, and in its type. In a model rounded once, if at all."""
+    dtype = getattr(torch, dtype)
     expected = save(tmp_path / "hf", dtype, shard).state_dict()
     if shard == "5GB":  # older versions wrote angles
         angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-        path = tmp_path / "hf" / "model.safetensors"
+        path = tmp_path / "hf/model.safetensors"
         safetensors.save_file(safetensors.load_file(path) | angles, path)
     for stray in "a", "z":  # another file is not read
         zeros = {"lm_head.weight": torch.zeros(256, 32)}
-        safetensors.save_file(zeros, tmp_path / "hf" / f"{stray}.safetensors")
+        safetensors.save_file(zeros, tmp_path / f"hf/{stray}.safetensors")
     import_to(tmp_path / "hf", tmp_path / "out")
-    step = tmp_path / "out" / "step-00000000"
+    step = tmp_path / "out/step-00000000"
     assert_rounded(weights_in(step), expected, dtype)
     for own in (torch.float32, torch.float64):
         assert_rounded(ours(tmp_path / "hf", own).state_dict(), expected, own)
@@ -115,8 +118,6 @@ def test_logits_are_those_of_transformers(tmp_path):
     with torch.no_grad():
         expected, model = reference(tokens).logits, ours(tmp_path)
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=2e-4)
-        model.config = dataclasses.replace(model.config, rope_scaling=None)
-        assert (model(tokens) - expected).abs().max() > 0.1
 
 
 def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
@@ -132,25 +133,23 @@ def test_a_tied_head_gets_the_values_of_the_embedding(start, tmp_path, capsys):
     import_to(tmp_path / "hf", out)
     note, line = capsys.readouterr().out.splitlines()
     assert "tie_word_embeddings: here the head is trained apart" in note
-    assert shlex.split(line.split("for example: ")[1]) == [
-        "bash", "run.sh", "fsdp.py", "--model", f"{out}/model.json", "--from",
-        f"{out}/step-00000000", "--out", "runs/mine", "--lr", "1e-5", "--warmup-steps",
-        "20"]
+    assert line.endswith(f"for example: bash run.sh fsdp.py --model {out}/model.json --from "
+                         f"{out}/step-00000000 --out runs/mine --lr 1e-5 --warmup-steps 20")
     change(tmp_path / "hf", tie_word_embeddings=False)
-    with pytest.raises(SettingError, match="lacks the tensor lm_head.weight: .* set tie_word"):
+    with refused("lacks the tensor lm_head.weight: .* set tie_word"):
         ours(tmp_path / "hf")
 
 
 # Changes, whether angles are scaled, the base of the angles: rope_theta and rope_scaling apart, the
 # type under its older name; no scaling; both places; none
-@pytest.mark.parametrize("changes, scaled, theta", table("""
+@rows("changes, scaled, theta", """
 {"rope_parameters": null, "rope_theta": 500, "rope_scaling": {"type": "llama3", "factor": 4.0,
   "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
   | 1 | 500
 {"rope_parameters": null, "rope_theta": 500} | 0 | 500
 {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7.0} | 0 | 500
 {"rope_parameters": null} | 0 | 10000
-"""))
+""")
 def test_a_config_of_older_versions(llama, tmp_path, changes, scaled, theta):
     shutil.copy(llama / "config.json", tmp_path)
     change(tmp_path, **json.loads(changes))
@@ -182,14 +181,14 @@ def trained(start, llama):
 
 
 # The newest checkpoint; another; imported weights, which are exported as they came
-@pytest.mark.parametrize("source, options, dtype", table("""
+@rows("source, options, dtype", """
 | | float32
 step-00000001 | --dtype bfloat16 | bfloat16
 ../hf | | bfloat16
-"""))
+""")
 def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, options, dtype):
     """Ours reads it too. What config.json said, and generate needs, is as it was."""
-    folder, dtype = tmp_path / "new" / "hf", getattr(torch, dtype)
+    folder, dtype = tmp_path / "new/hf", getattr(torch, dtype)
     export.main([str(trained / source), str(folder), "--like", str(llama), *options.split()])
     assert sorted(os.listdir(folder)) == ["config.json", GENERATION, "model.safetensors"]
     expected = weights_in(export.find_checkpoint(trained / source))
@@ -206,23 +205,19 @@ def test_transformers_reads_what_is_exported(trained, llama, tmp_path, source, o
     assert found.dtype == dtype and found.generation_config.eos_token_id == [2, 5]
 
 
-def test_the_config_of_another_run(trained, tmp_path, capsys):
-    """Without a folder to be like there are no tokens that end a text; and the run's own length."""
-    export.main([str(trained), str(tmp_path / "new")])
-    assert "names no token that ends a text" in capsys.readouterr().out
-    written = contents(tmp_path / "new", "config.json")
-    assert written["eos_token_id"] is None and written["max_position_embeddings"] == 32
-
-
 def test_a_mixtral_goes_in_and_out(start, tmp_path, capsys):
     """ep.py starts from one on 2 ranks, each with 3 of its 6 experts, at a learning rate of 0. What
-    is exported then is the same, to the bit, and gives the same logits, as ours does."""
+    is exported then is the same, to the bit, and gives the same logits, as ours does. Without a
+    folder to be like there are no tokens that end a text; and the run's own length."""
     mixtral = save(tmp_path / "mixtral", kind="Mixtral", num_local_experts=6,
                    num_experts_per_tok=3)
     result = start(tmp_path / "mixtral", "ep.py", 2, "--lr 0 --dtype float32")
     export.main([str(result.out), str(tmp_path / "exported")])
     import_to(tmp_path / "exported", tmp_path / "imported")
-    assert "run.sh ep.py" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "run.sh ep.py" in said and "names no token that ends a text" in said
+    written = contents(tmp_path / "exported", "config.json")
+    assert written["eos_token_id"] is None and written["max_position_embeddings"] == 32
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(mixtral)
     assert_rounded(exported.state_dict(), mixtral.state_dict(), torch.float32)
@@ -236,7 +231,7 @@ SECOND = "model-00002-of-00005.safetensors"
 
 
 # A tool, what is done to its input, the words
-@pytest.mark.parametrize("tool, damage, words", table("""
+@rows("tool, damage, words", """
 import_hf | change(given, hidden_act=2) | hidden_act 2: only .* is supported
 import_hf | change(given, attention_bias=2) | attention_bias 2: only .* is supported
 import_hf | change(given, mlp_bias=2) | mlp_bias 2: only .* is supported
@@ -263,12 +258,12 @@ import_hf | safetensors.save_file(
 import_hf | (tmp_path / "out").mkdir() | out exists
 export | os.truncate(given / "__1_0.distcp", 99) | __1_0.distcp is damaged
 export | shutil.rmtree(given) | given is neither a checkpoint nor a run folder
-"""))
+""")
 def test_nothing_is_left_behind(llama, trained, tmp_path, tool, damage, words):
     given = tmp_path / "given"
     shutil.copytree(llama if tool == "import_hf" else trained / "step-00000002", given)
     eval(damage)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SettingError, match=words):
+    with refused(words):
         eval(tool).main([str(given), str(tmp_path / "out")])
     assert sorted(tmp_path.rglob("*")) == before

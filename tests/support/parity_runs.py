@@ -50,7 +50,7 @@ class Bug(collections.namedtuple("Bug", "name title run against says diff")):
 
 def read():
     """All bugs, in the order of the page."""
-    for path in sorted((ROOT / "tests" / "bugs").glob("*.diff")):
+    for path in sorted((ROOT / "tests/bugs").glob("*.diff")):
         head, _, diff = path.read_text().partition("\n--- a/")
         title, *fields = re.findall(r"(?m)^(?:Run: |Against: |Parity: )?(.+)", head)
         yield Bug(path.stem, title, *fields, diff)

@@ -10,20 +10,13 @@ OPTIONAL = "an optional package is missing: "  # conftest.py looks for it
 thorough = pytest.mark.thorough  # left out without --all; see conftest.py
 
 
-def sampled(runs, sample):
-    """``runs`` as parameters of a test, those that are not in ``sample`` marked as thorough."""
-    assert sample and all(run in runs for run in sample)
-    return [
-        run if run in sample
-        else pytest.param(*(run if isinstance(run, tuple) else [run]), marks=thorough)
-        for run in runs
-    ]
-
-
-def table(text):
+def table(text, **words):
     """The rows of ``text`` as parameters of a test. A line is a row, and one that begins with a
     blank goes on with the row before; cells stand between " | ", and whole numbers become int.
-    Without --all only rows that begin with "* " run, or all if none does."""
+    {NAME} is one of ``words``. Without --all only rows that begin with "* " run, or all if none
+    does."""
+    for name, word in words.items():
+        text = text.replace(f"{{{name}}}", word)
     rows, starred = [], "\n* " in text
     for line in re.sub("\n +", " ", text.strip()).splitlines():
         cells = [cell.strip() for cell in re.split(r"(?:^| )\|(?= |$)", line.removeprefix("* "))]
@@ -31,6 +24,11 @@ def table(text):
         left_out = starred and not line.startswith("* ")
         rows.append(pytest.param(*values, marks=[thorough] * left_out))
     return rows
+
+
+def rows(names, text, **words):
+    """A decorator: a test runs with each row of ``table(text, ...)``, whose cells are ``names``."""
+    return pytest.mark.parametrize(names, table(text, **words))
 
 
 def needs(*packages):

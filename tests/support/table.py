@@ -70,13 +70,13 @@ class Row:
 # alike in any buckets. Last: the collectives of a step, as the docstring of the script says; of
 # hybrid_3d.py the bytes that a rank holds of parameters, and sends, by the formulas of
 # tests/support/oracles.py in commit 5735d77.
-ROWS = table(f"""
+ROWS = table("""
 * single.py | 0 | exact |
-* single.py --grad-accum 4 --workers 1 {SELECTIVE} | 0 | exact |
+* single.py --grad-accum 4 --workers 1 --async-save {SELECTIVE} | 0 | exact |
 * zero.py --stage 1 --grad-accum 2 | 3 | exact |
 * zero.py --stage 2 --grad-accum 2 --workers 1 {AGAIN} | 2 | exact
   | 7 all-gather, 14 reduce-scatter, 2 all-reduce
-* fsdp.py --grad-accum 2 --workers 1 {AGAIN} | 2 | exact
+* fsdp.py --grad-accum 2 --workers 1 --async-save {AGAIN} | 2 | exact
   | 26 all-gather, 14 reduce-scatter, 2 all-reduce
 * fsdp.py --no-reshard-after-forward --grad-accum 2 {SELECTIVE} | 2 | exact
   | 7 all-gather, 14 reduce-scatter, 2 all-reduce
@@ -93,9 +93,10 @@ ROWS = table(f"""
 * cp.py --attention allgather {SELECTIVE} | 3 | in-chunks
   | 1 all-reduce, 15 all-gather, 5 reduce-scatter
 ddp.py --grad-accum 2 | 0 | exact |
-ddp.py --deterministic | 2 | exact | 2 all-reduce
+ddp.py --deterministic --async-save | 2 | exact | 2 all-reduce
 ddp.py --grad-accum 3 {SELECTIVE} | 4 | exact | 2 all-reduce
-zero.py --stage 1 {SELECTIVE} | 4 | exact | 7 all-gather, 7 reduce-scatter, 2 all-reduce
+zero.py --stage 1 --async-save {SELECTIVE} | 4 | exact
+  | 7 all-gather, 7 reduce-scatter, 2 all-reduce
 zero.py --stage 2 | 1 | exact |
 fsdp.py | 1 | exact |
 fsdp.py | 2 | exact | 13 all-gather, 7 reduce-scatter, 2 all-reduce
@@ -153,5 +154,5 @@ tp.py --grad-accum 2 {AGAIN} --compile | 2 | aot_eager |
 cp.py --compile | 2 | aot_eager |
 pp.py --schedule interleaved1f1b --microbatches 2 {AGAIN} --compile | 2 | aot_eager |
 hybrid_3d.py --tp 2 {SELECTIVE} --compile | 2 | aot_eager | 221952 held, 4366592 sent
-""")
+""", SELECTIVE=SELECTIVE, AGAIN=AGAIN)
 EXACT = [row for row in (Row(*parameters.values) for parameters in ROWS) if row.exact]
