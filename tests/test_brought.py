@@ -1,6 +1,7 @@
 """What people bring to ``Run`` and to the functions of the scripts: it trains and resumes, or it is
 refused in words. In copies of the scripts: test_porting.py."""
 
+import contextlib
 import functools
 import json
 import random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
@@ -151,6 +153,9 @@ class Energy(nn.Sequential):
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy.square().mean() + force.square().mean()
 
+    def encode(self, x):
+        return self[0](x)
+
 
 @on_ranks(2)
 def test_gradients_of_gradients(mesh, rank, folder):
@@ -172,6 +177,25 @@ def test_gradients_of_gradients(mesh, rank, folder):
         with pytest.raises((RuntimeError, SettingError), match=words):
             model(x).backward()
             train_steps(run, 1, lambda step: run.optimizers[0].step())
+
+
+@on_ranks(2)
+def test_calls_before_and_beside_the_forward_pass(mesh):
+    """Another method than forward; inference before training."""
+    model, x = Energy(), torch.ones(8, 3).double()
+    fsdp.shard(model, [], mesh)
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        model.encode(x)
+    register_fsdp_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(x), Energy().encode(x))
+    for mode, ends in (torch.no_grad(), contextlib.nullcontext()), (
+            torch.inference_mode(), pytest.raises(RuntimeError, match="nference tensor")):
+        model = network()
+        fsdp.shard(model, [[model[0]]], mesh)
+        with mode:
+            model(torch.ones(4))
+        with ends:
+            model(torch.ones(4)).sum().backward()
 
 
 @on_ranks(2)
@@ -214,7 +238,7 @@ def test_a_full_disk_is_called_that(tmp_path):
           refused(f"in {tmp_path}: no space left on device")):
         train_steps(run_of(tmp_path, network()), 1)
     with (mock.patch("common.run.start_save", side_effect=TimeoutError()),  # it has no words
-          pytest.raises(SettingError, match="cannot read or write in .*: TimeoutError:")):
+          refused("cannot read or write in .*: TimeoutError:")):
         train_steps(run_of(tmp_path / "new", network()), 1)
 
 
@@ -243,3 +267,26 @@ def test_hooks_on_gradients_are_refused(mesh):
             Usage(model)  # sees those that come later
             model[1].weight.register_hook(lambda gradient: gradient / 2)
             model(torch.ones(2, 3)).sum().backward()
+
+
+class Shifted(nn.Sequential):
+    """Layers on x plus a buffer of one's own."""
+
+    def forward(self, x):
+        return super().forward(x + self.shift)
+
+
+@on_ranks(2)
+def test_what_torch_says_of_types(mesh):
+    """Of a float32 buffer that meets bfloat16, and of a unit of several types: with the words of
+    docs/when-it-fails.md."""
+    for words, *layers in (
+        ("mat1 and mat2 must have the same dtype", nn.Linear(3, 3)),
+        ("mixed dtype", nn.LayerNorm(3)),
+        ("expects uniform original parameter dtype", nn.Linear(3, 3), nn.Linear(3, 3).double()),
+    ):
+        model = Shifted(*layers)
+        model.shift = nn.Buffer(torch.ones(3))
+        fsdp.shard(model, [], mesh, dtype=torch.bfloat16)
+        with pytest.raises((RuntimeError, AssertionError), match=words):
+            model(torch.ones(2, 3)).sum()
