@@ -63,7 +63,7 @@ class Timed(Run):
         return time.perf_counter()
 
     def summary(self, seconds):
-        rate = self.units / seconds
+        rate = self.per_step / seconds
         words = f"{rate:,.0f} {self.unit}/s, {seconds:.4g} seconds per step"
         if self.device.type == "cuda" and self.unit == "tokens":
             peak = peak_tflops(torch.cuda.get_device_name()) * 1e12 * self.ranks
