@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+import tp
 from common.options import SettingError
 from common.step import seed_step
 from common.usage import Usage
@@ -196,6 +198,15 @@ def test_calls_before_and_beside_the_forward_pass(mesh):
             model(torch.ones(4))
         with ends:
             model(torch.ones(4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_target_that_is_no_token_is_refused(mesh):
+    """By torch, as one process does."""
+    logits = distribute_tensor(torch.zeros(1, 2, 6), mesh, [Shard(2)])
+    for target in -1, 6:
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            tp.loss_of_split_logits(logits, torch.tensor([[1, target]]))
 
 
 @on_ranks(2)

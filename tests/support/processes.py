@@ -154,6 +154,42 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def start_rank(job, rank, port, output):
+    pid = os.fork()
+    if pid:
+        return pid
+    end_with_parent()
+    os.setsid()  # so that a kill reaches the data workers too
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(job["cwd"])
+    if job["world_size"]:  # 0: as plain python
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
+            "LOCAL_WORLD_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    for name, value in job["env"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    sys.stdin.close()
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False, buffering=1)
+    sys.argv = [job["script"], *job["argv"]]
+    beside = os.path.dirname(job["script"])
+    if beside != str(ROOT) and os.path.exists(f"{beside}/common"):  # a copy uses its own
+        here = str(ROOT), str(ROOT / "tests")
+        sys.path[:] = [path for path in sys.path if path not in here]
+        for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+            del sys.modules[name]
+    sys.path.insert(0, beside)
+    if job["inject"]:
+        exec(job["inject"], vars(importlib.import_module("tests.support.inject")))
+    runpy.run_path(job["script"], run_name="__main__")
+    sys.exit()  # through the whole end of the interpreter
+
+
 def serve():
     end_with_parent()
     for module in MODULES:
@@ -164,41 +200,6 @@ def serve():
     gc.freeze()  # what is imported stays: collections in the ranks neither visit nor so copy it
     # More ranks than cores: a rank that wakes does not interrupt another. That is a fifth faster.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-    def start_rank(job, rank, port, output):
-        pid = os.fork()
-        if pid:
-            return pid
-        end_with_parent()
-        os.setsid()  # so that a kill reaches the data workers too
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(job["cwd"])
-        if job["world_size"]:  # 0: as plain python
-            os.environ |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
-                "LOCAL_WORLD_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        for name, value in job["env"].items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        sys.stdin.close()
-        sys.stdout = open(1, "w", closefd=False)
-        sys.stderr = open(2, "w", closefd=False, buffering=1)
-        sys.argv = [job["script"], *job["argv"]]
-        beside = os.path.dirname(job["script"])
-        if beside != str(ROOT) and os.path.exists(f"{beside}/common"):  # a copy uses its own
-            here = str(ROOT), str(ROOT / "tests")
-            sys.path[:] = [path for path in sys.path if path not in here]
-            for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
-                del sys.modules[name]
-        sys.path.insert(0, beside)
-        if job["inject"]:
-            exec(job["inject"], vars(importlib.import_module("tests.support.inject")))
-        runpy.run_path(job["script"], run_name="__main__")
-        sys.exit()  # through the whole end of the interpreter
 
     for line in sys.stdin:
         if line == "\n":
