@@ -280,6 +280,14 @@ def test_hooks_on_gradients_are_refused(mesh):
             model(torch.ones(2, 3)).sum().backward()
 
 
+@on_ranks(2)
+def test_a_weight_of_a_unit_and_of_the_rest_is_refused(mesh):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    model[1][0].weight = model[0].weight
+    with refused("one and the rest, share 0.weight: put modules with tied weights in one unit"):
+        fsdp.shard(model, [[model[0]]], mesh)
+
+
 class Shifted(nn.Sequential):
     """Layers on x plus a buffer of one's own."""
 

@@ -143,6 +143,7 @@ pp 4 --schedule loopedbfs --stages-per-rank 2 | there are 8 stages ... but 4 lay
 pp 2 --schedule zbv --stages-per-rank 3 | --stages-per-rank 3 ... zbv ... use 2
 pp 2 --microbatches 20 --grad-accum 2 | --batch-size 16 ... use a multiple of 40, such as 40
 pp 2 --schedule dualpipev --compile | --compile with --schedule dualpipev
+pp 2 --schedule zerobubble --activation-checkpointing selective | with --schedule zerobubble
 pp 2 --schedule zbv --activation-checkpointing | -checkpointing with --schedule zbv
 hybrid_3d 4 --dp 3 | (4) ... dp (3) x tp (1) x cp (1) x pp (1) = 3
 hybrid_3d 4 --cp 4 --seq-len 36 | 36 positions ... 8 equal chunks
@@ -297,12 +298,15 @@ ddp.py | 2 | 2 | os.environ.update(GLOO_SOCKET_IFNAME='mine', NCCL_SOCKET_IFNAME
   before(torch.distributed, 'init_process_group', lambda *_, **__: common.options.refuse([(True,
   str([os.environ[x] for x in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME',
   'TORCH_DIST_USE_NCCL2')]))])) | (['mine', 'mine', '0'])
+ddp.py | 2 | 2 | os.environ.update(LOCAL_WORLD_SIZE='1'); before(torch.distributed,
+  'init_process_group', lambda *_, **__: common.options.refuse([(True,
+  str(os.environ.get('GLOO_SOCKET_IFNAME')))])) | error: None
 ddp.py | 2 | 2 | sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None
   | --model nowhere: ... No such file
 ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | the dataset has no samples
 single.py | 0 | 1 | common.data.open_dataset = lambda _: [] | the dataset has no samples
 single.py | 0 | 1 | changed(TokenDataset, '__getitem__', lambda sample, *_: (sample[0],
-  -torch.ones_like(sample[1]))) | error: --data: ... targets below 0: the mask is -100
+  sample[1].index_fill(0, torch.tensor([3]), -1))) | error: --data: ... targets below 0: the mask is -100
 ddp.py --workers 1 | 2 | 2 | changed(TokenDataset, '__getitem__', lambda sample, *_:
   common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)
   | error: my words
