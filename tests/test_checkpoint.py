@@ -148,6 +148,13 @@ def test_the_newest_is_the_one_of_the_latest_step(tmp_path):
     assert steps(tmp_path) == [7, 99_999_999, 100_000_000]
 
 
+def test_a_norm_in_a_step_that_is_not_logged(tmp_path):
+    run = run_of(tmp_path, small(), options="--log-every 9 --save-every 3")
+    with refused("at step 3 the loss is 1.0 and .* norm 1.0: .*or a norm since the last line, is not"):
+        train(run, 3, figures=lambda step: (1.0, torch.nan if step == 2 else 1.0))
+    assert steps(tmp_path) == []
+
+
 def test_what_need_not_be_finite(tmp_path):
     """Of a loss or a norm: test_run.py. The infinity of a mask is saved."""
     model = small()

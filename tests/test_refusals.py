@@ -300,7 +300,7 @@ ddp.py | 2 | 2 | os.environ.update(GLOO_SOCKET_IFNAME='mine', NCCL_SOCKET_IFNAME
   'TORCH_DIST_USE_NCCL2')]))])) | (['mine', 'mine', '0'])
 ddp.py | 2 | 2 | os.environ.update(LOCAL_WORLD_SIZE='1'); before(torch.distributed,
   'init_process_group', lambda *_, **__: common.options.refuse([(True,
-  str(os.environ.get('GLOO_SOCKET_IFNAME')))])) | error: None
+  str(os.environ.get('GLOO_SOCKET_IFNAME')))])) | by gloo (None)
 ddp.py | 2 | 2 | sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda _: None
   | --model nowhere: ... No such file
 ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | the dataset has no samples
