@@ -1,6 +1,7 @@
 """Promises 4 and 5, of Run alone: what a checkpoint holds, what is damaged, what another run or a
 stranger has written. Whole scripts: test_run.py; each script's resume: test_same_run.py."""
 
+import argparse
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ from common.checkpoint import hash_of, list_checkpoints, open_checkpoint
 from common.data import BatchSampler
 from common.options import SettingError
 from common.run import Run
+from common.step import set_learning_rate
 from tests.support.compare import read
 from tests.support.lifted import arguments
 from tests.support.on_ranks import on_ranks
@@ -161,6 +163,17 @@ def test_what_need_not_be_finite(tmp_path):
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     train(run_of(tmp_path, model), 1)
     assert tensors(tmp_path, 1)["model.mask"].equal(model.mask)
+
+
+def test_a_resume_takes_its_own_rate(tmp_path):
+    model = small()
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr) for lr in (0.1, 0.7))
+    arguments = argparse.Namespace(lr=0.1, min_lr=0.0, steps=9, warmup_steps=1)
+    train(run_of(tmp_path, model, optimizer), 1,
+          lambda step: set_learning_rate(optimizer, step, arguments))
+    run_of(tmp_path, model, other)
+    set_learning_rate(other, 0, arguments)
+    assert other.param_groups[0]["lr"] == 0.7
 
 
 def test_targets_that_are_masked(tmp_path):
