@@ -26,7 +26,7 @@ from tests.support.sample import rows, table, thorough
 from tests.support.words import in_order
 
 OPTIONS = f"{SMALL} --steps 20 --log-every 1 --dtype float64 --save-every 0"
-ENDLESS = f"{SMALL} --steps 100000 --log-every 1 --save-every 50000"
+ENDLESS = f"{SMALL} --steps 100000 --log-every 1 --save-every 50000 --timeout 120"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 SAVED = "saved: the same command continues from there"
 

@@ -482,8 +482,8 @@ step 0: samples: other | take=REPEATED | batch_of=lambda x: [{"more": [x[:2], x[
 step 0: updates since the last record: 1, and in the reference 0: does each micro-batch
   | updated_early()
 # Weights, and what is reduced
-step 0: initial weights: ranks .0. and .1. hold different values of 0.weight
-  | gather=shares("values", 0, "0.weight", 1, 1.00001)
+step 0: initial weights: ranks \[0, 2\] and \[1\] hold different values of 0.weight
+  | gather=shares("values", 0, "0.weight", 1, 1.00001, 1)
 step 1: update: learning rate, .*: weights of every .* moved differently, .*times 2 | lr=0.2
 step 1: update: what matrices or vectors alone have, as decay: weights of 0.weight and
   | optimizer=lambda own, lr: torch.optim.SGD(
