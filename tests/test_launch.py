@@ -152,13 +152,14 @@ def test_a_signal_to_a_launcher_lets_its_processes_save(tmp_path, corpus, script
     """Ctrl-C; what Slurm sends before the time limit; and to torchrun, which then says that it got
     a signal, and its status is 1. When a process has been killed, all have started again."""
     launcher = TORCHRUN if script == "fsdp.py" else RUN
-    process = start_endless([*launcher, ROOT / script], tmp_path, corpus, MAX_RESTARTS="3",
+    process = start_endless([*launcher, ROOT / script], tmp_path, corpus, MAX_RESTARTS="1",
                             NPROC="1" if script == "single.py" else "2")
     log = tmp_path / "out/metrics.jsonl"
     for _ in range(kills):
         before = log.stat().st_ino  # whoever starts writes the file anew
         os.kill(children(process.pid)[-1], signal.SIGKILL)
-        wait_until(lambda: log.stat().st_ino != before and logged(log.parent) > 1)
+        wait_until(lambda: process.poll() is not None or (  # it has failed
+            log.stat().st_ino != before and logged(log.parent) > 1))
     process.send_signal(getattr(signal, name))
     output = finish(process)
     wait_until(lambda: not left_over(tmp_path))
