@@ -118,7 +118,7 @@ def watch_steps(command, world_size, rank):
         options = types.SimpleNamespace(
             steps=0, out=None, save_every=0, val_data=None, log_every=10**9)
         quiet = types.SimpleNamespace(
-            args=options, norms=0.0, asked=None, saving=None, group=None, usage=None,
+            args=options, norms=0.0, asked=None, saving=None, group=None, usage=None, order=None,
             sampler=types.SimpleNamespace(start=-1))
         pretend.outside(run.Run.after_step)(quiet, *args, **more)
         count(counting, *args, **more)
