@@ -181,7 +181,8 @@ def documents_of(tokens, separator, shards):
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
-    """``ring_attention`` of cp.py within ``documents_of``. Raises SettingError: see ``sight_of``."""
+    """``ring_attention`` of cp.py within ``documents_of``. Raises SettingError: see ``sight_of``.
+    """
     inside = sight_of(q, group, is_causal, **others)
     sight = functools.partial(same_document, inside, group.rank(), documents, q)
     return RingAttention.apply(q, k, v, group, sight, scale)

@@ -24,9 +24,10 @@ data.
 Sent between replicas: in a meeting each rank all-reduces its shard of the differences. For P bytes
 of parameters it sends (2P/s)(R-1)/R, once in --inner-steps steps; fsdp.py --replicate sends as much
 in each step. In each step ``Run`` also all-reduces 40 bytes over all ranks: whether a signal has
-asked one to stop, and what it has used of the model. Sent within a replica: what fsdp.py sends, with s in place of n. Overlap: as in
-fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds, each rank holds its shards of the
-common weights and of their momentum, 2P/s, and in a meeting P/s more.
+asked one to stop, and what it has used of the model. Sent within a replica: what fsdp.py sends,
+with s in place of n. Overlap: as in fsdp.py. Exposed: the whole meeting. Beside what fsdp.py holds,
+each rank holds its shards of the common weights and of their momentum, 2P/s, and in a meeting P/s
+more.
 
 A checkpoint has the common weights under their usual names, which `bash run.sh export` writes for
 transformers, and those of each replica, with the states of all. So a run resumes as it was, also

@@ -306,7 +306,8 @@ ddp.py | 2 | 2 | sys.argv += ['--model', 'nowhere'] * rank; time.sleep = lambda 
 ddp.py | 2 | 2 | setattr(TokenDataset, '__len__', lambda _: 0) | the dataset has no samples
 single.py | 0 | 1 | common.data.open_dataset = lambda _: [] | the dataset has no samples
 single.py | 0 | 1 | changed(TokenDataset, '__getitem__', lambda sample, *_: (sample[0],
-  sample[1].index_fill(0, torch.tensor([3]), -1))) | error: --data: ... targets below 0: the mask is -100
+  sample[1].index_fill(0, torch.tensor([3]), -1)))
+  | error: --data: ... targets below 0: the mask is -100
 ddp.py --workers 1 | 2 | 2 | changed(TokenDataset, '__getitem__', lambda sample, *_:
   common.options.refuse([(multiprocessing.parent_process(), 'my words')]) or sample)
   | error: my words
