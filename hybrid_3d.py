@@ -235,12 +235,12 @@ def compose(args, whole, model, meshes, positions):
     check_stages(whole, [model], mesh.get_group("pp"))
     layers = model.model.layers.values()
     dtype = torch.bfloat16 if args.bfloat16 else None  # FSDP: instead of autocast
-    # EP: the experts of each layer, then FSDP for them. PP: a stage keeps them gathered, see below
+    # EP: the experts of each layer, then FSDP for them
     if E:
         for layer in layers:
             shard_experts(
                 layer.mlp.experts, meshes.experts["ep"], meshes.expert_shard, dtype,
-                reshard_after_forward=pp == 1,
+                reshard_after_forward=pp == 1,  # PP: a stage keeps them for all micro-batches
             )
             layer.mlp.dispatch = functools.partial(
                 to_experts_and_back, group=meshes.experts.get_group("ep")

@@ -57,6 +57,7 @@ import copy
 import functools
 import itertools
 import logging
+import math
 
 import torch
 import torch.distributed as dist
@@ -212,10 +213,12 @@ def split_layers(num_layers, num_stages, head):
             f"embedding and head fill {most} at most: start fewer ranks, or lower "
             f"--stages-per-rank, or raise --num-hidden-layers")
     others = num_stages - 1
-    last = min(  # the number of layers of the last stage; each stage in between gets at least one
-        range(num_layers - others + 1, -1, -1),
-        key=lambda layers: max(-(-(num_layers - layers) // others), layers + head),
-    )
+
+    def slowest(last):  # layers that the slowest stage computes, if the last stage has so many
+        return max(math.ceil((num_layers - last) / others), last + head)
+
+    # Each stage in between gets at least one layer. Of equal splits the last stage has most.
+    last = min(range(num_layers - others + 1, -1, -1), key=slowest)
     each, remainder = divmod(num_layers - last, others)
     sizes = [each + (stage >= others - remainder) for stage in range(others)] + [last]
     borders = [0, *itertools.accumulate(sizes)]
@@ -361,10 +364,11 @@ def clip_over_stages(parameters, max_norm, group):
 def check(args, n):
     """Raise SettingError, in words, if the schedule cannot do on n ranks what ``args`` say."""
     name, M, accum, v = args.schedule, args.microbatches, args.grad_accum, args.stages_per_rank
-    own, pieces = 1 if name in ONE_STAGE else 2, accum * M
+    allowed = 1 if name in ONE_STAGE else 2
+    pieces = accum * M
     refuse([
-        (name in (*ONE_STAGE, *V_SHAPED) and v != own,
-         f"--stages-per-rank {v}: --schedule {name} has {own} on each rank; use {own}, or "
+        (name in (*ONE_STAGE, *V_SHAPED) and v != allowed,
+         f"--stages-per-rank {v}: --schedule {name} has {allowed} on each rank; use {allowed}, or "
          f"interleaved1f1b"),
         (args.batch_size % pieces,
          f"--batch-size {args.batch_size} cannot be cut evenly into {accum} accumulation steps x "

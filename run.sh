@@ -110,7 +110,7 @@ case $command in
   check | dry_run | flatten | plan | prepare) run_tool "tools.$command" "$@" ;;
   export | import_hf) run_tool "tools.huggingface.$command" "$@" ;;
   parity) run_tool parity "$@" ;;
-  bench) command=tools/bench.py ;;
+  bench) command=$here/tools/bench.py ;;
   share)
     share=$here/tools/share_gpu.py command=${1:-}
     [[ $# != 0 && ${NNODES:-1} = 1 ]] || fail "share: name a script, and unset NNODES"

@@ -29,11 +29,12 @@ from tqdm import tqdm
 
 from common.checkpoint import (
     NEW_RUN, complete, list_checkpoints, load, named_states, open_checkpoint, refuse_unlike,
-    start_save, write_file
+    start_save, texts, write_file
 )
 from common.data import STOPS, fingerprint, load_steps
 from common.launch import agreed, gather, options_of, same_on_all_ranks
 from common.options import SettingError, at_least, opening
+from common.step import evaluating
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in one process
 SHOWN = {"loss", "val_loss", "grad_norm", "tokens_per_second", "samples_per_second"}
@@ -95,7 +96,8 @@ class Run:
         self.asked, self.stopping = None, False  # when a signal came; whether the loop must end
         self.fixed, self.options = settings_of(args, dataset, self.optimizers)
         self.held_out, self.order = held_out, held_out_order(args, sampler, held_out)
-        of_held_out = {} if held_out is None else fingerprint(held_out, "--val-data")
+        of_held_out = {} if held_out is None else fingerprint(
+            held_out, "--val-data", args.workers)
         self.options.update(of_held_out)  # a resumed run may have another
         self.rank, self.ranks, self.group, self.saving_group = 0, 1, None, None
         if dist.is_initialized():
@@ -233,13 +235,13 @@ class Run:
         loss, grad_norm = float(loss), float(grad_norm)  # waits for the GPU
         self.clock = done, time.perf_counter()
         rate = (done - before) * self.per_step / (self.clock[1] - since)
-        lr = self.optimizers[0].param_groups[0]["lr"]
+        lr = float(self.optimizers[0].param_groups[0]["lr"])  # compiled ones have a tensor
         record = {"step": done, "loss": loss, "grad_norm": grad_norm, "lr": lr,
                   self.unit: done * self.per_step, f"{self.unit}_per_second": rate}
         if self.device.type == "cuda":  # bytes, of this rank
             record["peak_memory"] = torch.cuda.max_memory_allocated(self.device)
         for name, value in more.items():
-            record[name] = value()
+            record[name] = float(value())
         self.write(record)
         skipped = record.get("skipped")
         if done == self.sampler.start + 1 and loss == grad_norm == 0 and not skipped:
@@ -286,20 +288,16 @@ class Run:
         """The mean loss over all targets of the held-out batches, the same number on all ranks and
         at every world size. The model runs in eval mode."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, number of targets
-        modes = {module: module.training for each in self.models for module in each.modules()}
-        for each in self.models:
-            each.eval()
-        for _, batch in load_steps(self.held_out, self.order, self.device, self.args.workers):
-            for micro_batch in batch:
-                if self.loss_of:
-                    loss, count = self.loss_of(micro_batch)
-                else:
-                    loss = self.models[0](*micro_batch)
-                    count = (micro_batch[1] != -100).sum()
-                total[0] += loss
-                total[1] += count
-        for module, training in modes.items():
-            module.training = training
+        with evaluating(*self.models):
+            for _, batch in load_steps(self.held_out, self.order, self.device, self.args.workers):
+                for micro_batch in batch:
+                    if self.loss_of:
+                        loss, count = self.loss_of(micro_batch)
+                    else:
+                        loss = self.models[0](*micro_batch)
+                        count = (micro_batch[1] != -100).sum()
+                    total[0] += loss
+                    total[1] += count
         if self.after_evaluation:
             self.after_evaluation()
         if dist.is_initialized():
@@ -344,8 +342,9 @@ class Run:
         share = slice(self.rank, None, self.ranks)
         reader, saved = self.agreed(lambda: open_checkpoint(checkpoint, share), everywhere=True)
         for name, value in saved["fixed"].items():
-            its_own = name != "rope_theta" or checkpoint.parent == self.args.out  # longer texts
-            if its_own and value != self.fixed.get(name):
+            # A model that --from names may go on to longer texts.
+            may_change = name == "rope_theta" and checkpoint.parent != self.args.out
+            if not may_change and value != self.fixed.get(name):
                 raise SettingError(
                     f"{name} is {value} in {checkpoint} and {self.fixed.get(name)} in this run: "
                     f"resume with the same; {NEW_RUN}")
@@ -410,14 +409,17 @@ class Run:
 
 
 def optimizers_by_tensor(optimizers, tensors):
-    """The optimizer of each trained tensor, its parameter group, and a copy of the group as it is
-    now. Raises SettingError if a checkpoint of ``tensors``, by name, would lack what is trained.
+    """The optimizer of each trained tensor, its parameter group, and what the group holds now, as
+    text. Raises SettingError if a checkpoint of ``tensors``, by name, would lack what is trained.
     """
     optimizer_of = {}
     for each in optimizers:
         for group in each.param_groups:
-            optimizer_of.update(dict.fromkeys(group["params"], (each, group, dict(group))))
+            optimizer_of.update(dict.fromkeys(group["params"], (each, group, texts(group))))
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise SettingError(f"{name} of the model is no tensor, and cannot be saved: give Run "
+                               f"tensors= without it")
         if tensor.requires_grad and tensor not in optimizer_of:
             raise SettingError(f"{name} is trained, but by none of the optimizers")
     if optimizer_of.keys() - set(tensors.values()):
@@ -430,10 +432,11 @@ def settings_of(args, dataset, optimizers):
     options = options_of(args)
     fixed = {name: options.get(name) for name in ("--seed", "--batch-size", "--seq-len")}
     if "config" in args:
-        del options["--config"]
         fixed.update((name, str(x)) for name, x in vars(args.config).items()
                      if x or name == "rope_scaling")
-    fixed.update(fingerprint(dataset, "--data"))
+    for no_option in "--config", "--betas", "--max-norm", "--param-dtype", "--bfloat16":
+        options.pop(no_option, None)  # they follow from others
+    fixed.update(fingerprint(dataset, "--data", args.workers))
     fixed["optimizer"] = ", ".join(type(each).__name__ for each in optimizers)
     return fixed, options
 

@@ -51,6 +51,7 @@ class Usage:
     def flags(self):
         """What this rank has used in the step that ends."""
         trained = {p for p in self.parameters if p.sharded_param.requires_grad}
+        # x and -x of each stage: if all ranks have the same x, so are the maxima.
         orders = [-(2**62)] * (2 * self.stages)
         orders[2 * self.stage : 2 * self.stage + 2] = self.order, -self.order
         left_out = not trained <= self.used
@@ -61,7 +62,7 @@ class Usage:
     def check(self, step, largest):
         """``largest``: the maxima of the flags of all ranks. Raises SettingError."""
         left_out, *orders = largest
-        if orders[::2] != [-x for x in orders[1::2]]:  # the largest is not the smallest
+        if any(x != -minus_x for x, minus_x in zip(orders[::2], orders[1::2])):
             raise SettingError(
                 f"in step {step} ranks used other units of FSDP, or in another order: put parts "
                 f"that some ranks leave out into one unit, of which all call the same modules")

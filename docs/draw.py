@@ -279,7 +279,7 @@ def blocks(chunks, turn, rank):
     queries and of the keys."""
     source = (rank - turn) % 4  # the rank whose keys have come
     group = types.SimpleNamespace(rank=lambda: rank)
-    queries, keys, _ = cp.in_sight(source, group, 2, is_causal=True)
+    queries, keys, _ = cp.block_mask(source, group, 2, is_causal=True)
     for q, k in itertools.product(chunks[rank][queries], chunks[source][keys]):
         if q >= k:  # the causal mask hides the others
             yield q, k

@@ -51,9 +51,9 @@ from common.model import (
 )
 from common.options import at_least, option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
-from common.step import count_targets, decay_groups, seed_step, set_learning_rate
+from common.step import count_targets, decay_groups, evaluating, seed_step, set_learning_rate
 from cp import (
-    RingAttention, check, set_attention, shard_positions, sight_of, ulysses_attention
+    RingAttention, check, set_attention, shard_positions, mask_of, ulysses_attention
 )
 
 HIDDEN = -1e30  # added to a score, its weight is 0. -inf in all scores of a query would give NaN.
@@ -140,10 +140,11 @@ def main(argv=None):
     # Loop
     # CP: the first backward pass arranges the buckets: now, so that a resume has the same bits
     samples = args.batch_size // args.grad_accum
-    x, y = (row.expand(samples, -1).to(device) for row in dataset[0])
-    find_documents(x)
-    replica.eval()(x[:, positions], y[:, positions], positions).backward()
-    replica.train().zero_grad()
+    tokens = torch.zeros(samples, args.seq_len, dtype=torch.int64, device=device)
+    find_documents(tokens)
+    with evaluating(model):
+        replica(tokens[:, positions], tokens[:, positions], positions).backward()
+    replica.zero_grad()
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, cp_rank)  # CP: each rank has its own dropout
         set_learning_rate(optimizer, step, args)
@@ -181,16 +182,16 @@ def documents_of(tokens, separator, shards):
 
 @torch.compiler.disable  # collectives are not compiled: the graph of a layer breaks here
 def ring_attention(q, k, v, *, group, is_causal, documents, scale=None, **others):
-    """``ring_attention`` of cp.py within ``documents_of``. Raises SettingError: see ``sight_of``.
+    """``ring_attention`` of cp.py within ``documents_of``. Raises SettingError: see ``mask_of``.
     """
-    inside = sight_of(q, group, is_causal, **others)
-    sight = functools.partial(same_document, inside, group.rank(), documents, q)
-    return RingAttention.apply(q, k, v, group, sight, scale)
+    mask = mask_of(q, group, is_causal, **others)
+    mask = functools.partial(same_document, mask, group.rank(), documents, q)
+    return RingAttention.apply(q, k, v, group, mask, scale)
 
 
-def same_document(inside, rank, documents, q, source):
-    """``inside(source)``, and a bias (B, H, Q, S) that hides the keys of other documents."""
-    queries, keys, causal = inside(source)
+def same_document(mask, rank, documents, q, source):
+    """``mask(source)``, and a bias (B, H, Q, S) that hides the keys of other documents."""
+    queries, keys, causal = mask(source)
     ours, theirs = documents[rank][:, queries], documents[source][:, keys]
     visible = ours[:, None, :, None] == theirs[:, None, None, :]  # (B, 1, Q, S)
     *shape, S = visible.shape

@@ -22,7 +22,7 @@ from common.launch import launch, start_process_group
 from common.model import compute_in_bfloat16
 from common.options import option_parser, parse_options
 from common.run import Run  # optional: delete it, and every statement that uses it or ``run``
-from common.step import count_targets, seed_step
+from common.step import count_targets, evaluating, seed_step
 
 
 def main(argv=None):
@@ -61,8 +61,9 @@ def main(argv=None):
 
     # Loop
     # DDP: the first backward pass arranges the buckets: now, so that a resume has the same bits
-    replica.eval()(dataset[:2][0].to(device)).sum().backward()
-    replica.train().zero_grad()
+    with evaluating(model):
+        replica(torch.zeros(1, 1, 8, 8, dtype=args.param_dtype, device=device)).sum().backward()
+    replica.zero_grad()
     for step, batch in run.steps(load_steps(dataset, sampler, device, args.workers)):
         seed_step(args.seed, step, sampler.rank)  # DDP: each rank has its own dropout
         loss = 0.0  # this rank's part of the mean

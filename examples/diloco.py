@@ -179,14 +179,15 @@ def meet(common, outer, replicas):
 
 
 def check(args, n):
-    """Refuse what n ranks cannot do.
-
-    Raises:
-        SettingError: the message says what they can do.
-    """
+    """Raise SettingError if n ranks cannot be shared by the replicas, or if these would train on
+    after their last meeting: a checkpoint has what they have in common."""
     if n % args.replicas:
         raise SettingError(f"--replicas {args.replicas} does not divide the world size {n}: use a "
                            f"divisor")
+    if args.steps % args.inner_steps:
+        raise SettingError(
+            f"--inner-steps {args.inner_steps} does not divide --steps {args.steps}: what replicas "
+            f"learn after they last meet would be in no model; use a divisor")
 
 
 if __name__ == "__main__":

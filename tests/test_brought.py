@@ -116,6 +116,24 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
     optimizer.state[optimizer.param_groups[0]["params"][0]]["past"] = [torch.ones(2)]
     with refused("past.* of the optimizer cannot be saved: .* not JSON"):
         train_steps(run, 2)
+    run = run_of(tmp_path / "other", network())
+    run.optimizers[0].state["global"] = {"beta": 0.9}
+    with refused("a SGD keeps states of something else than its parameters"):
+        train_steps(run, 2)
+
+
+def test_what_is_no_tensor_or_no_plain_number(tmp_path):
+    """A state of a module that is no tensor is refused; a rate or a figure may be a tensor."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
+    run = run_of(tmp_path, model, optimizer)
+    for step, _ in run.steps([(0, None)]):
+        run.after_step(step, 1.0, 1.0, balance=lambda: torch.tensor(0.5))
+    (record,) = run.history
+    assert record["lr"] == pytest.approx(0.1) and record["balance"] == 0.5
+    model[1] = type("Scaled", (nn.Tanh,), {"get_extra_state": lambda self: {"scale": 1}})()
+    with refused("1._extra_state of the model is no tensor"):
+        run_of(tmp_path / "other", model)
 
 
 def test_a_parameter_without_gradient_in_the_first_step(tmp_path, capsys):
@@ -235,7 +253,7 @@ def test_numbers_of_a_part_are_refused(folder, rank):
     run = run_of(folder, model, optimizer, "--save-every 5")
 
     def change(step):
-        optimizer.param_groups[0]["d"] += 1 + rank
+        optimizer.param_groups[0]["d"][0] += 1 + rank
 
     words = "numbers has other values on another rank.* needs them whole"
     with refused(words):

@@ -139,6 +139,7 @@ def test_any_structure_of_tensors(tmp_path):
     ((_, (_, second)),) = load_steps(dataset, sampler, torch.device("meta"))
     assert second["point"].x[0].device.type == second["point"].y.device.type == "meta"
     assert len(second["text"]) == BATCH // 2
+    dataset[2]["column"] = torch.eye(3)[:, 0]  # its numbers are not beside each other
     seen = fingerprint(dataset, "--data")
     dataset[0]["point"].y.fill_(9)
     assert seen != fingerprint(dataset, "--data") and seen["samples in --data"] == SIZE
@@ -208,11 +209,12 @@ def test_a_mixture_has_its_proportions(weights, sizes):
     weights, sizes = json.loads(weights), json.loads(sizes)
     mixture, block = Mixture([*map(range, sizes)], weights), sum(weights)
     indices = mixture.order(np.arange(100 * block), 3)
-    dataset = np.searchsorted(mixture.cumulative_sizes, indices, "right").reshape(-1, block)
+    ends = np.cumsum(sizes)
+    dataset = np.searchsorted(ends, indices, "right").reshape(-1, block)
     assert len(weights) == 1 or len(np.unique(dataset, axis=0)) > 3
     for k, size in enumerate(sizes):
         assert ((dataset == k).sum(1) == weights[k]).all()
-        own = indices[dataset.ravel() == k] - mixture.cumulative_sizes[k] + size
+        own = indices[dataset.ravel() == k] - ends[k] + size
         for blocks in 1, 37, 100:
             assert np.ptp(np.bincount(own[: blocks * weights[k]], minlength=size)) <= 1
 
@@ -241,6 +243,40 @@ def test_samples_that_change_are_refused():
 
     with refused("samples of --data change .*: let them draw from torch"):
         fingerprint(Own(0, 40), "--data")
+
+
+class OpenedLate(torch.utils.data.Dataset):
+    """It opens its file when the first sample is read: so each worker has an offset of its own.
+    """
+
+    file = None
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(self.path, "rb")
+        self.file.seek(index)
+        return torch.tensor([*self.file.read(1)])
+
+
+def test_no_worker_has_a_file_that_another_process_has_opened(tmp_path):
+    (tmp_path / "data").write_bytes(bytes(SIZE))
+    dataset = OpenedLate(tmp_path / "data")
+    wrapped = torch.utils.data.Subset(dataset, range(9))
+    found = fingerprint(wrapped, "--data", workers=2)
+    assert dataset.file is None and found == fingerprint(wrapped, "--data")
+
+
+def test_what_wraps_a_mixture_is_refused():
+    """It would read by index, and lose the weights."""
+    first, _ = torch.utils.data.random_split(Mixture([range(9), range(9)], [3, 1]), [9, 9])
+    with refused("a Mixture is read by place alone.* wrap or split its datasets"):
+        fingerprint(first, "--data")
 
 
 TRAINING = f"{SMALL} --steps 6 --save-every 2 --log-every 1 --dtype float64"

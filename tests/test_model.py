@@ -102,7 +102,7 @@ def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
     monkeypatch.setattr(common.model, "MAX_LOGITS", 1)
     monkeypatch.setattr(common.model, "MAX_CHUNK", 16 * 96)
     torch.manual_seed(0)
-    head, x = common.model.Head(8, 96, bias=False).bfloat16(), torch.randn(1, 1600, 8).bfloat16()
+    head, x = common.model.Head(8, 96).bfloat16(), torch.randn(1, 1600, 8).bfloat16()
     targets = torch.zeros(1, 1600, dtype=torch.int64)
 
     def gradient(dtype, x):
@@ -125,7 +125,7 @@ def test_bytes_per_logit(monkeypatch, in_bfloat16):
     which no two are held at a time. 8 chunks: 1.5 bytes for each of all logits."""
     for most_logits, least, most in ((2**21, 12, 12.1), (2**17, 1.5, 1.65)):
         monkeypatch.setattr(common.model, "MAX_LOGITS", most_logits)
-        head = common.model.Head(8, 2**12, bias=False)
+        head = common.model.Head(8, 2**12)
         x = torch.randn(1, 512, 8, requires_grad=True)
         targets = torch.randint(0, 2**12, (1, 512))
         counter = StepCounter(torch.optim.SGD(head.parameters()), [head])

@@ -21,7 +21,7 @@ import fsdp
 import tp
 from common.data import load_steps
 from common.materialise import materialise
-from common.model import ModelConfig, Transformer
+from common.model import ModelConfig, Transformer, wrap_layers
 from common.step import count_targets, seed_step, set_learning_rate
 from tests.support.lifted import Parts, Stage, split
 from tests.support.on_ranks import on_ranks
@@ -84,17 +84,23 @@ SETTINGS = "--seed 5 --dtype bfloat16 --beta1 0.8 --beta2 0.9 --weight-decay 0.3
 def test_what_reaches_a_step():
     """Each step and rank draws its own dropout: ranks have other samples, parts of the sequence or
     layers; or all compute the same. The options of the optimizer, and of clipping, reach it, only
-    matrices decay, also those of experts, which are stacked; and bfloat16 reaches the layers."""
+    matrices decay, also those of experts, which are stacked; bfloat16 reaches the layers; and a
+    part in eval mode stays so, and no other is."""
     def load_from_7(*args):
         for _, batch in load_steps(*args):
             yield 7, batch
+
+    def wrap(layers, *args, **more):
+        for layer in layers:
+            layer.input_layernorm.eval()
+        wrap_layers(layers, *args, **more)
 
     for command in COMMANDS.splitlines():
         script, *options = f"{command} {OPTIONS} {SETTINGS} --data {__file__}".split()
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
         seed, run = mock.Mock(wraps=seed_step), mock.Mock(wraps=module.Run)
         clip, silu = mock.Mock(side_effect=Ended), mock.Mock(wraps=torch.nn.functional.silu)
-        with (mock.patch.multiple(module, create=True, load_steps=load_from_7, seed_step=seed,
+        with (mock.patch.multiple(module, create=True, load_steps=load_from_7, seed_step=seed, wrap_layers=wrap,
                                   Run=run, clip_over_stages=clip, clip_over_meshes=clip,
                                   start_process=lambda *_: torch.device("cpu")),
               mock.patch.object(common.model.F, "silu", silu),
@@ -109,6 +115,10 @@ def test_what_reaches_a_step():
                 for p in group["params"]} == {(True, 0.3), (False, 0.0)}, command
         assert {(group["betas"], group["fused"]) for group in groups} == {((0.8, 0.9), True)}
         assert silu.call_args.args[0].dtype == torch.bfloat16, command
+        models = run.call_args.args[1]
+        models = nn.ModuleList(models if isinstance(models, list) else [models])
+        for name, part in models.named_modules():
+            assert part.training != name.endswith("input_layernorm"), (command, name)
 
 
 # Of two groups of one optimizer, and of another one, after the first step and this one: their rates

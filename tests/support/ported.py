@@ -89,7 +89,7 @@ class Heads(nn.Module):
         super().__init__()
         self.zeros = zeros
         self.parts = nn.ModuleDict({
-            str(i): Head(config.hidden_size, config.vocab_size, bias=False) for i in range(4)
+            str(i): Head(config.hidden_size, config.vocab_size) for i in range(4)
         })
 
     def forward(self, x, targets):
@@ -355,18 +355,19 @@ def returns_tensor(model):
 
 class Scattered(torch.optim.Optimizer):
     """It keeps its state in many places: numbers in its groups, as schedule-free AdamW, Prodigy
-    and apex do, one of which is there only after the first step; and of each parameter a number, a
-    list, and a tensor in float32 or wider. Each changes what a step does."""
+    and apex do, one of which is there only after the first step, and one is changed in place; and
+    of each parameter a number, a list, and a tensor in float32 or wider. Each changes what a step
+    does."""
 
     def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr, "d": 1.0, "warm": False})
+        super().__init__(parameters, {"lr": lr, "d": [1.0], "warm": False})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            group["d"] *= 0.7
+            group["d"][0] *= 0.7
             group["step"] = group.get("step", 0) + 1
-            rate = group["lr"] * group["d"] / (1 + group["step"])
+            rate = group["lr"] * group["d"][0] / (1 + group["step"])
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
