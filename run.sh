@@ -8,7 +8,7 @@
 #   bash run.sh flatten fsdp.py > my_fsdp.py     one file: a script and what it uses of common/
 #   bash run.sh plan --help           a tool: bench, check, dry_run, export, flatten, import_hf,
 #                                     parity, plan or prepare
-#   bash run.sh test                  a sample of the tests, 4 minutes on two idle cores; with --all
+#   bash run.sh test                  a sample of the tests, 5 minutes on two idle cores; with --all
 #                                     all tests; arguments go to pytest: with pytest-xdist
 #                                     -n 3 lets --all take 20 minutes there
 #   bash run.sh test --torch 2.14.1   with another torch, in a virtual environment of its own

@@ -55,20 +55,13 @@ def norm_without_run(text):
     return without_run(text).replace("grad_norm", "norm")
 
 
-SOUND = """hybrid_3d.py --against single.py --tp 2
-hybrid_3d.py --against 'ep.py --ep 1' --ep 2
+# Of scripts as they stand; most of those that are left out have sound rows in checks.md
+SOUND = """hybrid_3d.py --against 'ep.py --ep 1' --ep 2
 hybrid_3d.py --against ep.py --cp 2 --pp 2 --ranks 4
 hybrid_3d.py
 ddp.py --grad-accum 3
-zero.py
-zero.py --stage 1 --grad-accum 3
-fsdp.py --grad-accum 3
 fsdp.py --against single.py --replicate 2 --ranks 4
-tp.py --grad-accum 3
-tp.py --no-sequence-parallel
-cp.py
 cp.py --attention ulysses
-pp.py --num-hidden-layers 4
 pp.py --num-hidden-layers 4 --schedule zbv
 ep.py
 examples/diloco.py --replicas 1"""

@@ -125,14 +125,15 @@ def test_it_counts_what_a_gpu_held(dry_run, command):
 
 @thorough
 def test_activations_of_ring_attention_fall(count):
-    """To what docs/planning.md says. All but a constant falls as 1/n, while layers hold most."""
+    """To what docs/planning.md says of its first three numbers of ranks. All but a constant falls as
+    1/n, while layers hold most."""
     page = (ROOT / "docs/planning.md").read_text()
     (command,) = re.findall(r"dry_run --rank 0 8 (cp\.py .*)", page)
     (ranks,) = re.findall(r"(?m)^\| ranks n of `cp.py` \| (.*) \|$", page)
     (figures,) = re.findall(r"(?m)^\| activations at the peak, GB .*?\) \| (.*) \|$", page)
-    found = [count(command, int(n))["peak"]["activations"] for n in ranks.split(" | ")]
-    assert [f"{size / 1e9:.4g}" for size in found] == figures.split(" | ")
-    one, two, four, *_ = found
+    found = [count(command, int(n))["peak"]["activations"] for n in ranks.split(" | ")[:3]]
+    assert [f"{size / 1e9:.4g}" for size in found] == figures.split(" | ")[:3]
+    one, two, four = found
     assert one - two == 2 * (two - four) > 0
 
 

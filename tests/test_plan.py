@@ -71,7 +71,6 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
 8 | 8 | 1 | 40 | zero.py --stage 2 | --grad-accum 5 {AGAIN} | --model llama3-1b | 15 | 0
 8 | 8 | 1 | 48 | ddp.py | --grad-accum 6 {AGAIN} selective | --model llama3-1b | 13 | 0
 64 | 64 | 1 | 64 | fsdp.py --replicate 8 | | --model llama3-70b | 19 | 0
-64 | 8 | 1 | 64 | hybrid_3d.py --tp 8 | {AGAIN} | --model llama3-70b | 21 | 0
 64 | 4 | 2 | 64 | hybrid_3d.py --tp 8 --pp 2 | --microbatches 2 | --model llama3-70b | 28 | 0
 4 | 4 | 1 | 24 | cp.py --attention ring | --grad-accum 6 | --model llama3-1b | 13 | 0
 8 | 8 | 1 | 8 | cp.py --attention allgather | | --model llama3-1b | 16 | 0
@@ -82,7 +81,6 @@ def test_what_is_counted(monkeypatch, command, stages, least, memory, counted):
   | --model llama3-70b | 24 | 0
 64 | 2 | 16 | 96 | hybrid_3d.py --tp 2 --pp 16 | --microbatches 24 {AGAIN}
   | --model llama3-70b | 48 | 60
-8 | 4 | 2 | 32 | hybrid_3d.py --pp 2 | --microbatches 8 | --model llama3-1b | 34 | 0
 16 | 2 | 8 | 32 | hybrid_3d.py --pp 8 --ep 2 | --microbatches 16 {AGAIN}
   | --model llama3-1b --num-experts 4 | 16 | 4
 * 8 | 1 | 8 | 32 | pp.py --schedule 1f1b | --microbatches 32 | --model llama3-1b | 16 | 0
