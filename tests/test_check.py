@@ -112,6 +112,12 @@ def test_its_status(monkeypatch, verdicts, status):
     assert str(end.value.code) == str(status)
 
 
+def test_a_process_that_takes_too_long():
+    """One waits for no other."""
+    kind, words = tool.why_it_ended([], [], 1)
+    assert kind == "FAILED" and words.startswith("it is not over after 300 seconds: take a smaller")
+
+
 @thorough
 def test_a_factor_on_one_process_too(check, tmp_path):
     """It shows better in one micro-batch."""

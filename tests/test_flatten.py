@@ -7,6 +7,7 @@ import shutil
 from tests.support.processes import ROOT, edited
 from tests.support.sample import rows
 from tests.support.words import refused
+from tools import flatten as tool
 from tools.flatten import flatten
 
 OPTIONS = ("--steps 3 --seq-len 32 --batch-size 8 --num-hidden-layers 2 --hidden-size 32 "
@@ -63,6 +64,12 @@ def test_its_text_is_of_one_file(script, with_run):
     assert not [line for line in text.splitlines() if len(line) > 100]
     assert not re.search(r"common/|every script|all scripts|docs/\w+\.md|checkpoint\.py", text)
     assert set(re.findall(r"(?:python|torchrun) .*?(\w+\.py)", text)) == {f"my_{script}"}
+
+
+def test_a_copy_of_all_names_no_commit(tmp_path, monkeypatch):
+    """As within another project, whose commit would say nothing."""
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    assert "at commit unknown: " in flatten(ROOT / "single.py")
 
 
 @rows("common", "common\nparallel")

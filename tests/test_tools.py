@@ -192,6 +192,7 @@ def test_a_wrong_path_is_one_line(tmp_path, monkeypatch, capsys, tool, words, sa
 single.py | --steps 7 | seconds per step
 ddp.py | --steps 5 | ddp.py: error: 5 steps: the first 5 are a warm-up; raise --steps
 ddp.py | --steps 7 --trace no/trace.json | error: --trace no/trace.json cannot be
+fsdp.py | --steps 7 --out {}/out | error: --out: saves would count as steps; leave it out
 no.py | | no.py is no script
 """)
 def test_what_a_benchmark_says(run, tmp_path, script, words, said):

@@ -255,7 +255,9 @@ import_hf | os.truncate(given / SECOND, 5000) | model-00002-of-00005.safetensors
 import_hf | safetensors.save_file(
   {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(1)}, given / SECOND)
   | lacks the tensor model.layers.0
+import_hf | (given / "model.safetensors.index.json").write_text("{}") | lacks the tensor
 import_hf | (tmp_path / "out").mkdir() | out exists
+import_hf | (tmp_path / "out.tmp").mkdir() | out.tmp is in use, or left of a process that was
 export | os.truncate(given / "__1_0.distcp", 99) | __1_0.distcp is damaged
 export | shutil.rmtree(given) | given is neither a checkpoint nor a run folder
 """)

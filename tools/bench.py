@@ -38,6 +38,8 @@ class Timed(Run):
                             "trace of rank 0, for chrome://tracing or https://ui.perfetto.dev")
 
     def steps(self, numbered):
+        if self.args.out:
+            raise SettingError("--out: saves would count as steps; leave it out")
         profiler, steps = None, 0
         if self.args.trace and self.rank == 0:
             profiler = torch.profiler.profile()
@@ -65,9 +67,10 @@ class Timed(Run):
     def summary(self, seconds):
         rate = self.per_step / seconds
         words = f"{rate:,.0f} {self.unit}/s, {seconds:.4g} seconds per step"
-        if self.device.type == "cuda" and self.unit == "tokens":
+        config = getattr(self.args, "config", None)  # of a model like ours
+        if self.device.type == "cuda" and config:
             peak = peak_tflops(torch.cuda.get_device_name()) * 1e12 * self.ranks
-            operations = rate * flops_per_token(self.args.config, self.args.seq_len)
+            operations = rate * flops_per_token(config, self.args.seq_len)
             words += f", MFU {operations / peak:.1%}" if peak else ""
         return words
 

@@ -32,7 +32,7 @@ def read_files(folder):
     names, stored = ["model.safetensors"], {}
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
     for name in names:
         try:
             stored |= load_file(folder / name)
