@@ -1,9 +1,9 @@
-"""What comes off: a run's bar and lines, metrics.jsonl, the loss on held-out data, checkpoints, and
-a stop by a signal that loses nothing. Without it a script trains to the same weights.
+"""What a script can do without, and trains to the same weights: a run's bar and lines,
+metrics.jsonl, the loss on held-out data, checkpoints, and a stop by a signal that loses nothing.
 
-A run folder, --out, holds the newest checkpoints; metrics.jsonl, one JSON object
-a line; and a lock: two runs never write into one folder. No checkpoint follows a step whose loss or
-gradient norm was not finite.
+A run folder, --out, holds the newest checkpoints; metrics.jsonl, one JSON object a line; and a
+lock: two runs never write into one folder. No checkpoint follows a step whose loss or gradient norm
+was not finite.
 """
 
 import copy
