@@ -86,8 +86,10 @@ def test_an_average_of_sharded_weights(folder, mesh):
 def test_a_part_that_would_be_saved_as_the_whole_is_refused(folder, rank):
     """An average of the rows of a rank, as a plain tensor: rank 0's rows would be saved alone. A
     buffer that differs: DCP would save some ranks' running_mean, and others' running_var."""
-    model, other = small(), torch.tensor([[1.0], [1.0 + rank]]).T
-    for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0])}.items():
+    model, other, long = small(), torch.tensor([[1.0], [1.0 + rank]]).T, torch.zeros(9000)
+    long[-2] = rank  # it looks at some numbers of a large one
+    for name, tensor in {"ema": other, "bits": other > 1, "copy": nn.Parameter(other[0]),
+                         "long": long}.items():
         state = model.state_dict(keep_vars=True) | {name: tensor}
         optimizer = torch.optim.SGD([x for x in state.values() if x.requires_grad])
         with refused(f"model.{name} has other values on another rank.*"

@@ -95,9 +95,14 @@ def test_a_base_class_comes_first(tmp_path):
     assert flat.index("class TokenDataset") < flat.index("class Reversed") < flat.index("def main(")
 
 
-def test_refuses_a_clash(tmp_path):
-    own = "same_on_all_ranks"
-    edited(tmp_path, "ddp.py", ("def main(", f"def {own}():\n    pass\n\n\ndef main("),
-           ("    args.config", f"    {own}()\n    args.config"))
-    with refused(f"{own} means two things: in ddp.py, launch.py"):
+@rows("name, own, room", r"""
+same_on_all_ranks | def same_on_all_ranks(): | launch.py
+tree_map_only | from jax.tree import map as tree_map_only\n\n\ndef mine(): | data.py
+""")
+def test_refuses_a_clash(tmp_path, name, own, room):
+    """Of a function, or of what two files import from elsewhere."""
+    own = own.replace(r"\n", "\n")
+    edited(tmp_path, "ddp.py", ("def main(", f"{own}\n    pass\n\n\ndef main("),
+           ("    args.config", f"    {name}()\n    args.config"))
+    with refused(f"{name} means two things: in {room}, ddp.py|in ddp.py, {room}"):
         flatten(tmp_path / "ddp.py")

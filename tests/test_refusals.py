@@ -329,6 +329,8 @@ ddp.py | 2 | 2 | sys.argv += ['--lr', '0.5'] * rank
   | --lr is 0.002 on rank 0, 0.5 on rank 1: it must be the same
 ddp.py | 2 | 2 | common.step.__file__ = (common.step, common.model)[rank].__file__
   | the code is ... on rank 0 ... on rank 1
+examples/diloco.py | 2 | 2 | common.step.__file__ = (common.step, common.model)[rank].__file__
+  | the code is ... on rank 0 ... on rank 1
 ddp.py | 2 | 2 | torch.__version__ = str(rank) | torch is 0 on rank 0, 1 on rank 1
 ddp.py --data ../file --val-data letters | 2 | 2 | os.chdir(str(rank)) | hash of --val-data is
 ddp.py --data ../file --val-data . | 2 | 2 | os.chdir(str(rank)) | samples in --val-data is
@@ -345,4 +347,4 @@ def test_a_command(server, folder, command, world, most, code, words):
     lines = [line for line in result.lines if "error" in line.lower()]
     assert "Traceback" not in result.output and 1 <= len(lines) <= most, result.output
     for line in lines:
-        assert f"{script}: error: " in line and in_order(words, line), line  # a bar may precede it
+        assert f"{script.split('/')[-1]}: error: " in line and in_order(words, line), line  # a bar may precede it
