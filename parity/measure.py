@@ -2,7 +2,6 @@
 a ``Room``: it follows from the types that they compute in, or noise.py has measured it."""
 
 import collections
-import copy
 import dataclasses
 import functools
 import json
@@ -24,31 +23,28 @@ PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gr
 
 
 class Tensors:
-    """What one run has recorded of its weights or gradients in one step; a row is a parameter. What
-    has no gradient has a gradient of 0."""
+    """What one run has recorded of its weights or gradients in one step, N tensors, multiplied by
+    ``factor``. What has no gradient has a gradient of 0."""
 
-    def __init__(self, recorded, names):
-        empty = {"sums": [0.0] * (3 + 3 * K), "held": 1}
-        chosen = [recorded.get(name, empty) for name in names]
-        rows = torch.tensor([own["sums"] for own in chosen], dtype=torch.float64)
-        numbers, sketches = rows.view(-1, 3 + 3 * K).split([3, 3 * K], dim=1)
+    def __init__(self, recorded, names, factor=1.0):
+        nothing = {key: 0.0 for key in ("spread", "length", "tiny")} | {"held": 1}
+        nothing |= {key: [0.0] * K for key in ("sketch", "mean", "total")}
+        chosen = [recorded.get(name, nothing) for name in names]
+
+        def of_all(key):
+            return torch.tensor([own[key] for own in chosen], dtype=torch.float64)
+
         self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
-        # (N,) how far apart the copies are that several ranks hold; the square of the Euclidean
-        # length; the share of numbers that are only rounding beside the others
-        self.spread, square, self.noise = numbers.T
-        # (N, K) projections of the tensor, and of the mean and the sum of unlike copies: two
-        # sketches are as far apart as the tensors
-        self.sketch, self.mean, self.total = sketches.split(K, dim=1)
-        self.length = square.sqrt()
+        self.numbers = of_all("held").clamp(min=1)  # (N,)
+        self.tiny = of_all("tiny")  # (N,) the share of numbers that are only rounding
+        # (N,) how far apart the copies are that several ranks hold; the Euclidean length
+        self.spread, self.length = factor * of_all("spread"), factor * of_all("length")
         self.finite = self.length.isfinite()  # (N,) bool
-        self.numbers = torch.tensor([own["held"] for own in chosen]).clamp(min=1)  # (N,)
-
-    def times(self, factor):
-        """The same tensors, multiplied by a number."""
-        scaled = copy.copy(self)
-        for name in "spread", "length", "sketch", "mean", "total":
-            setattr(scaled, name, factor * getattr(self, name))
-        return scaled
+        # (N, K) projections: two sketches are as far apart as the tensors; of unlike copies their
+        # mean and their sum
+        self.sketch = factor * of_all("sketch").view(-1, K)
+        self.mean = factor * of_all("mean").view(-1, K)
+        self.total = factor * of_all("total").view(-1, K)
 
 
 class Recorded:
@@ -90,13 +86,12 @@ class Recorded:
     def outputs(self):
         """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the
         order in which modules return."""
-        sums = {}
+        squares, numbers = collections.Counter(), collections.Counter()
         for rank in self.ranks:
-            for name, own in rank["outputs"].items():
-                square, numbers = sums.get(name, (0.0, 0))
-                sums[name] = square + own[0], numbers + own[1]
-        return {name: (square / max(numbers, 1), numbers)
-                for name, (square, numbers) in sums.items()}
+            for name, (square, n) in rank["outputs"].items():
+                squares[name] += square
+                numbers[name] += n
+        return {name: (squares[name] / max(n, 1), n) for name, n in numbers.items()}
 
 
 def recorded(lines, names):
@@ -139,8 +134,8 @@ def repeated_names(lines):
     seen, names = set(), set()
     kinds = [line[kind] for line in lines for kind in ("values", "gradients")]
     for name, gradient in lines[0]["gradients"].items():
-        key = json.dumps([recorded[name]["sums"] for recorded in kinds if name in recorded])
-        if gradient["sums"][1] and key in seen:
+        key = json.dumps([recorded.get(name) for recorded in kinds])
+        if gradient["length"] and key in seen:
             names.add(name)
         seen.add(key)
     return names
@@ -171,7 +166,7 @@ class Room:
 
     gradients: torch.Tensor  # (N,) N parameters
     lengths: torch.Tensor  # (N,) of gradients
-    ways: torch.Tensor  # (N,) that weights have moved
+    moves: torch.Tensor  # (N,) of weights, since the first step
     loss: float
     of_parts: float  # what else the loss may be off, relative to the sum of its parts
     outputs: float  # of the mean square of a module's output, relative
@@ -218,13 +213,13 @@ class Tolerance:
         """The Room of a Step, of which steps before it have taken their part."""
         x, history, slack = it.x, it.history, it.slack
         gradients = self.gradients * (x.length + it.floor) + slack * (history.longest + x.length)
-        ways = ROUNDINGS * self.rounding * it.first[0].length + (
-            slack + 2 * history.noise) * torch.maximum(*it.moved)
-        # What rounding of the weights, and the way that they have moved apart, do to the loss
+        inexact = slack + 2 * history.inexact
+        moves = ROUNDINGS * self.rounding * it.first[0].length + inexact * it.moved.amax(0)
+        moves = torch.where(it.known, moves, math.inf)
+        # What rounding of the weights, and that they have moved apart, do to the loss
         loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
             (x.length + history.longest) @ it.moved[0])
-        ways = torch.where(it.known, ways, math.inf)
-        return Room(gradients, gradients, ways, loss.item() + self.cancelled, self.loss,
+        return Room(gradients, gradients, moves, loss.item() + self.cancelled, self.loss,
                     self.outputs + slack)
 
 
@@ -249,7 +244,7 @@ class History:
         zeros = torch.zeros(parameters, dtype=torch.float64)
         self.longest = zeros  # (N,) the longest gradient of the reference up to now
         self.scale = zeros  # (N,) the length of the first gradient that is not 0
-        self.noise = zeros  # (N,) the root of the share of it that is only rounding
+        self.inexact = zeros  # (N,) the root of the share of it that is only rounding
 
     def add(self, it):
         """Remember a step in which nothing is wrong."""
@@ -276,7 +271,7 @@ class History:
         self.longest = self.longest.maximum(x.length)
         unseen = self.scale == 0
         self.scale = torch.where(unseen, x.length.maximum(y.length), self.scale)
-        self.noise = torch.where(unseen, x.noise.maximum(y.noise).sqrt(), self.noise)
+        self.inexact = torch.where(unseen, x.tiny.maximum(y.tiny).sqrt(), self.inexact)
 
 
 class Step:
@@ -299,11 +294,11 @@ class Step:
         self.given = [own.factors for own in after]
         if clipped:
             unclip = (self.x.length.norm() / self.y.length.norm()).item()
-            self.y = self.y.times(unclip)
+            self.y = Tensors(run.line["gradients"], names, unclip)
             self.given = self.given and [self.given[0], [x / unclip for x in self.given[1]]]
         self.finite = reference.finite and run.finite
         self.slack = history.slack  # as it is in this step
-        self.measure_ways()
+        self.measure_moves()
         # (N,) short gradients are as inexact as one of this length
         self.floor = SHORT * self.x.length.norm() / len(names) ** 0.5 + history.longest
         self.room = room or tolerance.room(self)
@@ -312,22 +307,21 @@ class Step:
         self.measure_gradients()
         self.measure_loss()
 
-    def measure_ways(self):
+    def measure_moves(self):
         """Of weights, and of what both runs keep beside them, such as an average (EMA)."""
         history = self.history
         now = self.reference.weights, self.run.weights
         self.first = history.first or now
-        # (N, K) the ways of weights since the first step, in both runs; (N,) their lengths; and how
-        # far they are apart
-        self.ways, self.moved, self.gap = ways(now, self.first)
-        # (N,) bool: the way of a weight is rounding where its first gradient is
+        self.moves, self.moved, self.moved_apart = moves(now, self.first)
+        # (N,) bool: how a weight moves is rounding where its first gradient is
         usual = history.scale.norm() / len(self.names) ** 0.5
         self.known = (history.scale > self.tolerance.gradients * usual) | (history.scale == 0)
         want, have = self.reference.others, self.run.others
         self.names_of_others = [name for name in want if name in have]  # M tensors
         self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
-        _, moved, self.others_gap = ways(self.others, history.first_others or self.others)  # (M,)
-        self.others_moved = torch.maximum(*moved)  # (M,)
+        # (M,) how far they have moved, and how far apart
+        _, moved, self.others_apart = moves(self.others, history.first_others or self.others)
+        self.others_moved = moved.amax(0)
 
     def measure_gradients(self):
         x, y, room = self.x, self.y, self.room
@@ -360,9 +354,9 @@ class Step:
             self.loss_ratio = have / (want or math.nan)
 
 
-def ways(now, first):
-    """The ways of the tensors of both runs since the first step, their lengths, and the length of
-    their difference: (2, N, K), (2, N), (N,)."""
+def moves(now, first):
+    """How the tensors of both runs have moved since the first step: (2, N, K) their moves, (2, N)
+    how far, and (N,) how far apart."""
     both = torch.stack([tensors.sketch - then.sketch for tensors, then in zip(now, first)])
     return both, both.norm(dim=2), (both[0] - both[1]).norm(dim=1)
 
