@@ -27,8 +27,7 @@ class Tensors:
     ``factor``. What has no gradient has a gradient of 0."""
 
     def __init__(self, recorded, names, factor=1.0):
-        nothing = {key: 0.0 for key in ("spread", "length", "tiny")} | {"held": 1}
-        nothing |= {key: [0.0] * K for key in ("sketch", "mean", "total")}
+        nothing = {"held": 1, "tiny": 0.0, "spread": 0.0, "length": 0.0, "sketches": 3 * [K * [0.0]]}
         chosen = [recorded.get(name, nothing) for name in names]
 
         def of_all(key):
@@ -42,9 +41,8 @@ class Tensors:
         self.finite = self.length.isfinite()  # (N,) bool
         # (N, K) projections: two sketches are as far apart as the tensors; of unlike copies their
         # mean and their sum
-        self.sketch = factor * of_all("sketch").view(-1, K)
-        self.mean = factor * of_all("mean").view(-1, K)
-        self.total = factor * of_all("total").view(-1, K)
+        sketches = factor * of_all("sketches").view(-1, 3, K)
+        self.sketch, self.mean, self.total = sketches.unbind(1)
 
 
 class Recorded:
@@ -53,42 +51,45 @@ class Recorded:
     def __init__(self, line, names, counted=()):
         self.line, self.ranks = line, line["ranks"]  # as it stands in the file; a dict of each rank
         self.step, self.others = line["step"], line["others"]
-        self.counted = [self.ranks[rank] for rank in counted]
         self.weights = Tensors(line["values"], names)
         self.gradients = Tensors(line["gradients"], names)
         self.finite = bool((self.weights.finite & self.gradients.finite).all())
-        # How many targets each batch has that ranks have read; ranks may read the same
-        self.targets = [*{str(rank["samples"]): sum(rank["targets"])
-                          for rank in self.ranks if rank["targets"]}.values()]
         readers = collections.defaultdict(list)
         for i, rank in enumerate(self.ranks):
             readers[str(rank["samples"])].append(i)
         self.readers = max(readers.values(), key=len)  # ranks that read the same samples
         self.alike = len(self.readers)
-        # What a batch has, as it is padded
-        self.numbers = sum(rank["numbers"] for rank in self.ranks) / self.alike
+        # How many targets each batch has that ranks have read; ranks may read the same
+        targets = self.each("targets")
+        self.targets = [sum(targets[i]) for i, *_ in readers.values() if targets[i]]
+        self.numbers = sum(self.each("numbers")) / self.alike  # what a batch has, as it is padded
         # The names of the tensors of a batch, in their order
-        self.tensors = {key: None for rank in self.ranks for key in rank["samples"]}
-        self.updates = max(rank["updates"] for rank in self.ranks)  # since the record before
+        self.tensors = dict.fromkeys(key for samples in self.each("samples") for key in samples)
+        self.updates = max(self.each("updates"))  # since the record before
         # What gradients were scaled by between the record before and the optimizer
-        self.factors = [x for rank in self.ranks for x in rank["factors"]]
+        self.factors = sum(self.each("factors"), [])
+        self.counted = [self.ranks[rank] for rank in counted]
         self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
-        if self.counted:
+        if counted:
             losses = [loss for rank in self.counted for loss in rank["losses"]]
-            n = len(self.counted) if line["loss"] == "mean" else 1
+            n = len(counted) if line["loss"] == "mean" else 1
             self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
+
+    def each(self, key):
+        """What each rank has recorded under a key."""
+        return [rank[key] for rank in self.ranks]
 
     def rows(self, key, kind="samples"):
         """The fingerprints of a tensor of the batch, of each rank."""
-        return [rank[kind].get(key, []) for rank in self.ranks]
+        return [rows.get(key, []) for rows in self.each(kind)]
 
     @functools.cached_property
     def outputs(self):
         """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the
         order in which modules return."""
         squares, numbers = collections.Counter(), collections.Counter()
-        for rank in self.ranks:
-            for name, (square, n) in rank["outputs"].items():
+        for outputs in self.each("outputs"):
+            for name, (square, n) in outputs.items():
                 squares[name] += square
                 numbers[name] += n
         return {name: (squares[name] / max(n, 1), n) for name, n in numbers.items()}
@@ -105,8 +106,8 @@ def ranks_that_count(lines):
     the same loss in all steps, as under tensor parallelism, one counts."""
     first, counted = lines[0], []
     for rank, own in enumerate(first["ranks"]):
-        others = [] if first["loss"] == "parts" else counted
-        if own["losses"] and not any(same_loss(lines, rank, other) for other in others):
+        again = any(same_loss(lines, rank, other) for other in counted)
+        if own["losses"] and (first["loss"] == "parts" or not again):
             counted.append(rank)
     return counted
 
@@ -183,6 +184,8 @@ class Tolerance:
         self.type = coarsest(ranks, "modules compute", "the loss is", "weights are kept")
         self.eps = eps_of(self.type)
         self.rounding = eps_of(coarsest(ranks, "weights are kept"))  # of one number of a weight
+        # Of the length of all gradients, which is computed in the type of the weights
+        self.clipped = CLIPPED + 4 * self.rounding
         self.in_16_bits = self.eps > 2**-12
         # Measured: of the parts of a loss, beside noise
         self.of_parts = max(COPIES, 2 * eps_of(coarsest(ranks, "the loss is") or "float32"))
@@ -205,9 +208,8 @@ class Tolerance:
         self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
         # Terms may cancel before their sum is recorded, if a loss can be negative. 1: the size of
         # normalised advantages; measured: 0.7.
-        negative = any(loss < 0 for own in one + two for rank in own.ranks
-                       for loss in rank["losses"])
-        self.cancelled = self.eps if negative else 0.0
+        losses = sum((sum(own.each("losses"), []) for own in one + two), [])
+        self.cancelled = self.eps * (min(losses, default=0.0) < 0)
 
     def room(self, it):
         """The Room of a Step, of which steps before it have taken their part."""
@@ -217,10 +219,10 @@ class Tolerance:
         moves = ROUNDINGS * self.rounding * it.first[0].length + inexact * it.moved.amax(0)
         moves = torch.where(it.known, moves, math.inf)
         # What rounding of the weights, and that they have moved apart, do to the loss
-        loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
-            (x.length + history.longest) @ it.moved[0])
-        return Room(gradients, gradients, moves, loss.item() + self.cancelled, self.loss,
-                    self.outputs + slack)
+        rounded = self.eps * x.length.norm() * it.reference.weights.length.norm()
+        loss = rounded + slack * (x.length + history.longest) @ it.moved[0] + self.cancelled
+        outputs = self.outputs + slack
+        return Room(gradients, gradients, moves, loss.item(), self.loss, outputs)
 
 
 # What is off
@@ -254,7 +256,7 @@ class History:
         if it.parted:
             self.parted.append(it.reference.step)
             return
-        x, y, share = it.x, it.y, it.share.max().item()
+        x, y, share = it.x, it.y, it.largest
         largest = max(self.largest, share)
         # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured.
         # Adam moves a number by a whole step even if its gradient is only rounding: hence the root.
@@ -328,15 +330,16 @@ class Step:
         apart = distance(x, y)
         self.allowed = room.gradients  # (N,) how far gradients may be apart
         self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
+        self.largest = self.share.max().item()
         # (N,) bool: gradients differ. Errors of many numbers mostly cancel in a length.
         self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
-        # (N,) bool: rounding hides the gradient
-        self.hidden = (x.length > 0) & (x.length <= self.allowed)
+        there = x.length > 0
+        self.hidden = there & (x.length <= self.allowed)  # (N,) bool: by rounding
         # Whether rounding of the steps before hides too much
         self.parted = self.slack > PARTED
         if self.noisy:
-            self.parted = bool(self.history.compared
-                               and 2 * self.hidden.sum() > (x.length > 0).sum())
+            hides_most = 2 * self.hidden.sum() > there.sum()
+            self.parted = self.history.compared > 0 and hides_most.item()
         # (N,) bool: too short to prove anything
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
@@ -376,7 +379,7 @@ def clips_by_hand(it):
     does if both runs give gradients of the same length to their optimizers: the other clips after
     it is recorded."""
     x, y = it.x.length.norm().item(), it.y.length.norm().item()
-    room = CLIPPED + 4 * it.tolerance.rounding
+    room = it.tolerance.clipped
     if not (x and y and math.isfinite(x + y)):
         return None
     if not it.given:  # the last step
