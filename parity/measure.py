@@ -39,6 +39,7 @@ class Tensors:
         # (N,) how far apart the copies are that several ranks hold; the Euclidean length
         self.spread, self.length = factor * of_all("spread"), factor * of_all("length")
         self.finite = self.length.isfinite()  # (N,) bool
+        self.norm = self.length.norm()  # of all together
         # (N, K) projections: two sketches are as far apart as the tensors; of unlike copies their
         # mean and their sum
         sketches = factor * of_all("sketches").view(-1, 3, K)
@@ -219,7 +220,7 @@ class Tolerance:
         moves = ROUNDINGS * self.rounding * it.first[0].length + inexact * it.moved.amax(0)
         moves = torch.where(it.known, moves, math.inf)
         # What rounding of the weights, and that they have moved apart, do to the loss
-        rounded = self.eps * x.length.norm() * it.reference.weights.length.norm()
+        rounded = self.eps * x.norm * it.reference.weights.norm
         loss = rounded + slack * (x.length + history.longest) @ it.moved[0] + self.cancelled
         outputs = self.outputs + slack
         return Room(gradients, gradients, moves, loss.item(), self.loss, outputs)
@@ -295,14 +296,14 @@ class Step:
         # Of both runs: what gradients are scaled by before the optimizer
         self.given = [own.factors for own in after]
         if clipped:
-            unclip = (self.x.length.norm() / self.y.length.norm()).item()
+            unclip = (self.x.norm / self.y.norm).item()
             self.y = Tensors(run.line["gradients"], names, unclip)
             self.given = self.given and [self.given[0], [x / unclip for x in self.given[1]]]
         self.finite = reference.finite and run.finite
         self.slack = history.slack  # as it is in this step
         self.measure_moves()
         # (N,) short gradients are as inexact as one of this length
-        self.floor = SHORT * self.x.length.norm() / len(names) ** 0.5 + history.longest
+        self.floor = SHORT * self.x.norm / len(names) ** 0.5 + history.longest
         self.room = room or tolerance.room(self)
         self.noisy = self.room.measured
         self.exact = self.noisy or not tolerance.in_16_bits  # all can be compared
@@ -335,11 +336,11 @@ class Step:
         self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
         there = x.length > 0
         self.hidden = there & (x.length <= self.allowed)  # (N,) bool: by rounding
+        self.mostly_hidden = bool(2 * self.hidden.sum() > there.sum())
         # Whether rounding of the steps before hides too much
         self.parted = self.slack > PARTED
         if self.noisy:
-            hides_most = 2 * self.hidden.sum() > there.sum()
-            self.parted = self.history.compared > 0 and hides_most.item()
+            self.parted = self.history.compared > 0 and self.mostly_hidden
         # (N,) bool: too short to prove anything
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
@@ -378,7 +379,7 @@ def clips_by_hand(it):
     """(which run clips by hand, before it is recorded; the length that it clips to), or None. One
     does if both runs give gradients of the same length to their optimizers: the other clips after
     it is recorded."""
-    x, y = it.x.length.norm().item(), it.y.length.norm().item()
+    x, y = it.x.norm.item(), it.y.norm.item()
     room = it.tolerance.clipped
     if not (x and y and math.isfinite(x + y)):
         return None
