@@ -3,7 +3,6 @@ a ``Room``: it follows from the types that they compute in, or noise.py has meas
 
 import collections
 import dataclasses
-import functools
 import json
 import math
 
@@ -27,7 +26,8 @@ class Tensors:
     ``factor``. What has no gradient has a gradient of 0."""
 
     def __init__(self, recorded, names, factor=1.0):
-        nothing = {"held": 1, "tiny": 0.0, "spread": 0.0, "length": 0.0, "sketches": 3 * [K * [0.0]]}
+        nothing = {"held": 1, "tiny": 0.0, "spread": 0.0, "length": 0.0}
+        nothing["sketches"] = 3 * [K * [0.0]]
         chosen = [recorded.get(name, nothing) for name in names]
 
         def of_all(key):
@@ -36,8 +36,8 @@ class Tensors:
         self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
         self.numbers = of_all("held").clamp(min=1)  # (N,)
         self.tiny = of_all("tiny")  # (N,) the share of numbers that are only rounding
-        # (N,) how far apart the copies are that several ranks hold; the Euclidean length
-        self.spread, self.length = factor * of_all("spread"), factor * of_all("length")
+        self.spread = factor * of_all("spread")  # (N,) how far apart the copies of ranks are
+        self.length = factor * of_all("length")  # (N,) Euclidean
         self.finite = self.length.isfinite()  # (N,) bool
         self.norm = self.length.norm()  # of all together
         # (N, K) projections: two sketches are as far apart as the tensors; of unlike copies their
@@ -50,8 +50,10 @@ class Recorded:
     """What one run has recorded in one step. ``counted``: see ``ranks_that_count``."""
 
     def __init__(self, line, names, counted=()):
-        self.line, self.ranks = line, line["ranks"]  # as it stands in the file; a dict of each rank
-        self.step, self.others = line["step"], line["others"]
+        self.line = line  # as it stands in the file
+        self.ranks = line["ranks"]  # a dict of each
+        self.step = line["step"]
+        self.others = line["others"]
         self.weights = Tensors(line["values"], names)
         self.gradients = Tensors(line["gradients"], names)
         self.finite = bool((self.weights.finite & self.gradients.finite).all())
@@ -69,12 +71,23 @@ class Recorded:
         self.updates = max(self.each("updates"))  # since the record before
         # What gradients were scaled by between the record before and the optimizer
         self.factors = sum(self.each("factors"), [])
+        # {module: how many numbers it returns, over all ranks}, in the order in which they return
+        self.returned = collections.Counter()
+        squares = collections.Counter()
+        for outputs in self.each("outputs"):
+            for name, (square, n) in outputs.items():
+                squares[name] += square
+                self.returned[name] += n
+        # {module: the mean square of its output}
+        self.outputs = {name: squares[name] / max(n, 1) for name, n in self.returned.items()}
         self.counted = [self.ranks[rank] for rank in counted]
-        self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
+        self.loss = None  # of the global batch
+        self.parts = 0.0  # the same of its recorded parts without their signs
         if counted:
             losses = [loss for rank in self.counted for loss in rank["losses"]]
             n = len(counted) if line["loss"] == "mean" else 1
-            self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
+            self.loss = sum(losses) / n
+            self.parts = sum(map(abs, losses)) / n
 
     def each(self, key):
         """What each rank has recorded under a key."""
@@ -83,17 +96,6 @@ class Recorded:
     def rows(self, key, kind="samples"):
         """The fingerprints of a tensor of the batch, of each rank."""
         return [rows.get(key, []) for rows in self.each(kind)]
-
-    @functools.cached_property
-    def outputs(self):
-        """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the
-        order in which modules return."""
-        squares, numbers = collections.Counter(), collections.Counter()
-        for outputs in self.each("outputs"):
-            for name, (square, n) in outputs.items():
-                squares[name] += square
-                numbers[name] += n
-        return {name: (squares[name] / max(n, 1), n) for name, n in numbers.items()}
 
 
 def recorded(lines, names):
@@ -188,7 +190,7 @@ class Tolerance:
         # Of the length of all gradients, which is computed in the type of the weights
         self.clipped = CLIPPED + 4 * self.rounding
         self.in_16_bits = self.eps > 2**-12
-        # Measured: of the parts of a loss, beside noise
+        # Measured: of the parts of a loss, with noise or without
         self.of_parts = max(COPIES, 2 * eps_of(coarsest(ranks, "the loss is") or "float32"))
         float32_inside = float32_inside and self.eps < 2**-23
         if float32_inside:
@@ -215,13 +217,14 @@ class Tolerance:
     def room(self, it):
         """The Room of a Step, of which steps before it have taken their part."""
         x, history, slack = it.x, it.history, it.slack
-        gradients = self.gradients * (x.length + it.floor) + slack * (history.longest + x.length)
-        inexact = slack + 2 * history.inexact
-        moves = ROUNDINGS * self.rounding * it.first[0].length + inexact * it.moved.amax(0)
+        longest = history.longest + x.length
+        gradients = self.gradients * (x.length + it.floor) + slack * longest
+        moves = (slack + 2 * history.inexact) * it.moved.amax(0)
+        moves += ROUNDINGS * self.rounding * it.first[0].length
         moves = torch.where(it.known, moves, math.inf)
         # What rounding of the weights, and that they have moved apart, do to the loss
-        rounded = self.eps * x.norm * it.reference.weights.norm
-        loss = rounded + slack * (x.length + history.longest) @ it.moved[0] + self.cancelled
+        loss = self.eps * x.norm * it.reference.weights.norm
+        loss += slack * longest @ it.moved[0] + self.cancelled
         outputs = self.outputs + slack
         return Room(gradients, gradients, moves, loss.item(), self.loss, outputs)
 
@@ -268,7 +271,8 @@ class History:
         self.started = self.started or max(share, it.tolerance.eps)
         self.largest = largest
         self.compared += 1
-        self.first, self.first_others = it.first, self.first_others or it.others
+        self.first = it.first
+        self.first_others = self.first_others or it.others
         self.clipped = it.clipped or self.clipped
         self.before = x
         self.longest = self.longest.maximum(x.length)
@@ -289,16 +293,18 @@ class Step:
     """
 
     def __init__(self, names, reference, run, after, history, tolerance, room=None, clipped=None):
-        self.names, self.reference, self.run = names, reference, run  # N parameters
-        self.runs = reference, run
+        self.names = names  # N parameters
+        self.reference, self.run = self.runs = reference, run
         self.after, self.history, self.tolerance = after, history, tolerance
-        self.x, self.y, self.clipped = reference.gradients, run.gradients, clipped
+        self.clipped = clipped
+        self.x, self.y = reference.gradients, run.gradients
         # Of both runs: what gradients are scaled by before the optimizer
         self.given = [own.factors for own in after]
         if clipped:
             unclip = (self.x.norm / self.y.norm).item()
             self.y = Tensors(run.line["gradients"], names, unclip)
-            self.given = self.given and [self.given[0], [x / unclip for x in self.given[1]]]
+            if after:
+                self.given[1] = [x / unclip for x in self.given[1]]
         self.finite = reference.finite and run.finite
         self.slack = history.slack  # as it is in this step
         self.measure_moves()
@@ -317,8 +323,9 @@ class Step:
         self.first = history.first or now
         self.moves, self.moved, self.moved_apart = moves(now, self.first)
         # (N,) bool: how a weight moves is rounding where its first gradient is
-        usual = history.scale.norm() / len(self.names) ** 0.5
-        self.known = (history.scale > self.tolerance.gradients * usual) | (history.scale == 0)
+        scale = history.scale
+        usual = scale.norm() / len(self.names) ** 0.5
+        self.known = (scale > self.tolerance.gradients * usual) | (scale == 0)
         want, have = self.reference.others, self.run.others
         self.names_of_others = [name for name in want if name in have]  # M tensors
         self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
@@ -327,13 +334,15 @@ class Step:
         self.others_moved = moved.amax(0)
 
     def measure_gradients(self):
-        x, y, room = self.x, self.y, self.room
-        apart = distance(x, y)
-        self.allowed = room.gradients  # (N,) how far gradients may be apart
-        self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
+        x, y = self.x, self.y
+        self.apart = distance(x, y)  # (N,)
+        self.allowed = self.room.gradients  # (N,) how far gradients may be apart
+        usual = (x.length + self.floor).clamp(min=1e-300)
+        self.share = self.apart / usual  # (N,) relative
         self.largest = self.share.max().item()
         # (N,) bool: gradients differ. Errors of many numbers mostly cancel in a length.
-        self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
+        longer = (x.length - y.length).abs()
+        self.off = (self.apart > self.allowed) | (longer > self.room.lengths)
         there = x.length > 0
         self.hidden = there & (x.length <= self.allowed)  # (N,) bool: by rounding
         self.mostly_hidden = bool(2 * self.hidden.sum() > there.sum())
@@ -349,8 +358,10 @@ class Step:
 
     def measure_loss(self):
         want, have = self.reference.loss, self.run.loss
-        self.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
-        self.loss_right, self.loss_ratio = False, math.nan
+        recorded = None not in (want, have)
+        self.loss_known = recorded and (math.isfinite(want) or math.isfinite(have))
+        self.loss_right = False
+        self.loss_ratio = math.nan
         if self.loss_known:  # each part rounds by itself; the parts may cancel
             parts = max(self.reference.parts, self.run.parts)
             self.room_of_loss = self.room.loss + self.room.of_parts * parts
@@ -362,7 +373,8 @@ def moves(now, first):
     """How the tensors of both runs have moved since the first step: (2, N, K) their moves, (2, N)
     how far, and (N,) how far apart."""
     both = torch.stack([tensors.sketch - then.sketch for tensors, then in zip(now, first)])
-    return both, both.norm(dim=2), (both[0] - both[1]).norm(dim=1)
+    one, two = both
+    return both, both.norm(dim=2), (one - two).norm(dim=1)
 
 
 def measure(*step):
@@ -387,13 +399,16 @@ def clips_by_hand(it):
         which, length = it.history.clipped or ("run", 0.0)
         now = y if which == "run" else x
         return it.history.clipped if abs(now - length) <= room * length else None
-    if not all(it.given) or any(
-            max(factors) - min(factors) > room * max(factors) for factors in it.given):
+    if not all(it.given):
         return None
-    want, have = map(max, it.given)  # one factor each
+    want, have = map(max, it.given)
+    low, lowest = map(min, it.given)
+    if want - low > room * want or have - lowest > room * have:  # several factors
+        return None
     if abs(have * y - want * x) > room * have * y:
         return None
-    one, two = abs(want - 1) < room, abs(have - 1) < room  # clipped already, or never
+    one = abs(want - 1) < room  # clipped already, or never
+    two = abs(have - 1) < room
     if one == two:
         return None
     return ("reference", x) if one else ("run", y)

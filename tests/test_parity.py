@@ -282,9 +282,8 @@ def shares(kind, step, name, *numbers):
 def added_up(name):
     """Two ranks hold the same numbers, as halves of the rows of a gradient."""
     def gather(own):
-        ((region, sums),) = own["gradients"][name]
-        (rows, *more), zeros = region.size, region.offsets[1:]
-        halves = [(region._replace(offsets=(begin, *zeros), size=(rows // 2, *more)), sums)
+        (((shape, (_, *zeros), (rows, *more)), sums),) = own["gradients"][name]
+        halves = [((shape, (begin, *zeros), (rows // 2, *more)), sums)
                   for begin in (0, rows // 2)]
         return [own | {"gradients": own["gradients"] | {name: [half]}} for half in halves]
     return gather
@@ -422,7 +421,7 @@ TEXTS = settings(
     make=lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)))
 ADAM, FLOAT32 = {"optimizer": torch.optim.Adam, "lr": 0.01}, {"dtype": torch.float32}
 ABSOLUTE = {"loss_of": lambda model, x: model(x).abs().mean()}
-# The softmax makes the gradient of the keys' bias, a third of in_proj_bias, nothing but noise. The
+# The softmax makes the gradient of the keys' bias, a third of in_proj_bias, only rounding. The
 # large loss keeps Adam's eps from damping it.
 NOISE = settings(
     ADAM, data=lambda: [torch.randn(8, 12, 16)],
@@ -666,7 +665,7 @@ EQUAL: 4 ranks against 1 | edit=on_ranks(*4 * [0.25], parts=TWICE, loss="parts")
 EQUAL: 4 ranks against 1.*Note: 2 ranks read the same
   | edit=on_ranks(0.25, 0.25, 0.75, 0.75, parts=TWICE)
 EQUAL: 4 ranks against 1 | edit=on_ranks(0.125, 0.25, 0.25, 0.375, parts=TWICE)
-# The gradient of a bias before a normalisation is nothing but noise, which Adam moves by whole
+# The gradient of a bias before a normalisation is only rounding, which Adam moves by whole
 # steps, otherwise with other micro-batches.
 EQUAL.* float64 | accumulate=4
   | NOISE, make=lambda: nn.MultiheadAttention(32, 1, batch_first=True),
