@@ -94,8 +94,8 @@ class Recorded:
         return [rank[key] for rank in self.ranks]
 
     def rows(self, key, kind="samples"):
-        """The fingerprints of a tensor of the batch, of each rank."""
-        return [rows.get(key, []) for rows in self.each(kind)]
+        """The fingerprints of a tensor of the batch, of all ranks."""
+        return sum([rows.get(key, []) for rows in self.each(kind)], [])
 
 
 def recorded(lines, names):
