@@ -2,9 +2,7 @@
 a ``Room``: it follows from the types that they compute in, or noise.py has measured it."""
 
 import collections
-import copy
 import dataclasses
-import functools
 import json
 import math
 
@@ -24,79 +22,80 @@ PARTED = 0.3  # rounding that has parted the runs so far hides every fault of gr
 
 
 class Tensors:
-    """What one run has recorded of its weights or gradients in one step; a row is a parameter. What
-    has no gradient has a gradient of 0."""
+    """What one run has recorded of its weights or gradients in one step, N tensors, multiplied by
+    ``factor``. What has no gradient has a gradient of 0."""
 
-    def __init__(self, recorded, names):
-        empty = {"sums": [0.0] * (3 + 3 * K), "held": 1}
-        chosen = [recorded.get(name, empty) for name in names]
-        rows = torch.tensor([own["sums"] for own in chosen], dtype=torch.float64)
-        numbers, sketches = rows.view(-1, 3 + 3 * K).split([3, 3 * K], dim=1)
+    def __init__(self, recorded, names, factor=1.0):
+        nothing = {"held": 1, "tiny": 0.0, "spread": 0.0, "length": 0.0}
+        nothing["sketches"] = 3 * [K * [0.0]]
+        chosen = [recorded.get(name, nothing) for name in names]
+
+        def of_all(key):
+            return torch.tensor([own[key] for own in chosen], dtype=torch.float64)
+
         self.there = torch.tensor([name in recorded for name in names])  # (N,) bool: recorded
-        # (N,) how far apart the copies are that several ranks hold; the square of the Euclidean
-        # length; the share of numbers that are only rounding beside the others
-        self.spread, square, self.noise = numbers.T
-        # (N, K) projections of the tensor, and of the mean and the sum of unlike copies: two
-        # sketches are as far apart as the tensors
-        self.sketch, self.mean, self.total = sketches.split(K, dim=1)
-        self.length = square.sqrt()
+        self.numbers = of_all("held").clamp(min=1)  # (N,)
+        self.tiny = of_all("tiny")  # (N,) the share of numbers that are only rounding
+        self.spread = factor * of_all("spread")  # (N,) how far apart the copies of ranks are
+        self.length = factor * of_all("length")  # (N,) Euclidean
         self.finite = self.length.isfinite()  # (N,) bool
-        self.numbers = torch.tensor([own["held"] for own in chosen]).clamp(min=1)  # (N,)
-
-    def times(self, factor):
-        """The same tensors, multiplied by a number."""
-        scaled = copy.copy(self)
-        for name in "spread", "length", "sketch", "mean", "total":
-            setattr(scaled, name, factor * getattr(self, name))
-        return scaled
+        self.norm = self.length.norm()  # of all together
+        # (N, K) projections: two sketches are as far apart as the tensors; of unlike copies their
+        # mean and their sum
+        sketches = factor * of_all("sketches").view(-1, 3, K)
+        self.sketch, self.mean, self.total = sketches.unbind(1)
 
 
 class Recorded:
     """What one run has recorded in one step. ``counted``: see ``ranks_that_count``."""
 
     def __init__(self, line, names, counted=()):
-        self.line, self.ranks = line, line["ranks"]  # as it stands in the file; a dict of each rank
-        self.step, self.others = line["step"], line["others"]
-        self.counted = [self.ranks[rank] for rank in counted]
+        self.line = line  # as it stands in the file
+        self.ranks = line["ranks"]  # a dict of each
+        self.step = line["step"]
+        self.others = line["others"]
         self.weights = Tensors(line["values"], names)
         self.gradients = Tensors(line["gradients"], names)
         self.finite = bool((self.weights.finite & self.gradients.finite).all())
-        # How many targets each batch has that ranks have read; ranks may read the same
-        self.targets = [*{str(rank["samples"]): sum(rank["targets"])
-                          for rank in self.ranks if rank["targets"]}.values()]
         readers = collections.defaultdict(list)
         for i, rank in enumerate(self.ranks):
             readers[str(rank["samples"])].append(i)
         self.readers = max(readers.values(), key=len)  # ranks that read the same samples
         self.alike = len(self.readers)
-        # What a batch has, as it is padded
-        self.numbers = sum(rank["numbers"] for rank in self.ranks) / self.alike
+        # How many targets each batch has that ranks have read; ranks may read the same
+        targets = self.each("targets")
+        self.targets = [sum(targets[i]) for i, *_ in readers.values() if targets[i]]
+        self.numbers = sum(self.each("numbers")) / self.alike  # what a batch has, as it is padded
         # The names of the tensors of a batch, in their order
-        self.tensors = {key: None for rank in self.ranks for key in rank["samples"]}
-        self.updates = max(rank["updates"] for rank in self.ranks)  # since the record before
+        self.tensors = dict.fromkeys(key for samples in self.each("samples") for key in samples)
+        self.updates = max(self.each("updates"))  # since the record before
         # What gradients were scaled by between the record before and the optimizer
-        self.factors = [x for rank in self.ranks for x in rank["factors"]]
-        self.loss, self.parts = None, 0.0  # of the global batch; its recorded parts without signs
-        if self.counted:
+        self.factors = sum(self.each("factors"), [])
+        # {module: how many numbers it returns, over all ranks}, in the order in which they return
+        self.returned = collections.Counter()
+        squares = collections.Counter()
+        for outputs in self.each("outputs"):
+            for name, (square, n) in outputs.items():
+                squares[name] += square
+                self.returned[name] += n
+        # {module: the mean square of its output}
+        self.outputs = {name: squares[name] / max(n, 1) for name, n in self.returned.items()}
+        self.counted = [self.ranks[rank] for rank in counted]
+        self.loss = None  # of the global batch
+        self.parts = 0.0  # the same of its recorded parts without their signs
+        if counted:
             losses = [loss for rank in self.counted for loss in rank["losses"]]
-            n = len(self.counted) if line["loss"] == "mean" else 1
-            self.loss, self.parts = sum(losses) / n, sum(map(abs, losses)) / n
+            n = len(counted) if line["loss"] == "mean" else 1
+            self.loss = sum(losses) / n
+            self.parts = sum(map(abs, losses)) / n
+
+    def each(self, key):
+        """What each rank has recorded under a key."""
+        return [rank[key] for rank in self.ranks]
 
     def rows(self, key, kind="samples"):
-        """The fingerprints of a tensor of the batch, of each rank."""
-        return [rank[kind].get(key, []) for rank in self.ranks]
-
-    @functools.cached_property
-    def outputs(self):
-        """{module: (mean square of its output, how many numbers it has)}, over all ranks, in the
-        order in which modules return."""
-        sums = {}
-        for rank in self.ranks:
-            for name, own in rank["outputs"].items():
-                square, numbers = sums.get(name, (0.0, 0))
-                sums[name] = square + own[0], numbers + own[1]
-        return {name: (square / max(numbers, 1), numbers)
-                for name, (square, numbers) in sums.items()}
+        """The fingerprints of a tensor of the batch, of all ranks."""
+        return sum([rows.get(key, []) for rows in self.each(kind)], [])
 
 
 def recorded(lines, names):
@@ -110,8 +109,8 @@ def ranks_that_count(lines):
     the same loss in all steps, as under tensor parallelism, one counts."""
     first, counted = lines[0], []
     for rank, own in enumerate(first["ranks"]):
-        others = [] if first["loss"] == "parts" else counted
-        if own["losses"] and not any(same_loss(lines, rank, other) for other in others):
+        again = any(same_loss(lines, rank, other) for other in counted)
+        if own["losses"] and (first["loss"] == "parts" or not again):
             counted.append(rank)
     return counted
 
@@ -139,8 +138,8 @@ def repeated_names(lines):
     seen, names = set(), set()
     kinds = [line[kind] for line in lines for kind in ("values", "gradients")]
     for name, gradient in lines[0]["gradients"].items():
-        key = json.dumps([recorded[name]["sums"] for recorded in kinds if name in recorded])
-        if gradient["sums"][1] and key in seen:
+        key = json.dumps([recorded.get(name) for recorded in kinds])
+        if gradient["length"] and key in seen:
             names.add(name)
         seen.add(key)
     return names
@@ -171,7 +170,7 @@ class Room:
 
     gradients: torch.Tensor  # (N,) N parameters
     lengths: torch.Tensor  # (N,) of gradients
-    ways: torch.Tensor  # (N,) that weights have moved
+    moves: torch.Tensor  # (N,) of weights, since the first step
     loss: float
     of_parts: float  # what else the loss may be off, relative to the sum of its parts
     outputs: float  # of the mean square of a module's output, relative
@@ -188,8 +187,10 @@ class Tolerance:
         self.type = coarsest(ranks, "modules compute", "the loss is", "weights are kept")
         self.eps = eps_of(self.type)
         self.rounding = eps_of(coarsest(ranks, "weights are kept"))  # of one number of a weight
+        # Of the length of all gradients, which is computed in the type of the weights
+        self.clipped = CLIPPED + 4 * self.rounding
         self.in_16_bits = self.eps > 2**-12
-        # Measured: of the parts of a loss, beside noise
+        # Measured: of the parts of a loss, with noise or without
         self.of_parts = max(COPIES, 2 * eps_of(coarsest(ranks, "the loss is") or "float32"))
         float32_inside = float32_inside and self.eps < 2**-23
         if float32_inside:
@@ -210,22 +211,22 @@ class Tolerance:
         self.loss = self.eps * (2 * max(parameters / targets, 1.0) ** 0.5 + 16)
         # Terms may cancel before their sum is recorded, if a loss can be negative. 1: the size of
         # normalised advantages; measured: 0.7.
-        negative = any(loss < 0 for own in one + two for rank in own.ranks
-                       for loss in rank["losses"])
-        self.cancelled = self.eps if negative else 0.0
+        losses = sum((sum(own.each("losses"), []) for own in one + two), [])
+        self.cancelled = self.eps * (min(losses, default=0.0) < 0)
 
     def room(self, it):
         """The Room of a Step, of which steps before it have taken their part."""
         x, history, slack = it.x, it.history, it.slack
-        gradients = self.gradients * (x.length + it.floor) + slack * (history.longest + x.length)
-        ways = ROUNDINGS * self.rounding * it.first[0].length + (
-            slack + 2 * history.noise) * torch.maximum(*it.moved)
-        # What rounding of the weights, and the way that they have moved apart, do to the loss
-        loss = self.eps * x.length.norm() * it.reference.weights.length.norm() + slack * (
-            (x.length + history.longest) @ it.moved[0])
-        ways = torch.where(it.known, ways, math.inf)
-        return Room(gradients, gradients, ways, loss.item() + self.cancelled, self.loss,
-                    self.outputs + slack)
+        longest = history.longest + x.length
+        gradients = self.gradients * (x.length + it.floor) + slack * longest
+        moves = (slack + 2 * history.inexact) * it.moved.amax(0)
+        moves += ROUNDINGS * self.rounding * it.first[0].length
+        moves = torch.where(it.known, moves, math.inf)
+        # What rounding of the weights, and that they have moved apart, do to the loss
+        loss = self.eps * x.norm * it.reference.weights.norm
+        loss += slack * longest @ it.moved[0] + self.cancelled
+        outputs = self.outputs + slack
+        return Room(gradients, gradients, moves, loss.item(), self.loss, outputs)
 
 
 # What is off
@@ -249,7 +250,7 @@ class History:
         zeros = torch.zeros(parameters, dtype=torch.float64)
         self.longest = zeros  # (N,) the longest gradient of the reference up to now
         self.scale = zeros  # (N,) the length of the first gradient that is not 0
-        self.noise = zeros  # (N,) the root of the share of it that is only rounding
+        self.inexact = zeros  # (N,) the root of the share of it that is only rounding
 
     def add(self, it):
         """Remember a step in which nothing is wrong."""
@@ -259,7 +260,7 @@ class History:
         if it.parted:
             self.parted.append(it.reference.step)
             return
-        x, y, share = it.x, it.y, it.share.max().item()
+        x, y, share = it.x, it.y, it.largest
         largest = max(self.largest, share)
         # How fast differences grow: the factor 10, and 10 more if they grow so fast, are measured.
         # Adam moves a number by a whole step even if its gradient is only rounding: hence the root.
@@ -270,13 +271,14 @@ class History:
         self.started = self.started or max(share, it.tolerance.eps)
         self.largest = largest
         self.compared += 1
-        self.first, self.first_others = it.first, self.first_others or it.others
+        self.first = it.first
+        self.first_others = self.first_others or it.others
         self.clipped = it.clipped or self.clipped
         self.before = x
         self.longest = self.longest.maximum(x.length)
         unseen = self.scale == 0
         self.scale = torch.where(unseen, x.length.maximum(y.length), self.scale)
-        self.noise = torch.where(unseen, x.noise.maximum(y.noise).sqrt(), self.noise)
+        self.inexact = torch.where(unseen, x.tiny.maximum(y.tiny).sqrt(), self.inexact)
 
 
 class Step:
@@ -291,58 +293,63 @@ class Step:
     """
 
     def __init__(self, names, reference, run, after, history, tolerance, room=None, clipped=None):
-        self.names, self.reference, self.run = names, reference, run  # N parameters
-        self.runs = reference, run
+        self.names = names  # N parameters
+        self.reference, self.run = self.runs = reference, run
         self.after, self.history, self.tolerance = after, history, tolerance
-        self.x, self.y, self.clipped = reference.gradients, run.gradients, clipped
+        self.clipped = clipped
+        self.x, self.y = reference.gradients, run.gradients
         # Of both runs: what gradients are scaled by before the optimizer
         self.given = [own.factors for own in after]
         if clipped:
-            unclip = (self.x.length.norm() / self.y.length.norm()).item()
-            self.y = self.y.times(unclip)
-            self.given = self.given and [self.given[0], [x / unclip for x in self.given[1]]]
+            unclip = (self.x.norm / self.y.norm).item()
+            self.y = Tensors(run.line["gradients"], names, unclip)
+            if after:
+                self.given[1] = [x / unclip for x in self.given[1]]
         self.finite = reference.finite and run.finite
         self.slack = history.slack  # as it is in this step
-        self.measure_ways()
+        self.measure_moves()
         # (N,) short gradients are as inexact as one of this length
-        self.floor = SHORT * self.x.length.norm() / len(names) ** 0.5 + history.longest
+        self.floor = SHORT * self.x.norm / len(names) ** 0.5 + history.longest
         self.room = room or tolerance.room(self)
         self.noisy = self.room.measured
         self.exact = self.noisy or not tolerance.in_16_bits  # all can be compared
         self.measure_gradients()
         self.measure_loss()
 
-    def measure_ways(self):
+    def measure_moves(self):
         """Of weights, and of what both runs keep beside them, such as an average (EMA)."""
         history = self.history
         now = self.reference.weights, self.run.weights
         self.first = history.first or now
-        # (N, K) the ways of weights since the first step, in both runs; (N,) their lengths; and how
-        # far they are apart
-        self.ways, self.moved, self.gap = ways(now, self.first)
-        # (N,) bool: the way of a weight is rounding where its first gradient is
-        usual = history.scale.norm() / len(self.names) ** 0.5
-        self.known = (history.scale > self.tolerance.gradients * usual) | (history.scale == 0)
+        self.moves, self.moved, self.moved_apart = moves(now, self.first)
+        # (N,) bool: how a weight moves is rounding where its first gradient is
+        scale = history.scale
+        usual = scale.norm() / len(self.names) ** 0.5
+        self.known = (scale > self.tolerance.gradients * usual) | (scale == 0)
         want, have = self.reference.others, self.run.others
         self.names_of_others = [name for name in want if name in have]  # M tensors
         self.others = tuple(Tensors(own, self.names_of_others) for own in (want, have))
-        _, moved, self.others_gap = ways(self.others, history.first_others or self.others)  # (M,)
-        self.others_moved = torch.maximum(*moved)  # (M,)
+        # (M,) how far they have moved, and how far apart
+        _, moved, self.others_apart = moves(self.others, history.first_others or self.others)
+        self.others_moved = moved.amax(0)
 
     def measure_gradients(self):
-        x, y, room = self.x, self.y, self.room
-        apart = distance(x, y)
-        self.allowed = room.gradients  # (N,) how far gradients may be apart
-        self.share = apart / (x.length + self.floor).clamp(min=1e-300)  # (N,) how far, relative
+        x, y = self.x, self.y
+        self.apart = distance(x, y)  # (N,)
+        self.allowed = self.room.gradients  # (N,) how far gradients may be apart
+        usual = (x.length + self.floor).clamp(min=1e-300)
+        self.share = self.apart / usual  # (N,) relative
+        self.largest = self.share.max().item()
         # (N,) bool: gradients differ. Errors of many numbers mostly cancel in a length.
-        self.off = (apart > self.allowed) | ((x.length - y.length).abs() > room.lengths)
-        # (N,) bool: rounding hides the gradient
-        self.hidden = (x.length > 0) & (x.length <= self.allowed)
+        longer = (x.length - y.length).abs()
+        self.off = (self.apart > self.allowed) | (longer > self.room.lengths)
+        there = x.length > 0
+        self.hidden = there & (x.length <= self.allowed)  # (N,) bool: by rounding
+        self.mostly_hidden = bool(2 * self.hidden.sum() > there.sum())
         # Whether rounding of the steps before hides too much
         self.parted = self.slack > PARTED
         if self.noisy:
-            self.parted = bool(self.history.compared
-                               and 2 * self.hidden.sum() > (x.length > 0).sum())
+            self.parted = self.history.compared > 0 and self.mostly_hidden
         # (N,) bool: too short to prove anything
         self.unclear = ~self.off & (x.length <= 2 * self.allowed)
         self.everywhere = bool((self.off | self.unclear).all())
@@ -351,8 +358,10 @@ class Step:
 
     def measure_loss(self):
         want, have = self.reference.loss, self.run.loss
-        self.loss_known = None not in (want, have) and (math.isfinite(want) or math.isfinite(have))
-        self.loss_right, self.loss_ratio = False, math.nan
+        recorded = None not in (want, have)
+        self.loss_known = recorded and (math.isfinite(want) or math.isfinite(have))
+        self.loss_right = False
+        self.loss_ratio = math.nan
         if self.loss_known:  # each part rounds by itself; the parts may cancel
             parts = max(self.reference.parts, self.run.parts)
             self.room_of_loss = self.room.loss + self.room.of_parts * parts
@@ -360,11 +369,12 @@ class Step:
             self.loss_ratio = have / (want or math.nan)
 
 
-def ways(now, first):
-    """The ways of the tensors of both runs since the first step, their lengths, and the length of
-    their difference: (2, N, K), (2, N), (N,)."""
+def moves(now, first):
+    """How the tensors of both runs have moved since the first step: (2, N, K) their moves, (2, N)
+    how far, and (N,) how far apart."""
     both = torch.stack([tensors.sketch - then.sketch for tensors, then in zip(now, first)])
-    return both, both.norm(dim=2), (both[0] - both[1]).norm(dim=1)
+    one, two = both
+    return both, both.norm(dim=2), (one - two).norm(dim=1)
 
 
 def measure(*step):
@@ -381,21 +391,24 @@ def clips_by_hand(it):
     """(which run clips by hand, before it is recorded; the length that it clips to), or None. One
     does if both runs give gradients of the same length to their optimizers: the other clips after
     it is recorded."""
-    x, y = it.x.length.norm().item(), it.y.length.norm().item()
-    room = CLIPPED + 4 * it.tolerance.rounding
+    x, y = it.x.norm.item(), it.y.norm.item()
+    room = it.tolerance.clipped
     if not (x and y and math.isfinite(x + y)):
         return None
     if not it.given:  # the last step
         which, length = it.history.clipped or ("run", 0.0)
         now = y if which == "run" else x
         return it.history.clipped if abs(now - length) <= room * length else None
-    if not all(it.given) or any(
-            max(factors) - min(factors) > room * max(factors) for factors in it.given):
+    if not all(it.given):
         return None
-    want, have = map(max, it.given)  # one factor each
+    want, have = map(max, it.given)
+    low, lowest = map(min, it.given)
+    if want - low > room * want or have - lowest > room * have:  # several factors
+        return None
     if abs(have * y - want * x) > room * have * y:
         return None
-    one, two = abs(want - 1) < room, abs(have - 1) < room  # clipped already, or never
+    one = abs(want - 1) < room  # clipped already, or never
+    two = abs(have - 1) < room
     if one == two:
         return None
     return ("reference", x) if one else ("run", y)

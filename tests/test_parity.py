@@ -103,6 +103,17 @@ class Scaled(nn.Linear):
         return super().forward(x).tanh() * self.scale, self.scale.exp()
 
 
+class Residual(nn.Module):
+    """It has a weight beside a module with the name that wrappers give to theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.module = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.module(x) + x * self.weight
+
+
 # What makes runs differ. Most are functions of the model, for ``spoil`` or ``change``.
 
 
@@ -271,9 +282,9 @@ def shares(kind, step, name, *numbers):
 def added_up(name):
     """Two ranks hold the same numbers, as halves of the rows of a gradient."""
     def gather(own):
-        ((shape, _, (rows, *more), sums),) = own["gradients"][name]
-        halves = [(shape, (i * rows // 2, *(0 for _ in more)), (rows // 2, *more), sums)
-                  for i in range(2)]
+        (((shape, (_, *zeros), (rows, *more)), sums),) = own["gradients"][name]
+        halves = [((shape, (begin, *zeros), (rows // 2, *more)), sums)
+                  for begin in (0, rows // 2)]
         return [own | {"gradients": own["gradients"] | {name: [half]}} for half in halves]
     return gather
 
@@ -410,7 +421,7 @@ TEXTS = settings(
     make=lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)))
 ADAM, FLOAT32 = {"optimizer": torch.optim.Adam, "lr": 0.01}, {"dtype": torch.float32}
 ABSOLUTE = {"loss_of": lambda model, x: model(x).abs().mean()}
-# The softmax makes the gradient of the keys' bias, a third of in_proj_bias, nothing but noise. The
+# The softmax makes the gradient of the keys' bias, a third of in_proj_bias, only rounding. The
 # large loss keeps Adam's eps from damping it.
 NOISE = settings(
     ADAM, data=lambda: [torch.randn(8, 12, 16)],
@@ -576,6 +587,9 @@ step 0: .* output differs is `the model itself.1.`, after `the model itself`;
   loss_of=lambda model, x: model(x)[1].square().mean()
 step 2: .* output differs is `2`, after `1`; it was right in the step before
   | start=module(1, in_steps([2], torch.sin))
+# Not with outputs of a step that is not recorded
+step 2: .* output differs is `2`, after `1`; it was right in the step before
+  | start=module(1, in_steps([2], torch.sin)) | every=2
 step 0: gradients: .*; dropout is on, so .*: 3.p = 0.1
   | start=lambda model: model.append(nn.Dropout(0.1))
 step 0: gradients: .*; dropout is on, so .*dropout = 0.1
@@ -651,7 +665,7 @@ EQUAL: 4 ranks against 1 | edit=on_ranks(*4 * [0.25], parts=TWICE, loss="parts")
 EQUAL: 4 ranks against 1.*Note: 2 ranks read the same
   | edit=on_ranks(0.25, 0.25, 0.75, 0.75, parts=TWICE)
 EQUAL: 4 ranks against 1 | edit=on_ranks(0.125, 0.25, 0.25, 0.375, parts=TWICE)
-# The gradient of a bias before a normalisation is nothing but noise, which Adam moves by whole
+# The gradient of a bias before a normalisation is only rounding, which Adam moves by whole
 # steps, otherwise with other micro-batches.
 EQUAL.* float64 | accumulate=4
   | NOISE, make=lambda: nn.MultiheadAttention(32, 1, batch_first=True),
@@ -672,8 +686,9 @@ EQUAL.*gradients and updates from step .* on .rounding | accumulate=4
 NOTHING TO COMPARE: step .*, which training has amplified | accumulate=4 | NOISE, lr=4.0, steps=14
 EQUAL.*, float32 | accumulate=4 | loss_of=lambda model, x: model(x).float().square().mean()
 EQUAL.* float64 with float32 inside | spoil=rolled(1e-5) | | float32_inside=True
-# Names of what wraps a layer do not count.
+# Names of what wraps a layer do not count, and a module that has one of them is none.
 EQUAL.*, 4 parameters | start=wrapped
+EQUAL.*, 3 parameters | of=lambda model: nn.ModuleDict({"module": model}) | make=Residual
 """
 # In 16 bits nudged runs show what rounding does, and what is more is a fault.
 NOISY = r"""
@@ -776,6 +791,8 @@ def test_it_must_see_a_forward_pass(tmp_path):
     recording.Parity(path, model, wrapped, dtype=torch.float32).record(0, 1.0)
     assert ", float32" in str(compare(read(path), read(path)))
     bare = recording.Parity(path, model, dtype=torch.float32)
+    bare.hook.remove(), model(torch.ones(1, 2))
+    assert not bare.outputs  # nothing is measured after that
     bare.record(0), bare.record(1)
     says = str(compare(read(path), read(path)))
     assert "the loss (it is not" in says and "what the optimizer is given (" in says, says
@@ -838,6 +855,7 @@ keys | FIRST{"step": 0} | is damaged
 damaged | FIRST{"step": 0, "ranks": 0, "loss": 0, "values": {}, "gradients": {}} | is damaged
 notes.md | # Notes | record it again
 older | OLDER | record it again
+late | FIRST{"loss of": 1, "ranks": []} | add_loss names step 1, which is not recorded
 crashed | FIRST | did the run crash before its first record
 /dev/zero | | record it again
 """)
@@ -867,6 +885,7 @@ for step in range(5):
     loss = model(batch).square().mean()
     loss.backward()
     {}
+    parity.add_loss(step, loss)
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -884,7 +903,8 @@ def test_the_folder_alone_works_in_another_project(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     for command in (copy.replace("parity YOUR_PROJECT/", f"{ROOT}/parity ."), "python one.py",
                     "python two.py", "python -m parity one.parity two.parity"):
-        process = start(re.sub("^python", sys.executable, command).split(), tmp_path, PYTHONPATH="")
+        command = re.sub("^python", f"{sys.executable} -W error", command)
+        process = start(command.split(), tmp_path, PYTHONPATH="")
         said = finish(process)
         assert process.returncode == 0, said
     assert said.startswith("EQUAL: 1 rank against 1, 2 parameters, 4 updates")
