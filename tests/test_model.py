@@ -11,9 +11,7 @@ import torch
 
 import common.model
 from common.materialise import draw_weight, materialise
-from common.model import (
-    PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table, wrap_layers
-)
+from common.model import PRESETS, ModelConfig, Transformer, next_token_loss, rotary_table
 from tests.support.sample import rows
 from tools.counting.counter import StepCounter
 
@@ -86,14 +84,6 @@ def test_rotary_angles_stay_in_float32(monkeypatch, model):
     x, cos, sin = rotate.call_args.args
     assert (x.dtype, cos.dtype, sin.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert (cos**2 + sin**2 - 1).abs().max() < 1e-6  # bfloat16: 4e-3
-
-
-def test_what_is_compiled(monkeypatch, model):
-    """Each layer, and the loss. How often it is called: test_same_run.py."""
-    monkeypatch.setattr(torch, "compile", lambda call, **_: ("compiled", call))
-    wrap_layers(model.model.layers.values(), True, None, head=model.lm_head)
-    found = [*(layer.forward for layer in model.model.layers.values()), model.lm_head.loss]
-    assert [word for word, _ in found] == 3 * ["compiled"]
 
 
 def test_gradients_of_chunks_add_up_in_float32(monkeypatch):
