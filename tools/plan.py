@@ -270,16 +270,12 @@ def lay_out(rows):
         yield "  ".join([*padded, command.lstrip()])
 
 
-def model_options(name):
-    """The options of a model's dimensions, and its MixtureConfig."""
+def config_of(name):
+    """The dimensions of --model."""
     add_preset(name)
-    parser, words = option_parser(""), []
+    parser = option_parser("")
     add_model_options(parser, MixtureConfig)
-    config = model_config(parse_options(parser, ["--model", name]), MixtureConfig)
-    for key, value in vars(config).items():
-        if value and key != "rope_scaling":  # it is no option, and changes no bytes
-            words += [f"--{key.replace('_', '-')}", str(value)]
-    return words, config
+    return model_config(parse_options(parser, ["--model", name]), MixtureConfig)
 
 
 def parse(argv):
@@ -317,9 +313,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    model, args.config = model_options(args.model)
-    shape = ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
-    options = [*model, *shape]
+    args.config = config_of(args.model)
+    options = ["--model", args.model, "--seq-len", str(args.seq_len), "--dtype", args.dtype]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
                                  args.config.num_hidden_layers, args.config.num_experts)
     if args.only:
@@ -334,7 +329,7 @@ def main(argv=None):
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
-    setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
+    setting = [*options, "--batch-size", str(args.batch_size)]
     for name, row in ("the first row", rows[0]), ("the simplest that fits", fitting[0]):
         print(f"{name}: {start} {shlex.join([*row['command'].split(), *setting])}")
 
