@@ -186,10 +186,11 @@ def test_what_sorts_the_rows():
 2 | 32 | --microbatches 8, --microbatches 16, --microbatches 32
 2 | 4 | --microbatches 4
 2 | 12 | --microbatches 6, --microbatches 12
-1 | 12 | , --grad-accum 2
+8 | 74 | --microbatches 37, --microbatches 74
+1 | 12 | , --grad-accum 2, --grad-accum 3, --grad-accum 6
 """)
 def test_micro_batches_and_accumulation(stages, batch_size, ways):
-    found = plan.variants(Strategy("", 2 // stages, stages), batch_size)
+    found = plan.variants(Strategy("", max(1, 2 // stages), stages), batch_size)
     assert ", ".join(map(" ".join, found)) == ways
 
 

@@ -44,7 +44,7 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from tools.command import fail, make_parser, printable, run_and_exit
 from tools.counting.extended import Rank
 from tools.counting.one_rank import most, threads
-from tools.counting.pipeline import AGAIN, Pipeline, Strategy
+from tools.counting.pipeline import AGAIN, Pipeline, Strategy, accumulated
 from tools.huggingface.config import add_preset
 
 KEPT = "parameters", "gradients", "optimizer states"
@@ -113,14 +113,16 @@ def divisors(number):
 
 
 def variants(strategy, batch_size):
-    """Options that share the batch, the largest micro-batches first: in a pipeline up to 4 of them
-    for each rank, or more if these are too large; otherwise accumulation steps."""
+    """Options that share the batch, the largest micro-batches first: accumulation steps, or in a
+    pipeline micro-batches, up to 4 of them for each rank, or more if these are too large. 1F1B
+    needs one for each rank."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
-    few, option = 1, "--grad-accum"
+    numbers = [n for n in divisors(share) if n >= min(strategy.pp, share)]
+    option = "--grad-accum"
     if strategy.pp > 1:
-        few = max(n for n in divisors(share) if n <= 4 * strategy.pp)
+        fewest = max([n for n in numbers if n <= 4 * strategy.pp] or numbers[:1])
+        numbers = [n for n in numbers if n >= fewest]
         option = "--microbatches"
-    numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
     choices = []
     for n in numbers:
         choices.append([option, str(n)] if n > 1 else [])
@@ -163,14 +165,15 @@ def row_of(command, counted, args):
 
 
 def first_that_fits(pipeline, commands, options, args):
-    """Of commands, each of which accumulates twice as often as the one before, the first that fits:
+    """Of commands, each of which accumulates more often than the one before, the first that fits:
     its place, and what it counts. If none does, the last that was counted; (None, None): by a
     formula none can fit."""
     place = counted = None
+    numbers = [math.prod(accumulated(words)) for words in commands]
     for i, words in enumerate(commands):
         least = pipeline.least_at_peak(words)
         if counted:
-            least = max(least, least_peak(counted, 2 ** (i - place)))
+            least = max(least, least_peak(counted, numbers[i] / numbers[place]))
         if least > memory(args):
             continue
         place, counted = i, evaluate(pipeline, [*words, *options], args)
