@@ -207,6 +207,17 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 
+@thorough
+def test_ddp_under_another_name(count, tmp_path):
+    """A step is counted after torch has rebuilt DDP's buckets, in each script that has DDP."""
+    name = "DistributedDataParallel"
+    copy = edited(tmp_path / "copy", "ddp.py", (f"import {name}", f"import {name} as DDP"),
+                  (f"= {name}(", "= DDP("))
+    small = "--vocab-size 8192 --batch-size 2"
+    found, of_script = count(f"{copy} {small}", 2), count(f"ddp.py {small}", 2)
+    assert found["peak"] == of_script["peak"]
+
+
 @rows("offers, words", """
 | return loss.item()
 WITHOUT_VALUES = {'shown': lambda loss: None} | floating-point operations

@@ -50,14 +50,12 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     sys.argv = [script, *options]
     module = load(script, NEEDED)
     counted = {"world_size": world_size, "rank": rank}
-    # States are allocated before the first step. But in it DDP rebuilds its buckets.
-    steps = 2 if hasattr(module, "DistributedDataParallel") else 1
 
     def start(args):
         pretend.world(world_size, rank)
         return device
 
-    replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
+    replaced = stand_ins.stand_ins(counted, start, world_size, nproc_per_node)
     own = getattr(module, "WITHOUT_VALUES", {})
     for name in own.keys() - vars(module).keys():
         fail(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")
