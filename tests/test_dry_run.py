@@ -222,12 +222,13 @@ def test_ddp_under_another_name(count, tmp_path):
 | return loss.item()
 WITHOUT_VALUES = {'shown': lambda loss: None} | floating-point operations
 WITHOUT_VALUES = {'show': lambda loss: None} | names show, which is not in
+import os; os.abort() | copy/single.py: the process that counted was killed
 """)
 def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
-    """It is refused, or names a function, and what is called instead."""
+    """It is refused, or names a function, and what is called instead; one that is killed is named."""
     loop = "            micro_loss.backward()\n"
     copy = edited(
         tmp_path / "copy", "single.py", (loop, "            print(shown(micro_loss))\n" + loop),
         ("def main(", f"def shown(loss):\n    return loss.item()\n\n\n{offers}\ndef main("))
-    result, _ = dry_run("--rank", 0, 1, copy, expect_ok=False)
+    result, _ = dry_run(1, copy, expect_ok=False)
     assert result.ok == ("'shown'" in offers) and words in result.lines[-1], result.output
