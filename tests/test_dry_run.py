@@ -225,7 +225,7 @@ WITHOUT_VALUES = {'show': lambda loss: None} | names show, which is not in
 import os; os.abort() | copy/single.py: the process that counted was killed
 """)
 def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
-    """It is refused, or names a function, and what is called instead; one that is killed is named."""
+    """It is refused, or names a function, and what is called instead. A kill is named."""
     loop = "            micro_loss.backward()\n"
     copy = edited(
         tmp_path / "copy", "single.py", (loop, "            print(shown(micro_loss))\n" + loop),

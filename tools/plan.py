@@ -14,8 +14,8 @@ A row of the table has the fewest accumulation steps that fit, or in a pipeline 
 more: selective, and if that does not fit, full; also for fewer accumulation steps, which may send
 more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a pipeline
 ``Pipeline.places`` says which these may be. What does not fit is counted no further: it holds at
-least what its row says. Nothing is counted if a formula says that it is too much, nor a rank of
-which it says that another holds more: tools/counting/pipeline.py.
+least what its row says. The formulas of tools/counting/pipeline.py say what a rank holds at least:
+what is too much by them is not counted, nor is a rank that holds less than another by them.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
 byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
@@ -25,8 +25,9 @@ Time is never predicted. The table has two lower bounds of a step: no computatio
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
 faster than all bytes at the full rate of the links that they take. A real step takes longer than
 either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound. If
-these are within 5 %, the smaller sum of both comes first, since not all transfers overlap with
-computation; if the sums are too, the simpler script. The last line names the simplest that fits.
+these are in the same band of 5 %, counted from the least, the smaller sum of both comes first,
+since not all transfers overlap with computation; if the sums are too, the simpler script. The last
+line names the simplest that fits.
 """
 
 import collections
@@ -231,9 +232,11 @@ def in_order(rows):
     both = min((sum(row["bounds"]) for row in fitting), default=0)
 
     def key(row):
-        """Within 5 % of the least they stay as they are."""
-        of_row = row["bounds"]
-        return (max(of_row) / larger - 1) // 0.05, (sum(of_row) / both - 1) // 0.05
+        """The bands of 5 %, counted from the least, in which its bounds are."""
+        return band(max(row["bounds"]), larger), band(sum(row["bounds"]), both)
+
+    def band(bound, least):
+        return (bound / least - 1) // 0.05
 
     return sorted(fitting, key=key) + sorted(others, key=lambda row: row["peak"]["in all"])
 
