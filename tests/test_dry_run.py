@@ -207,16 +207,28 @@ def test_a_folder_of_hugging_face(dry_run, tmp_path):
     assert found["between_machines"] == 0  # 8 ranks are on a machine
 
 
+@thorough
+def test_ddp_under_another_name(count, tmp_path):
+    """A step is counted after torch has rebuilt DDP's buckets, in each script that has DDP."""
+    name = "DistributedDataParallel"
+    copy = edited(tmp_path / "copy", "ddp.py", (f"import {name}", f"import {name} as DDP"),
+                  (f"= {name}(", "= DDP("))
+    small = "--vocab-size 8192 --batch-size 2"
+    found, of_script = count(f"{copy} {small}", 2), count(f"ddp.py {small}", 2)
+    assert found["peak"] == of_script["peak"]
+
+
 @rows("offers, words", """
 | return loss.item()
 WITHOUT_VALUES = {'shown': lambda loss: None} | floating-point operations
 WITHOUT_VALUES = {'show': lambda loss: None} | names show, which is not in
+import os; os.abort() | copy/single.py: the process that counted was killed
 """)
 def test_a_script_that_reads_a_value(dry_run, tmp_path, offers, words):
-    """It is refused, or names a function, and what is called instead."""
+    """It is refused, or names a function, and what is called instead. A kill is named."""
     loop = "            micro_loss.backward()\n"
     copy = edited(
         tmp_path / "copy", "single.py", (loop, "            print(shown(micro_loss))\n" + loop),
         ("def main(", f"def shown(loss):\n    return loss.item()\n\n\n{offers}\ndef main("))
-    result, _ = dry_run("--rank", 0, 1, copy, expect_ok=False)
+    result, _ = dry_run(1, copy, expect_ok=False)
     assert result.ok == ("'shown'" in offers) and words in result.lines[-1], result.output

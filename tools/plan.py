@@ -14,8 +14,8 @@ A row of the table has the fewest accumulation steps that fit, or in a pipeline 
 more: selective, and if that does not fit, full; also for fewer accumulation steps, which may send
 more. A row is what ``tools.dry_run`` counts for the rank that holds most; of a pipeline
 ``Pipeline.places`` says which these may be. What does not fit is counted no further: it holds at
-least what its row says. Nothing is counted if a formula says that it is too much, nor a rank of
-which it says that another holds more: tools/counting/pipeline.py.
+least what its row says. The formulas of tools/counting/pipeline.py say what a rank holds at least:
+what is too much by them is not counted, nor is a rank that holds less than another by them.
 
 Of many layers, accumulation steps or micro-batches a few are counted and extended, memory to the
 byte: tools/counting/extended.py. What many micro-batches send and compute is extended in
@@ -25,8 +25,9 @@ Time is never predicted. The table has two lower bounds of a step: no computatio
 operations at the peak rate (and the bubble of a pipeline is added to it), and no communication
 faster than all bytes at the full rate of the links that they take. A real step takes longer than
 either. --tflops, --link and --network are these rates. Rows are sorted by the larger bound. If
-these are within 5 %, the smaller sum of both comes first, since not all transfers overlap with
-computation; if the sums are too, the simpler script. The last line names the simplest that fits.
+these are in the same band of 5 %, counted from the least, the smaller sum of both comes first,
+since not all transfers overlap with computation; if the sums are too, the simpler script. The last
+line names the simplest that fits.
 """
 
 import collections
@@ -44,7 +45,7 @@ from common.options import SettingError, at_least, option_parser, parse_options
 from tools.command import fail, make_parser, printable, run_and_exit
 from tools.counting.extended import Rank
 from tools.counting.one_rank import most, threads
-from tools.counting.pipeline import AGAIN, Pipeline, Strategy
+from tools.counting.pipeline import AGAIN, Pipeline, Strategy, accumulated
 from tools.huggingface.config import add_preset
 
 KEPT = "parameters", "gradients", "optimizer states"
@@ -113,14 +114,16 @@ def divisors(number):
 
 
 def variants(strategy, batch_size):
-    """Options that share the batch, the largest micro-batches first: in a pipeline up to 4 of them
-    for each rank, or more if these are too large; otherwise accumulation steps."""
+    """Options that share the batch, the largest micro-batches first: accumulation steps, or in a
+    pipeline micro-batches, up to 4 of them for each rank, or more if these are too large. 1F1B
+    needs one for each rank."""
     share = max(1, batch_size // strategy.ranks)  # sequences of a data-parallel rank
-    few, option = 1, "--grad-accum"
+    numbers = [n for n in divisors(share) if n >= min(strategy.pp, share)]
+    option = "--grad-accum"
     if strategy.pp > 1:
-        few = max(n for n in divisors(share) if n <= 4 * strategy.pp)
+        fewest = max([n for n in numbers if n <= 4 * strategy.pp] or numbers[:1])
+        numbers = [n for n in numbers if n >= fewest]
         option = "--microbatches"
-    numbers = [few * 2**i for i in range(20) if share // few % 2**i == 0]
     choices = []
     for n in numbers:
         choices.append([option, str(n)] if n > 1 else [])
@@ -163,14 +166,15 @@ def row_of(command, counted, args):
 
 
 def first_that_fits(pipeline, commands, options, args):
-    """Of commands, each of which accumulates twice as often as the one before, the first that fits:
+    """Of commands, each of which accumulates more often than the one before, the first that fits:
     its place, and what it counts. If none does, the last that was counted; (None, None): by a
     formula none can fit."""
     place = counted = None
+    numbers = [math.prod(accumulated(words)) for words in commands]
     for i, words in enumerate(commands):
         least = pipeline.least_at_peak(words)
         if counted:
-            least = max(least, least_peak(counted, 2 ** (i - place)))
+            least = max(least, least_peak(counted, numbers[i] / numbers[place]))
         if least > memory(args):
             continue
         place, counted = i, evaluate(pipeline, [*words, *options], args)
@@ -228,9 +232,11 @@ def in_order(rows):
     both = min((sum(row["bounds"]) for row in fitting), default=0)
 
     def key(row):
-        """Within 5 % of the least they stay as they are."""
-        of_row = row["bounds"]
-        return (max(of_row) / larger - 1) // 0.05, (sum(of_row) / both - 1) // 0.05
+        """The bands of 5 %, counted from the least, in which its bounds are."""
+        return band(max(row["bounds"]), larger), band(sum(row["bounds"]), both)
+
+    def band(bound, least):
+        return (bound / least - 1) // 0.05
 
     return sorted(fitting, key=key) + sorted(others, key=lambda row: row["peak"]["in all"])
 
@@ -270,16 +276,12 @@ def lay_out(rows):
         yield "  ".join([*padded, command.lstrip()])
 
 
-def model_options(name):
-    """The options of a model's dimensions, and its MixtureConfig."""
+def config_of(name):
+    """The dimensions of --model."""
     add_preset(name)
-    parser, words = option_parser(""), []
+    parser = option_parser("")
     add_model_options(parser, MixtureConfig)
-    config = model_config(parse_options(parser, ["--model", name]), MixtureConfig)
-    for key, value in vars(config).items():
-        if value and key != "rope_scaling":  # it is no option, and changes no bytes
-            words += [f"--{key.replace('_', '-')}", str(value)]
-    return words, config
+    return model_config(parse_options(parser, ["--model", name]), MixtureConfig)
 
 
 def parse(argv):
@@ -317,9 +319,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    model, args.config = model_options(args.model)
-    shape = ["--seq-len", str(args.seq_len), "--dtype", args.dtype]
-    options = [*model, *shape]
+    args.config = config_of(args.model)
+    options = ["--model", args.model, "--seq-len", str(args.seq_len), "--dtype", args.dtype]
     tried, left_out = strategies(args.devices, args.nproc_per_node, args.batch_size, args.seq_len,
                                  args.config.num_hidden_layers, args.config.num_experts)
     if args.only:
@@ -334,7 +335,7 @@ def main(argv=None):
     nodes = args.devices // args.nproc_per_node  # several as a Slurm job, see docs/launching.md
     start = f"sbatch --nodes={nodes} --exclusive" if nodes > 1 else "bash"
     start = f"NPROC={min(args.devices, args.nproc_per_node)} {start} run.sh"
-    setting = ["--model", args.model, *shape, "--batch-size", str(args.batch_size)]
+    setting = [*options, "--batch-size", str(args.batch_size)]
     for name, row in ("the first row", rows[0]), ("the simplest that fits", fitting[0]):
         print(f"{name}: {start} {shlex.join([*row['command'].split(), *setting])}")
 
@@ -354,8 +355,7 @@ def count_all(tried, options, args, left_out):
     ``left_out``."""
     print(f"strategies to count: {len(tried)}", file=sys.stderr)
     pool, rows = threads(), {}
-    by_world = sorted(tried, key=lambda each: each.pp)  # one after another they share processes
-    searches = {pool.submit(search, each, options, args): each.command for each in by_world}
+    searches = {pool.submit(search, each, options, args): each.command for each in tried}
     for each in concurrent.futures.as_completed(searches):
         command = searches[each]
         try:

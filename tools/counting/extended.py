@@ -43,9 +43,9 @@ class Rank:
             self.choose_small_pipeline()
 
     def choose_small_pipeline(self):
-        """Of 1F1B: a rank does in small what this one does if it has up to two micro-batches at
-        once. It has three if the second backward pass would be the last, and with experts, of which
-        the first forward pass leaves more than activations."""
+        """Of 1F1B: a rank of a small pipeline does what this one does, with two micro-batches at
+        once. Three are needed if no forward pass follows a backward pass, and with experts: their
+        first forward pass leaves more than activations."""
         after = self.micro_batches - self.in_flight
         kept = min(self.in_flight, 3 if self.args.config.num_experts or not after else 2)
         few, place = kept + min(2, after), int(self.place > 0)
@@ -147,54 +147,54 @@ def more_activations(sizes, added):
     return sizes | {kind: sizes[kind] + added for kind in ("activations", "in all")}
 
 
-def extend(few, some, grouped, sizes, number):
-    """What would be counted with ``number`` layers or steps. ``few`` and ``some``: what is counted
-    with the two ``sizes`` of them; ``grouped``: a function that groups their moments, and says
-    whether those between are on a line. None: these counts do not show that each moment is."""
-    before, after = grouped(few["moments"], sizes[0]), grouped(some["moments"], sizes[1])
-    if before.keys() != after.keys():
+def extend(small, large, grouped, sizes, number):
+    """What would be counted with ``number`` layers or steps. ``small`` and ``large``: what is
+    counted with the two ``sizes`` of them; ``grouped``: a function that groups their moments. None:
+    the two counts do not show that each moment is linear."""
+    in_small, in_large = grouped(small["moments"], sizes[0]), grouped(large["moments"], sizes[1])
+    if in_small.keys() != in_large.keys():
         return None
     moments = []
-    for kind, a in before.items():
-        pairs = same_moments(a, after[kind], sizes)
+    for kind, peaks in in_small.items():
+        pairs = same_moments(peaks, in_large[kind], sizes)
         if not pairs:
             return None
         moments += [(kind[0], on_line(sizes, number, *pair)) for pair in pairs]
     if any(size != int(size) for _, peak in moments for size in peak.values()):
         return None
-    parts = {(part["collective"], part["group"]): part for part in few["collectives"]}
+    parts = {(part["collective"], part["group"]): part for part in small["collectives"]}
     collectives = []
-    for part in some["collectives"]:
-        fewer = parts.get((part["collective"], part["group"]), {})
-        collectives.append(on_line(sizes, number, fewer, part))
-    return some | totals(collectives, moments) | {
-        "held": on_line(sizes, number, few["held"], some["held"]),
-        "operations": on_line(sizes, number, few, some)["operations"],
+    for part in large["collectives"]:
+        smaller = parts.get((part["collective"], part["group"]), {})
+        collectives.append(on_line(sizes, number, smaller, part))
+    return large | totals(collectives, moments) | {
+        "held": on_line(sizes, number, small["held"], large["held"]),
+        "operations": on_line(sizes, number, small, large)["operations"],
     }
 
 
-def same_moments(a, b, sizes):
+def same_moments(small, large, sizes):
     """Pairs of the peaks of a kind in two counts, each at the same place from the start or from the
     end; []: they have no such places, or those between are on no line."""
-    if len(a) == len(b) == 1:  # in no layer, or in no step
-        return [(a[0], b[0])]
-    if (len(a), len(b)) != sizes:
+    if len(small) == len(large) == 1:  # in no layer, or in no step
+        return [(small[0], large[0])]
+    if (len(small), len(large)) != sizes:
         return []
-    between = b[2:-2]
+    between = large[2:-2]
     if len(between) > 2:
         first, second, third, *_ = between
         if any(first.get(name, 0) + third.get(name, 0) != 2 * second[name] for name in second):
             return []
-    last = len(a) - 2
-    return [*zip(a[:3], b[:3]), *zip(a[-last:], b[-last:])]
+    last = len(small) - 2
+    return [*zip(small[:3], large[:3]), *zip(small[-last:], large[-last:])]
 
 
-def on_line(sizes, number, a, b):
-    """The numbers of a dict at ``number``: at the two ``sizes`` they are ``a`` and ``b``."""
-    found, run = dict(b), sizes[1] - sizes[0]
-    for name, value in b.items():
+def on_line(sizes, number, small, large):
+    """A dict of numbers at ``number``: at the two ``sizes`` it is ``small`` and ``large``."""
+    found, run = dict(large), sizes[1] - sizes[0]
+    for name, value in large.items():
         if isinstance(value, (int, float)):
-            first = a.get(name, 0)
+            first = small.get(name, 0)
             rise = (value - first) * (number - sizes[0])
             found[name] = first + (rise / run if rise % run else rise // run)  # to the byte
     return found

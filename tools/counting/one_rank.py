@@ -1,8 +1,7 @@
 """Runs a script as one rank of any cluster, in this process or in another one."""
 
 import argparse
-import atexit
-import concurrent.futures
+import concurrent.futures.process
 import multiprocessing
 import os
 import pathlib
@@ -50,14 +49,12 @@ def count(script, options, world_size, rank, nproc_per_node, device=torch.device
     sys.argv = [script, *options]
     module = load(script, NEEDED)
     counted = {"world_size": world_size, "rank": rank}
-    # States are allocated before the first step. But in it DDP rebuilds its buckets.
-    steps = 2 if hasattr(module, "DistributedDataParallel") else 1
 
     def start(args):
         pretend.world(world_size, rank)
         return device
 
-    replaced = stand_ins.stand_ins(counted, steps, start, world_size, nproc_per_node)
+    replaced = stand_ins.stand_ins(counted, start, world_size, nproc_per_node)
     own = getattr(module, "WITHOUT_VALUES", {})
     for name in own.keys() - vars(module).keys():
         fail(f"{script}: WITHOUT_VALUES names {name}, which is not in the script")
@@ -89,33 +86,20 @@ def run_main(module, options, counted):
             ) from None
 
 
-kept = threading.local()  # of each thread: processes by (world size, rank), the latest last
-MOST_KEPT = 3
-started = []  # of all threads
-
-
-@atexit.register
-def end_processes():
-    for process in started:
-        process.shutdown()
-
-
-def count_apart(script, options, world_size, rank, *args, **more):
-    """``count``, in another process, which is kept for the next one of this rank and world. It is
-    forked off a server that has imported torch, and no more: where torch has CUDA packages, a fork
-    of a process that has run a backward pass cannot run one itself."""
-    processes = vars(kept)
-    process = processes.pop((world_size, rank), None)
-    if process is None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        process = concurrent.futures.ProcessPoolExecutor(1, context, end_with_parent)
-        started.append(process)
-    counted = process.submit(count, script, options, world_size, rank, *args, **more).result()
-    processes[world_size, rank] = process  # unless it has failed, at any place
-    if len(processes) > MOST_KEPT:
-        processes.pop(next(iter(processes))).shutdown()
-    return counted
+def count_apart(*job):
+    """``count``, in a process of its own. It is forked off a server that has imported torch, and no
+    more: where torch has CUDA packages, a fork of a process that has run a backward pass cannot run
+    one itself. Raises SettingError also if that process is killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = concurrent.futures.ProcessPoolExecutor(1, context, end_with_parent)
+    counting = process.submit(count, *job)
+    try:
+        return counting.result()
+    except concurrent.futures.process.BrokenProcessPool:
+        fail(f"{job[0]}: the process that counted was killed: it needs more memory")
+    finally:
+        process.shutdown(wait=counting.done())  # Ctrl-C does not wait for it
 
 
 def end_with_parent():

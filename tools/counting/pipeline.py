@@ -37,8 +37,8 @@ class Pipeline:
         with torch.device("meta"):
             config = dataclasses.replace(args.config, num_hidden_layers=1)
             self.model = use_experts(Transformer(config))
-        # How many parameters: of the head, which are as many as the embedding's; of the experts of
-        # a layer; of the rest of a layer; of the model. All but the last norm.
+        # How many parameters the head has, or the embedding; the experts of a layer; the rest of
+        # a layer; the model. The last norm is left out.
         self.head = self.model.lm_head.weight.numel()
         sizes = {name: p.numel() for name, p in self.model.model.layers["0"].named_parameters()}
         self.experts = sum(size for name, size in sizes.items() if ".experts." in name)

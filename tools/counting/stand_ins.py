@@ -25,16 +25,16 @@ from tools.counting import pretend, theory
 from tools.counting.counter import OneStep, StepCounter
 
 
-def stand_ins(counted, steps, start, world_size, nproc_per_node):
+def stand_ins(counted, start, world_size, nproc_per_node):
     """A dict of all: a name in a script, and what takes its place.
 
     Args:
-        counted: a dict, which ``Run`` fills with what it has counted in the last of ``steps``.
+        counted: a dict, which ``Run`` fills with what it has counted in its only step.
         start: starts the process, as ``start_process_group(args)`` does.
     """
     replace_in_common()
     as_on_gpus()
-    count = functools.partial(Run, counted, steps, nproc_per_node)
+    count = functools.partial(Run, counted, nproc_per_node)
     count.add_options = run.Run.add_options
     return {
         "start_process_group": start,
@@ -44,11 +44,10 @@ def stand_ins(counted, steps, start, world_size, nproc_per_node):
         "check_stages": lambda *_: None,  # it gathers objects from other ranks
         "read_counts": experts.read_counts,
         "open_dataset": open_dataset, "open_held_out": lambda args: None,
-        "load_steps": functools.partial(load_steps, steps), "Run": count,
+        "load_steps": load_steps, "Run": count,
     }
 
 
-@functools.cache
 def replace_in_common():
     """Replace what modules use that the script imports. Nothing puts it back."""
     experts.read_counts = ep.read_counts = pretend.outside(equal_counts)
@@ -56,7 +55,6 @@ def replace_in_common():
         setattr(PipelineStage, name, as_if_before(getattr(PipelineStage, name)))
 
 
-@functools.cache
 def as_on_gpus():
     """Replace what a GPU computes with another kernel than a CPU. Nothing puts it back."""
     F.rms_norm = FusedRMSNorm.apply
@@ -167,33 +165,33 @@ def open_dataset(args):
     return NoData(args.seq_len)
 
 
-def load_steps(steps, dataset, sampler, device, workers=0):
-    """Batches like those of ``dataset``, without values and without a process that reads."""
+def load_steps(dataset, sampler, device, workers=0):
+    """One batch like those of ``dataset``, without values and without a process that reads."""
     rows = sampler.batch_size // (sampler.ranks * sampler.grad_accum)
     sample = pretend.outside(dataset.__getitem__)(0)
     like = pretend.outside(default_collate)([sample] * rows)
-    for step in range(steps):
-        yield step, [
-            tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), like)
-            for _ in range(sampler.grad_accum)
-        ]
+
+    def empty(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    yield 0, [tree_map(empty, like) for _ in range(sampler.grad_accum)]
 
 
 # The run
 
 
 class Run:
-    """Reads, writes and evaluates nothing. It puts what it counts in the last of ``number`` steps
-    into the dict ``counted``."""
+    """Reads, writes and evaluates nothing. It puts what it counts in the step into the dict
+    ``counted``."""
 
-    def __init__(self, counted, number, nproc_per_node, args, models, optimizer, sampler,
-                 _dataset, device, mesh=None, *, size=None, **_):
+    def __init__(self, counted, nproc_per_node, args, models, optimizer, sampler, _dataset, device,
+                 mesh=None, *, size=None, **_):
         self.counted, self.args, self.device = counted, args, device
         self.mesh, self.nproc_per_node = mesh, nproc_per_node
         self.models = models if isinstance(models, list) else [models]
         self.optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.history, self.loggers = [], []
-        self.counting = OneStep(number - 1, self.make_counter)
+        self.counting = OneStep(0, self.make_counter)
         counted["description"] = self.describe(size, sampler)
         if mesh is not None and "pp" in mesh.mesh_dim_names:
             counted.update(pipeline(args, mesh))
