@@ -137,6 +137,11 @@ def test_activations_of_ring_attention_fall(count):
     assert one - two == 2 * (two - four) > 0
 
 
+def test_rank_0_of_a_pipeline(count):
+    """It is asked for, though the last stage, with the head, holds more."""
+    assert count("pp.py --vocab-size 32768 --batch-size 4 --microbatches 4", 2)["rank"] == 0
+
+
 @thorough
 def test_the_ranks_of_a_pipeline(tmp_path, capsys, count):
     """Without --rank it is the stage that holds most: here the last, which has the head. --dtype
