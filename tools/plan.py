@@ -355,7 +355,8 @@ def count_all(tried, options, args, left_out):
     ``left_out``."""
     print(f"strategies to count: {len(tried)}", file=sys.stderr)
     pool, rows = threads(), {}
-    searches = {pool.submit(search, each, options, args): each.command for each in tried}
+    by_world = sorted(tried, key=lambda each: each.pp)  # one after another they share processes
+    searches = {pool.submit(search, each, options, args): each.command for each in by_world}
     for each in concurrent.futures.as_completed(searches):
         command = searches[each]
         try:

@@ -1,6 +1,7 @@
 """Runs a script as one rank of any cluster, in this process or in another one."""
 
 import argparse
+import atexit
 import concurrent.futures.process
 import multiprocessing
 import os
@@ -86,20 +87,38 @@ def run_main(module, options, counted):
             ) from None
 
 
-def count_apart(*job):
-    """``count``, in a process of its own. It is forked off a server that has imported torch, and no
-    more: where torch has CUDA packages, a fork of a process that has run a backward pass cannot run
-    one itself. Raises SettingError also if that process is killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = concurrent.futures.ProcessPoolExecutor(1, context, end_with_parent)
-    counting = process.submit(count, *job)
+kept = threading.local()  # of each thread: processes by (world size, rank), the latest last
+MOST_KEPT = 3
+started = []  # of all threads
+
+
+@atexit.register
+def end_processes():
+    for process in started:
+        process.shutdown()
+
+
+def count_apart(script, options, world_size, rank, *args, **more):
+    """``count``, in another process, which is kept for the next one of this rank and world. It is
+    forked off a server that has imported torch, and no more: where torch has CUDA packages, a fork
+    of a process that has run a backward pass cannot run one itself. Raises SettingError also if
+    that process is killed."""
+    processes = vars(kept)
+    process = processes.pop((world_size, rank), None)
+    if process is None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        process = concurrent.futures.ProcessPoolExecutor(1, context, end_with_parent)
+        started.append(process)
+    counting = process.submit(count, script, options, world_size, rank, *args, **more)
     try:
-        return counting.result()
+        counted = counting.result()
     except concurrent.futures.process.BrokenProcessPool:
-        fail(f"{job[0]}: the process that counted was killed: it needs more memory")
-    finally:
-        process.shutdown(wait=counting.done())  # Ctrl-C does not wait for it
+        fail(f"{script}: the process that counted was killed: it needs more memory")
+    processes[world_size, rank] = process  # unless it has failed, at any place
+    if len(processes) > MOST_KEPT:
+        processes.pop(next(iter(processes))).shutdown()
+    return counted
 
 
 def end_with_parent():

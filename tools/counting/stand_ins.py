@@ -48,6 +48,7 @@ def stand_ins(counted, start, world_size, nproc_per_node):
     }
 
 
+@functools.cache
 def replace_in_common():
     """Replace what modules use that the script imports. Nothing puts it back."""
     experts.read_counts = ep.read_counts = pretend.outside(equal_counts)
@@ -55,6 +56,7 @@ def replace_in_common():
         setattr(PipelineStage, name, as_if_before(getattr(PipelineStage, name)))
 
 
+@functools.cache
 def as_on_gpus():
     """Replace what a GPU computes with another kernel than a CPU. Nothing puts it back."""
     F.rms_norm = FusedRMSNorm.apply
