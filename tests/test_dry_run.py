@@ -125,8 +125,8 @@ def test_it_counts_what_a_gpu_held(dry_run, command):
 
 @thorough
 def test_activations_of_ring_attention_fall(count):
-    """To what docs/planning.md says of its first three numbers of ranks. All but a constant falls as
-    1/n, while layers hold most."""
+    """To what docs/planning.md says of its first three numbers of ranks. All but a constant falls
+    as 1/n, while layers hold most."""
     page = (ROOT / "docs/planning.md").read_text()
     (command,) = re.findall(r"dry_run --rank 0 8 (cp\.py .*)", page)
     (ranks,) = re.findall(r"(?m)^\| ranks n of `cp.py` \| (.*) \|$", page)

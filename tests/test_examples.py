@@ -153,7 +153,7 @@ def test_resumes_bit_for_bit_and_on_other_ranks(example, start, tmp_path, name):
 # An example, its script, and how many lines of the script's ``main`` it has not
 @rows("name, script, number", """
 diloco | fsdp.py | 23
-cp_documents | cp.py | 10
+cp_documents | cp.py | 12
 ddp_convnet | ddp.py | 22
 fsdp_gpt2 | fsdp.py | 16
 fsdp_lora | fsdp.py | 23

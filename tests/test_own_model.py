@@ -100,8 +100,9 @@ def test_what_reaches_a_step():
         module, numbers = importlib.import_module(script.removesuffix(".py")), [None, None]
         seed, run = mock.Mock(wraps=seed_step), mock.Mock(wraps=module.Run)
         clip, silu = mock.Mock(side_effect=Ended), mock.Mock(wraps=torch.nn.functional.silu)
-        with (mock.patch.multiple(module, create=True, load_steps=load_from_7, seed_step=seed, wrap_layers=wrap,
-                                  Run=run, clip_over_stages=clip, clip_over_meshes=clip,
+        with (mock.patch.multiple(module, create=True, load_steps=load_from_7, seed_step=seed,
+                                  wrap_layers=wrap, Run=run, clip_over_stages=clip,
+                                  clip_over_meshes=clip,
                                   start_process=lambda *_: torch.device("cpu")),
               mock.patch.object(common.model.F, "silu", silu),
               mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip), pytest.raises(Ended)):

@@ -346,5 +346,6 @@ def test_a_command(server, folder, command, world, most, code, words):
     assert all(status not in (0, -9) for status in result.statuses), result.output
     lines = [line for line in result.lines if "error" in line.lower()]
     assert "Traceback" not in result.output and 1 <= len(lines) <= most, result.output
-    for line in lines:
-        assert f"{script.split('/')[-1]}: error: " in line and in_order(words, line), line  # a bar may precede it
+    name = script.rpartition("/")[2]
+    for line in lines:  # a bar may precede it
+        assert f"{name}: error: " in line and in_order(words, line), line

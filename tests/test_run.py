@@ -152,7 +152,8 @@ DURING_SAVE = ("sent = []; before(os, 'fsync', lambda _: [*pathlib.Path('out').g
 # after the next step
 @rows("options, inject, last_line, left", f"""
 | at(8, signal_self, 'SIGTERM') | final loss ... saved in | 3 6 8
---workers 1 | before(os, 'setpgrp', lambda: os.killpg(0, signal.SIGTERM)) | stopped after step 1 | 1
+--workers 1 | before(os, 'setpgrp', lambda: callable(signal.getsignal(signal.SIGTERM)) and
+  os.killpg(0, signal.SIGTERM)) | stopped after step 1 | 1
 | {DURING_SAVE.format(6)} | stopped after step 7 of 8, saved | 3 6 7
 | {DURING_SAVE.format(8)} | final loss ... saved in | 3 6 8
 --val-data {{val}} --val-every 4 --val-batches 1
