@@ -453,8 +453,9 @@ def held_out_order(args, sampler, held_out):
     order.size, order.seed, order.start = len(held_out), 0, 0
     order.stop = min(args.val_batches, len(held_out) // args.batch_size)
     if not order.stop:
-        raise SettingError(f"--val-data has {len(held_out)} samples, less than one batch of "
-                           f"--batch-size {args.batch_size}: give more data, or a smaller batch")
+        raise SettingError(
+            f"the held-out data (--val-data) has {len(held_out)} samples, less than one batch of "
+            f"--batch-size {args.batch_size}: give more data, or a smaller batch")
     return order
 
 

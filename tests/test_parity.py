@@ -195,6 +195,16 @@ def wrapped(model):
     model[2] = torch.compile(model[2], backend="eager")
 
 
+def with_lengths(model):
+    """A module returns texts of several lengths, as TransformerEncoder's do in an evaluation."""
+    model[1].texts = nn.Identity()
+    model[1].texts.forward = lambda x: torch.nested.nested_tensor([*x])
+
+    def call(_, inputs):
+        model[1].texts(*inputs)
+    model[1].register_forward_pre_hook(call)
+
+
 def with_phase(model):
     model.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
 
@@ -279,13 +289,17 @@ def shares(kind, step, name, *numbers):
     return gather
 
 
-def added_up(name):
-    """Two ranks hold the same numbers, as halves of the rows of a gradient."""
+def added_up(**factors):
+    """Two ranks hold halves of the rows of these gradients: the same numbers, or of the second rank
+    times a factor."""
     def gather(own):
-        (((shape, (_, *zeros), (rows, *more)), sums),) = own["gradients"][name]
-        halves = [((shape, (begin, *zeros), (rows // 2, *more)), sums)
-                  for begin in (0, rows // 2)]
-        return [own | {"gradients": own["gradients"] | {name: [half]}} for half in halves]
+        ranks = [own["gradients"].copy() for _ in range(2)]
+        for name, factor in factors.items():
+            (((shape, (_, *zeros), (rows, *more)), sums),) = own["gradients"][name]
+            for rank, gradients in enumerate(ranks):
+                region = shape, (rank * rows // 2, *zeros), (rows // 2, *more)
+                gradients[name] = [(region, [x * factor**rank for x in sums])]
+        return [own | {"gradients": gradients} for gradients in ranks]
     return gather
 
 
@@ -509,7 +523,8 @@ step 0: reduction: ranks .0. and .1. .* of 0.bias: they must be averaged
 step 0: reduction: ranks \[0, 2\] and \[1, 3\] .* of 0.bias: they must be added up
   | gather=shares("gradients", 0, "0.bias", 0.3, 0.7, 0.3, 0.7)
 step 0: gradients: an all-reduce of shards: as their own parts of 0.weight ranks hold the
-  | gather=added_up("0.weight")
+  | gather=added_up(**{"0.weight": 1})
+step 0: gradients: (?!an all-reduce) | gather=added_up(**{"0.weight": 1, "0.bias": 2})
 # Each rank gives its own mean. The first label of a row does not count.
 step 0: loss: a mean of means, times 2, as many as the ranks
   | edit=on_ranks(0, 0, targets=2 * [[5, 5]], shifted=[[1, 1], [4, 2]],
@@ -688,6 +703,7 @@ EQUAL.*, float32 | accumulate=4 | loss_of=lambda model, x: model(x).float().squa
 EQUAL.* float64 with float32 inside | spoil=rolled(1e-5) | | float32_inside=True
 # Names of what wraps a layer do not count, and a module that has one of them is none.
 EQUAL.*, 4 parameters | start=wrapped
+EQUAL.*, 4 parameters | start=with_lengths
 EQUAL.*, 3 parameters | of=lambda model: nn.ModuleDict({"module": model}) | make=Residual
 """
 # In 16 bits nudged runs show what rounding does, and what is more is a fault.

@@ -116,7 +116,7 @@ single 0 --val-data nowhere | --val-data nowhere: no such file
 single 0 --val-data '' | --val-data : no such file
 single 0 --model true.json | num_hidden_layers is True
 single 0 --model infinite.json | rope_theta is inf
-single 0 --val-data file --batch-size 79 | --val-data has 78 samples ... --batch-size 79
+single 0 --val-data file --batch-size 79 | (--val-data) has 78 samples ... --batch-size 79
 single 0 {AGAIN} --hidden-size 64 | hidden_size is 32 in done/ ... 64 ... another --out
 single 0 {AGAIN} --batch-size 4 | --batch-size is 8 in done/ ... 4
 single 0 {AGAIN} --seq-len 16 | --seq-len is 32 in done/ ... 16

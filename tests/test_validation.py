@@ -55,7 +55,7 @@ def test_what_it_evaluates(tmp_path):
     for held_out, options, words in (
         (samples(31), {"loss_of": lambda batch: (0, 0)}, "no held-out sample has a target"),
         (samples(7), {}, "less than one batch of --batch-size 8: give more data"),
-        ([], {}, "--val-data has 0 samples, less than one batch"),
+        ([], {}, "held-out data .--val-data. has 0 samples, less than one batch"),
         (None, {}, "--val-data: this script gives Run no held-out data"),
     ):
         with refused(words):
