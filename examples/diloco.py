@@ -2,10 +2,10 @@
 
 Split: the batch, over all n ranks. These form R replicas (--replicas) of s = n/R ranks each, which
 share one copy of the model as in fsdp.py. Each replica trains by AdamW on its share of the batch,
-as if it were alone. After every --inner-steps steps the replicas meet: for each weight, they
-average how far it has moved from its last common value. An outer optimizer, SGD with Nesterov
-momentum, takes this average for the gradient and updates the common value. All replicas train on
-from there. Use it if the links between machines are too slow to send all gradients in each step,
+as if it were alone. After every --inner-steps steps, and after the last one, the replicas meet: for
+each weight, they average how far it has moved from its last common value. An outer optimizer, SGD
+with Nesterov momentum, takes this average for the gradient and updates the common value. All
+replicas train on from there. Use it if the links between machines are too slow to send all gradients in each step,
 such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
 
     torchrun --nproc_per_node=2 examples/diloco.py
@@ -137,7 +137,8 @@ def main(argv=None):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % args.inner_steps == 0:  # DiLoCo: otherwise each replica trains on alone
+        last = step + 1 == args.steps
+        if (step + 1) % args.inner_steps == 0 or last:  # DiLoCo: otherwise replicas train on alone
             meet(common, outer, replicas)
         run.after_step(step, loss, grad_norm)
     return run.history
@@ -179,15 +180,10 @@ def meet(common, outer, replicas):
 
 
 def check(args, n):
-    """Raise SettingError if n ranks cannot be shared by the replicas, or if these would train on
-    after their last meeting: a checkpoint has what they have in common."""
+    """Raise SettingError if n ranks cannot be shared by the replicas."""
     if n % args.replicas:
         raise SettingError(f"--replicas {args.replicas} does not divide the world size {n}: use a "
                            f"divisor")
-    if args.steps % args.inner_steps:
-        raise SettingError(
-            f"--inner-steps {args.inner_steps} does not divide --steps {args.steps}: what replicas "
-            f"learn after they last meet would be in no model; use a divisor")
 
 
 if __name__ == "__main__":

@@ -256,7 +256,6 @@ RANK= WORLD_SIZE= SLURM_STEP_NUM_TASKS=2 | | SLURM_STEP_NUM_TASKS is 2 but RANK 
 RANK= WORLD_SIZE= OMPI_COMM_WORLD_SIZE=2 | | OMPI_COMM_WORLD_SIZE is 2 but RANK is not set
 * RANK= WORLD_SIZE=2 | | WORLD_SIZE is 2 but RANK is not set: each process would train alone
 RANK= WORLD_SIZE= PMI_SIZE=2 | | PMI_SIZE is 2 but RANK is not set: each process would train alone
-RANK=abc | | RANK is 'abc', and must be a whole number
 * WORLD_SIZE=abc | | WORLD_SIZE is 'abc', and must be a whole number
 MASTER_ADDR=no-such-machine.invalid | | rank 0 cannot connect to others by gloo ... MASTER_ADDR
   no-such-machine.invalid must be the machine of rank 0, MASTER_PORT
