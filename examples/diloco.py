@@ -5,8 +5,9 @@ share one copy of the model as in fsdp.py. Each replica trains by AdamW on its s
 as if it were alone. After every --inner-steps steps, and after the last one, the replicas meet: for
 each weight, they average how far it has moved from its last common value. An outer optimizer, SGD
 with Nesterov momentum, takes this average for the gradient and updates the common value. All
-replicas train on from there. Use it if the links between machines are too slow to send all gradients in each step,
-such as 1 Gbit/s between two data centres; each of these is a replica. (DiLoCo, arXiv:2311.08105)
+replicas train on from there. Use it if the links between machines are too slow to send all
+gradients in each step, such as 1 Gbit/s between two data centres; each of these is a replica.
+(DiLoCo, arXiv:2311.08105)
 
     torchrun --nproc_per_node=2 examples/diloco.py
     bash run.sh examples/diloco.py --model small --dtype bfloat16 --lr 1e-3
